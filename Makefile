@@ -1,0 +1,44 @@
+# Everything runs in .venv, made by plain venv and pip: pip's configuration decides which build of torch is installed.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+WORKERS ?= 2
+
+.PHONY: quickstart test check bench format clean
+
+quickstart: .venv/.installed
+	$(BIN)/trl quickstart
+
+test: .venv/.installed-dev
+	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+check: .venv/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	$(OFFLINE) $(BIN)/python -m pytest -q tests/test_import_direction.py
+	$(OFFLINE) $(BIN)/python -m pytest -q --doctest-modules src/trl/tensors src/trl/objectives src/trl/data
+	$(BIN)/python .ci/import_time.py
+
+bench: .venv/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/sft.py
+
+format: .venv/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# The stamps are older than what they were made from exactly when the environment has to be brought up to date.
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+.venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@ .venv/.installed

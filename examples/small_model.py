@@ -1,0 +1,81 @@
+"""Builds a small model and its tokenizer without a download, for experiments on a laptop.
+
+    python examples/small_model.py --text ../shared/data/gsm8k/train.jsonl --out runs/gsm8k/model
+
+trains a byte-level BPE tokenizer on the strings of a jsonl file and saves it with a Llama of random weights: four layers,
+256 wide, about 5 million parameters at the default vocabulary.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PAD, EOS = "<|pad|>", "<|end|>"
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Every string value of every row of a jsonl file."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        yield from (value for value in json.loads(line).values() if isinstance(value, str))
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `vocabulary` tokens; no text is unknown to it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+def small_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
+    """A Llama with tied embeddings for the tokenizer, its weights drawn from `seed`."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text", type=Path, required=True, help="jsonl file whose strings train the tokenizer"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="size of the vocabulary, in tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    args = parser.parse_args()
+
+    tokenizer = train_tokenizer(strings(args.text), args.vocabulary)
+    model = small_llama(tokenizer, seed=args.seed)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(f"{len(tokenizer):,} tokens, {model.num_parameters():,} parameters in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Post-train transformer language models. Public names are lazy: `import trl` loads no torch."""
+
+from typing import TYPE_CHECKING
+
+from trl._lazy import attach
+
+__version__ = "0.1.0.dev0"
+
+# name -> module that defines it. The block below says the same to type checkers and editors; a test compares the two.
+_NAMES = {
+    "BEMACallback": "trl.trainer.callbacks",
+    "LogCompletionsCallback": "trl.trainer.callbacks",
+    "RichProgressCallback": "trl.trainer.callbacks",
+    "SyncRefModelCallback": "trl.trainer.callbacks",
+    "WeaveCallback": "trl.trainer.callbacks",
+    "SFTConfig": "trl.trainer.sft_config",
+    "SFTTrainer": "trl.trainer.sft_trainer",
+    "ModelConfig": "trl.options.model",
+    "ScriptArguments": "trl.scripts.arguments",
+    "TrlParser": "trl.scripts.parser",
+    "init_zero_verbose": "trl.scripts.quiet",
+    "DatasetMixtureConfig": "trl.data.mixtures",
+    "get_dataset": "trl.data.mixtures",
+    "extract_prompt": "trl.data.formats",
+    "is_conversational": "trl.data.formats",
+    "is_conversational_from_value": "trl.data.formats",
+    "maybe_convert_to_chatml": "trl.data.formats",
+    "maybe_extract_prompt": "trl.data.formats",
+    "maybe_unpair_preference_dataset": "trl.data.formats",
+    "unpair_preference_dataset": "trl.data.formats",
+    "apply_chat_template": "trl.data.templates",
+    "maybe_apply_chat_template": "trl.data.templates",
+    "pack_dataset": "trl.data.packing",
+    "truncate_dataset": "trl.data.truncation",
+    "prepare_multimodal_messages": "trl.data.multimodal",
+    "prepare_multimodal_messages_vllm": "trl.data.multimodal",
+    "DataCollatorForCompletionOnlyLM": "trl.collators.completion_only",
+    "clone_chat_template": "trl.models.chat_setup",
+    "setup_chat_format": "trl.models.chat_setup",
+    "get_peft_config": "trl.models.peft",
+    "get_kbit_device_map": "trl.models.quantization",
+    "get_quantization_config": "trl.models.quantization",
+    "set_seed": "transformers.trainer_utils",
+}
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import set_seed as set_seed
+
+    from trl.collators.completion_only import (
+        DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
+    )
+    from trl.data.formats import extract_prompt as extract_prompt
+    from trl.data.formats import is_conversational as is_conversational
+    from trl.data.formats import is_conversational_from_value as is_conversational_from_value
+    from trl.data.formats import maybe_convert_to_chatml as maybe_convert_to_chatml
+    from trl.data.formats import maybe_extract_prompt as maybe_extract_prompt
+    from trl.data.formats import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
+    from trl.data.formats import unpair_preference_dataset as unpair_preference_dataset
+    from trl.data.mixtures import DatasetMixtureConfig as DatasetMixtureConfig
+    from trl.data.mixtures import get_dataset as get_dataset
+    from trl.data.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
+    from trl.data.multimodal import prepare_multimodal_messages_vllm as prepare_multimodal_messages_vllm
+    from trl.data.packing import pack_dataset as pack_dataset
+    from trl.data.templates import apply_chat_template as apply_chat_template
+    from trl.data.templates import maybe_apply_chat_template as maybe_apply_chat_template
+    from trl.data.truncation import truncate_dataset as truncate_dataset
+    from trl.models.chat_setup import clone_chat_template as clone_chat_template
+    from trl.models.chat_setup import setup_chat_format as setup_chat_format
+    from trl.models.peft import get_peft_config as get_peft_config
+    from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
+    from trl.models.quantization import get_quantization_config as get_quantization_config
+    from trl.options.model import ModelConfig as ModelConfig
+    from trl.scripts.arguments import ScriptArguments as ScriptArguments
+    from trl.scripts.parser import TrlParser as TrlParser
+    from trl.scripts.quiet import init_zero_verbose as init_zero_verbose
+    from trl.trainer.callbacks import BEMACallback as BEMACallback
+    from trl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from trl.trainer.callbacks import RichProgressCallback as RichProgressCallback
+    from trl.trainer.callbacks import SyncRefModelCallback as SyncRefModelCallback
+    from trl.trainer.callbacks import WeaveCallback as WeaveCallback
+    from trl.trainer.sft_config import SFTConfig as SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
+
+__getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

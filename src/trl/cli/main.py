@@ -1,0 +1,91 @@
+"""The commands of `trl`, and how one is picked."""
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+
+class Command(NamedTuple):
+    """One command: its module, what `trl --help` says of it, and how it is run.
+
+    A "plain" module has `main(argv) -> int`. A "training" module has `make_parser()` and a `main` that takes the
+    parsed dataclasses; it is launched, through accelerate where that was asked for.
+    """
+
+    module: str
+    help: str
+    kind: Literal["plain", "training"] = "plain"
+
+
+COMMANDS: dict[str, Command] = {
+    "sft": Command(
+        "trl.scripts.sft", "fine-tune a model on text, prompts with answers, or conversations", "training"
+    ),
+    "quickstart": Command(
+        "trl.scripts.quickstart", "train a tiny model on this machine, nothing to download"
+    ),
+    "env": Command("trl.scripts.env", "print versions and hardware, for bug reports"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (the process's arguments if None) names; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(importlib.metadata.version("trl"))
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        print(unknown_command(name), file=sys.stderr)
+        return 2
+    if argv is None and {"-h", "--help"} & set(rest):  # the process is ours, and ends with the help text
+        from trl.cli.quick_help import leave_out_peft
+
+        leave_out_peft()
+    try:
+        return run_command(name, COMMANDS[name], rest)
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as stop:  # argparse ends the process on --help and on bad arguments
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def run_command(name: str, command: Command, argv: list[str]) -> int:
+    """Run one command with its arguments; returns the exit status."""
+    if command.kind == "training":
+        from trl.cli.launch import launch
+
+        return launch(name, command.module, argv)
+    return importlib.import_module(command.module).main(argv) or 0
+
+
+def overview() -> str:
+    """What `trl --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: trl <command> [options]",
+            "",
+            "Post-train transformer language models.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`trl <command> --help` lists the options of a command. Training commands read options from a YAML file",
+            "with --config, and take any option of `accelerate launch` as well as --accelerate_config <profile or file>.",
+        ]
+    )
+
+
+def unknown_command(name: str) -> str:
+    """The message for a command that does not exist."""
+    from trl.scripts.suggestions import did_you_mean
+
+    near = did_you_mean(name, COMMANDS, prefix="trl ")
+    return f"trl: error: unknown command {name!r}: the commands are {', '.join(COMMANDS)}.{near}"

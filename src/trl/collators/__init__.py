@@ -1,0 +1,1 @@
+"""Rows to padded or flat tensors."""

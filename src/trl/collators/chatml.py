@@ -1,0 +1,117 @@
+"""Conversations as batches in which the last assistant message is trained, with the prompts beside them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
+from trl.data.formats import common_prefix_length
+from trl.data.rendering import Chat, TemplateRefusal, split_rendering
+from trl.data.spans import encode
+
+_DEFAULT_MAX_LENGTH = 1024
+
+
+@dataclass
+class DataCollatorForChatML:
+    """Renders conversations, trains on the last message, and gives the prompts by themselves too.
+
+    Each row has a conversation under `messages_key` that ends with an assistant's message. A row may bring its tokens
+    as `input_ids`, its rendered prompt as text under `prompt_key`, or both.
+
+    All of the batch is padded on the left: `input_ids`, `attention_mask`, `labels` `(B, T)`; `prompts`,
+    `prompt_attention_mask` `(B, P)`. The prompt is the beginning of the row's own tokens, up to where its rendering
+    ready for generation ends. Rows longer than `max_length` lose their end; those that lose all that is trained are
+    warned of and counted in `rows_without_completion`.
+
+    Args:
+        tokenizer: Tokenizer with a chat template and a pad token.
+        ignore_index: Label of what is not trained.
+        max_length: Longest row, in tokens; by default the tokenizer's own limit, 1024 at most.
+        prompt_key: Column with the rendered prompt, where there is one.
+        messages_key: Column with the conversation.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    ignore_index: int = IGNORED
+    max_length: int = None  # type: ignore[assignment]
+    prompt_key: str = "prompt"
+    messages_key: str = "messages"
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError("the tokenizer has no pad token, batches need one. Set tokenizer.pad_token.")
+        if self.max_length is None:
+            self.max_length = min(self.tokenizer.model_max_length, _DEFAULT_MAX_LENGTH)
+        if self.max_length < 1:
+            raise ValueError(
+                f"max_length must be >= 1, got {self.max_length}. Give the longest row in tokens."
+            )
+        self.rows_without_completion = 0
+
+    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order."""
+        rows = [self._encode(index, row) for index, row in enumerate(examples)]
+        self._report_cut([boundary for _, boundary in rows])
+        pad: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
+        ids = [ids[: self.max_length] for ids, _ in rows]
+        prompts = [row[:boundary] for row, (_, boundary) in zip(ids, rows, strict=True)]
+        labels = [row.clone() for row in ids]
+        for row_labels, (_, boundary) in zip(labels, rows, strict=True):
+            row_labels[:boundary] = self.ignore_index
+        return {
+            "input_ids": pad_rows(ids, pad, side="left"),
+            "attention_mask": pad_rows([torch.ones_like(row) for row in ids], 0, side="left"),
+            "labels": pad_rows(labels, self.ignore_index, side="left"),
+            "prompts": pad_rows(prompts, pad, side="left"),
+            "prompt_attention_mask": pad_rows([torch.ones_like(row) for row in prompts], 0, side="left"),
+        }
+
+    def _encode(self, index: int, row: Row) -> tuple[Tensor, int]:
+        """Token ids `(T,)` of a row, and how many of them are its prompt."""
+        ids, prompt = row.get("input_ids"), row.get(self.prompt_key)
+        if ids is None or not isinstance(prompt, str):
+            rendered, completion = self._render(index, row)
+            prompt = prompt if isinstance(prompt, str) else rendered
+            ids = encode(self.tokenizer, [rendered + completion])[0] if ids is None else ids
+        whole = as_ids(ids)
+        boundary = common_prefix_length(encode(self.tokenizer, [prompt])[0], whole.tolist())
+        if prompt and not boundary:
+            raise ValueError(
+                f"row {index} of the batch: the tokens do not begin with those of the prompt {prompt[:60]!r}. "
+                f"Give the prompt as it is rendered in the row, or leave out {self.prompt_key!r}."
+            )
+        return whole, boundary
+
+    def _render(self, index: int, row: Row) -> tuple[str, str]:
+        messages = self._messages(index, row)
+        try:
+            return split_rendering(self.tokenizer, Chat(messages[:-1]), messages[-1:])
+        except TemplateRefusal as error:
+            raise ValueError(f"row {index} of the batch, {self.messages_key!r}: {error}") from error
+
+    def _messages(self, index: int, row: Row) -> list[dict[str, Any]]:
+        messages = row.get(self.messages_key)
+        if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
+            raise ValueError(
+                f"row {index} of the batch: {self.messages_key!r} is {str(messages)[:80]!r}, expected a list of at least 2 "
+                "messages that ends with an assistant's. Add the answer, or name the column with messages_key."
+            )
+        return messages
+
+    def _report_cut(self, boundaries: Sequence[int]) -> None:
+        lost = sum(boundary >= self.max_length for boundary in boundaries)
+        if lost:
+            self.rows_without_completion += lost
+            warnings.warn(
+                f"{lost} of {len(boundaries)} rows have a prompt of max_length {self.max_length} tokens or more and are not "
+                f"trained ({self.rows_without_completion} rows so far). Raise max_length or shorten the prompts.",
+                stacklevel=3,
+            )

@@ -1,0 +1,196 @@
+"""Training on answers only, found by the text that introduces them (0.4-0.19)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.collators.rows import IGNORED, Row, as_ids
+
+Span = tuple[int, int]
+
+
+class DataCollatorForCompletionOnlyLM:
+    """Batches tokenized rows so that only what follows a response template is trained.
+
+    Without `instruction_template` that is everything after the last response template of a row. With it, every stretch
+    from the end of a response template to the next instruction template: all answers of a conversation.
+
+    Templates are found as token ids. A template given as text may be tokenized differently where it stands in a row;
+    then the row is decoded, the text is found in it, and the template is every token that holds a character of it (a
+    token that also holds the first characters of the answer counts as template). A row in which a template is not
+    found is not trained at all: a warning says so, and `rows_without_template` counts them.
+
+    Batches are those of `DataCollatorForLanguageModeling`, padded or padding-free; padding is told by position, so the
+    pad token may be the end token.
+
+    Args:
+        response_template: Text or token ids that introduce an answer.
+        instruction_template: Text or token ids that introduce what is answered.
+        mlm: Must be False; kept for the programs that pass it.
+        ignore_index: Label of what is not trained.
+        padding_free: Whether to lay all rows into one flat row.
+        tokenizer: Tokenizer of the rows.
+        pad_to_multiple_of: Rounds the length of a batch up to a multiple, in tokens.
+    """
+
+    def __init__(
+        self,
+        response_template: str | Sequence[int],
+        instruction_template: str | Sequence[int] | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        mlm: bool = False,
+        ignore_index: int = IGNORED,
+        padding_free: bool = False,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        if mlm:
+            raise ValueError(
+                "mlm must be False, got True: completions are trained left to right. Leave it out."
+            )
+        if tokenizer.pad_token_id is None and not padding_free:
+            raise ValueError(
+                "the tokenizer has no pad token, padded batches need one. Set tokenizer.pad_token (its eos_token will "
+                "do), or use padding_free=True."
+            )
+        self.response_template = response_template
+        self.instruction_template = instruction_template
+        self.tokenizer = tokenizer
+        self.ignore_index = ignore_index
+        self.padding_free = padding_free
+        self.rows_without_template = 0
+        self._response = _Template(response_template, tokenizer, "response_template")
+        self._instruction = (
+            None
+            if instruction_template is None
+            else _Template(instruction_template, tokenizer, "instruction_template")
+        )
+        self._collate = DataCollatorForLanguageModeling(
+            pad_token_id=tokenizer.pad_token_id or 0,  # type: ignore[arg-type]
+            padding_free=padding_free,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+
+    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows with `input_ids` (and `attention_mask`, where a row has hidden tokens)."""
+        rows = []
+        missing = 0
+        for row in examples:
+            ids = _visible_ids(row)
+            trained = self._trained(ids.numpy())
+            missing += trained is None
+            labels = torch.full_like(ids, IGNORED) if trained is None else _keep(ids, trained)
+            rows.append({"input_ids": ids, "labels": labels})
+        if missing:
+            self._warn(missing, len(rows))
+        batch = self._collate(rows)
+        batch["labels"][batch["labels"] == IGNORED] = self.ignore_index
+        return batch
+
+    def _trained(self, ids: np.ndarray) -> np.ndarray | None:
+        """Truth values `(T,)`, or None where a template is not found."""
+        responses = self._response.find(ids)
+        instructions = [] if self._instruction is None else self._instruction.find(ids)
+        if not responses or (self._instruction is not None and not instructions):
+            return None
+        if self._instruction is None:
+            responses = responses[-1:]
+        return _between(len(ids), responses, instructions)
+
+    def _warn(self, missing: int, rows: int) -> None:
+        self.rows_without_template += missing
+        templates = f"response_template {self.response_template!r}"
+        if self.instruction_template is not None:
+            templates += f" or instruction_template {self.instruction_template!r}"
+        warnings.warn(
+            f"{missing} of {rows} rows do not contain the {templates} and are not trained "
+            f"({self.rows_without_template} rows so far). Check the templates, and that truncation leaves an answer.",
+            stacklevel=3,
+        )
+
+
+class _Template:
+    """A template and where it occurs in a row."""
+
+    def __init__(self, template: str | Sequence[int], tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.tokenizer = tokenizer
+        self.text = template if isinstance(template, str) else None
+        ids = tokenizer.encode(template, add_special_tokens=False) if isinstance(template, str) else template
+        self.ids = np.array(ids, dtype=np.int64)
+        if not len(self.ids):
+            raise ValueError(
+                f"{name} is {template!r}, expected at least one token. Give what introduces that part."
+            )
+
+    def find(self, ids: np.ndarray) -> list[Span]:
+        """The token ranges `[start, end)` of all occurrences, in order."""
+        spans = self._find_ids(ids)
+        if self.text is None:
+            return spans
+        whole = self._decode(ids, len(ids))
+        return spans if whole.count(self.text) == len(spans) else self._find_text(ids, whole)
+
+    def _find_ids(self, ids: np.ndarray) -> list[Span]:
+        size = len(self.ids)
+        if len(ids) < size:
+            return []
+        matches = (np.lib.stride_tricks.sliding_window_view(ids, size) == self.ids).all(axis=1)
+        return [(start, start + size) for start in np.flatnonzero(matches).tolist()]
+
+    def _find_text(self, ids: np.ndarray, whole: str) -> list[Span]:
+        text = self.text or ""
+        spans, start = [], whole.find(text)
+        while start >= 0:
+            end = start + len(text)
+            first = self._tokens_within(ids, start)
+            covered = self._tokens_within(ids, end)
+            is_exact = len(self._decode(ids, covered)) == end
+            spans.append((first, covered if is_exact else covered + 1))
+            start = whole.find(text, end)
+        return spans
+
+    def _tokens_within(self, ids: np.ndarray, characters: int) -> int:
+        """The largest number of first tokens whose text has at most this many characters (by bisection)."""
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if len(self._decode(ids, middle)) <= characters:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _decode(self, ids: np.ndarray, count: int) -> str:
+        text = self.tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+def _between(length: int, responses: list[Span], instructions: list[Span]) -> np.ndarray:
+    trained = np.zeros(length, dtype=bool)
+    marks = [(end, True) for _, end in responses] + [(start, False) for start, _ in instructions]
+    marks.sort(
+        key=lambda mark: (mark[0], not mark[1])
+    )  # of two at one place the instruction has the last word
+    ends = [place for place, _ in marks[1:]] + [length]
+    for (place, is_answer), end in zip(marks, ends, strict=True):
+        trained[place:end] = is_answer
+    for start, end in responses:
+        trained[start:end] = False
+    return trained
+
+
+def _keep(ids: Tensor, trained: np.ndarray) -> Tensor:
+    return torch.where(torch.from_numpy(trained), ids, IGNORED)
+
+
+def _visible_ids(row: Row) -> Tensor:
+    ids = as_ids(row["input_ids"])
+    mask = row.get("attention_mask")
+    return ids if mask is None else ids[as_ids(mask) != 0]

@@ -1,0 +1,131 @@
+"""Prepared SFT rows as a batch: padded rows, or one flat row of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trl.collators.rows import (
+    IGNORED,
+    Row,
+    as_ids,
+    check_multiple,
+    flatten_rows,
+    pad_rows,
+    read_column,
+)
+
+
+@dataclass
+class DataCollatorForLanguageModeling:
+    """Batches rows with `input_ids` and, where given, `completion_mask`, `assistant_masks`, `labels`, `seq_lengths`.
+
+    A token is trained where every mask that applies is 1; `labels` of the data set, where given, stand in for
+    `input_ids` before the masks act. Padding is told by position, never by token id. Labels are not shifted.
+
+    Padded: `input_ids`, `attention_mask`, `labels`, `(B, T)` each, padded on the right. With `padding_free`, and always
+    for packed rows (those with `seq_lengths`): `input_ids`, `position_ids` (restarting at 0 with each sequence) and
+    `labels`, `(1, N)` each, without an attention mask; the first label of each sequence is -100. All other columns
+    are left out, except `attention_mask`: tokens that it hides are removed first.
+
+    Args:
+        pad_token_id: Token that fills padded positions.
+        completion_only_loss: Whether `completion_mask`, where a row has one, limits what is trained.
+        padding_free: Whether to lay all sequences into one flat row.
+        pad_to_multiple_of: Rounds T or N up to a multiple, in tokens.
+        return_tensors: Only "pt".
+
+    >>> collate = DataCollatorForLanguageModeling(pad_token_id=0)
+    >>> batch = collate([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}, {"input_ids": [8], "completion_mask": [1]}])
+    >>> batch["labels"].tolist()
+    [[-100, 6, 7], [8, -100, -100]]
+    """
+
+    pad_token_id: int
+    completion_only_loss: bool = True
+    padding_free: bool = False
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        check_multiple(self.pad_to_multiple_of)
+        if self.return_tensors != "pt":
+            raise ValueError(
+                f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
+            )
+
+    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order."""
+        if not examples:
+            raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+        if examples[0].get("input_ids") is None:
+            raise ValueError(
+                f"row 0 of the batch has no 'input_ids', but {sorted(examples[0])}. Tokenize the data set first."
+            )
+        ids = read_column(examples, "input_ids") or []
+        labels = self._labels(examples, ids)
+        visible = read_column(examples, "attention_mask")
+        if visible is not None:
+            ids, labels = _only_visible(ids, visible), _only_visible(labels, visible)
+        if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
+            return self._flat(examples, ids, labels)
+        return self._padded(ids, labels)
+
+    def _labels(self, rows: Sequence[Row], ids: list[Tensor]) -> list[Tensor]:
+        labels = [row.clone() for row in read_column(rows, "labels") or ids]
+        _check_lengths(labels, ids, "labels")
+        masks = ("completion_mask", "assistant_masks") if self.completion_only_loss else ("assistant_masks",)
+        for name in masks:
+            column = read_column(rows, name)
+            if column is not None:
+                _check_lengths(column, ids, name)
+                for row_labels, mask in zip(labels, column, strict=True):
+                    row_labels[mask == 0] = IGNORED
+        return labels
+
+    def _padded(self, ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:
+        multiple = self.pad_to_multiple_of
+        return {
+            "input_ids": pad_rows(ids, self.pad_token_id, multiple=multiple),
+            "attention_mask": pad_rows([torch.ones_like(row) for row in ids], 0, multiple=multiple),
+            "labels": pad_rows(labels, IGNORED, multiple=multiple),
+        }
+
+    def _flat(self, rows: Sequence[Row], ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:
+        return flatten_rows(
+            torch.cat(ids),
+            torch.cat(labels),
+            _sequence_lengths(rows, ids),
+            pad_token_id=self.pad_token_id,
+            multiple=self.pad_to_multiple_of,
+        )
+
+
+def _sequence_lengths(rows: Sequence[Row], ids: list[Tensor]) -> list[int]:
+    lengths: list[int] = []
+    for index, (row, row_ids) in enumerate(zip(rows, ids, strict=True)):
+        own = row.get("seq_lengths")
+        parts = [len(row_ids)] if own is None else as_ids(own).tolist()
+        if sum(parts) != len(row_ids):
+            raise ValueError(
+                f"row {index} of the batch: seq_lengths add up to {sum(parts)}, but there are {len(row_ids)} tokens. "
+                "Change packed rows only together with their seq_lengths."
+            )
+        lengths += parts
+    return lengths
+
+
+def _check_lengths(column: list[Tensor], ids: list[Tensor], name: str) -> None:
+    for index, (values, row_ids) in enumerate(zip(column, ids, strict=True)):
+        if len(values) != len(row_ids):
+            raise ValueError(
+                f"row {index} of the batch: {name!r} has {len(values)} items, but 'input_ids' has {len(row_ids)}. "
+                "Make them equally long."
+            )
+
+
+def _only_visible(rows: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
+    return [row[mask != 0] for row, mask in zip(rows, masks, strict=True)]

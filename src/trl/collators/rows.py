@@ -1,0 +1,98 @@
+"""Rows of token columns (lists, arrays or tensors) as int64 tensors, padded or laid one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trl.tensors.segments import Segments
+
+IGNORED = -100
+Row = Mapping[str, Any]
+
+
+def as_ids(value: Any) -> Tensor:
+    """One int64 tensor `(T,)` from a list, array or tensor of numbers or truth values."""
+    if isinstance(value, Tensor):
+        return value.to(torch.int64)
+    return torch.from_numpy(np.array(value, dtype=np.int64))
+
+
+def read_column(rows: Sequence[Row], name: str) -> list[Tensor] | None:
+    """A column of all rows as int64 tensors, None where no row has it.
+
+    Raises: ValueError where some rows have the column and others do not.
+    """
+    has = [row.get(name) is not None for row in rows]
+    if not any(has):
+        return None
+    if not all(has):
+        raise ValueError(
+            f"row {has.index(False)} of the batch has no {name!r} while row {has.index(True)} has it. "
+            f"Give {name!r} in every row or in none."
+        )
+    return [as_ids(row[name]) for row in rows]
+
+
+def round_up(length: int, multiple: int | None) -> int:
+    """The smallest multiple of `multiple` that is not below `length`; `length` itself for None.
+
+    >>> round_up(9, 8), round_up(8, 8), round_up(9, None)
+    (16, 8, 9)
+    """
+    return length if multiple is None else -(-length // multiple) * multiple
+
+
+def pad_rows(
+    rows: Sequence[Tensor],
+    value: int,
+    *,
+    side: Literal["left", "right"] = "right",
+    multiple: int | None = None,
+) -> Tensor:
+    """Ragged rows as one tensor `(B, T)`, T rounded up to `multiple`.
+
+    >>> pad_rows([torch.tensor([1, 2]), torch.tensor([3])], 0, side="left")
+    tensor([[1, 2],
+            [0, 3]])
+    """
+    padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+    missing = round_up(padded.shape[1], multiple) - padded.shape[1]
+    return torch.nn.functional.pad(padded, (missing, 0) if side == "left" else (0, missing), value=value)
+
+
+def flatten_rows(
+    ids: Tensor,
+    labels: Tensor,
+    lengths: Sequence[int],
+    *,
+    pad_token_id: int,
+    multiple: int | None = None,
+    ignored: int = IGNORED,
+) -> dict[str, Tensor]:
+    """Sequences that lie one after another as one flat batch: `input_ids`, `position_ids`, `labels`, `(1, N)` each.
+
+    `lengths` are those of the sequences; each one's first label is ignored, because nothing before it predicts it.
+    Where N is rounded up to `multiple`, the tail is a sequence of its own without labels.
+    """
+    total = ids.shape[0]
+    tail = round_up(total, multiple) - total
+    segments = Segments.from_lengths([length for length in [*lengths, tail] if length])
+    labels = torch.nn.functional.pad(labels, (0, tail), value=ignored)
+    labels[list(segments.start)] = ignored
+    return {
+        "input_ids": torch.nn.functional.pad(ids, (0, tail), value=pad_token_id)[None],
+        "position_ids": segments.position_ids(),
+        "labels": labels[None],
+    }
+
+
+def check_multiple(multiple: int | None) -> None:
+    """Raises ValueError for a `pad_to_multiple_of` below 1."""
+    if multiple is not None and multiple < 1:
+        raise ValueError(f"pad_to_multiple_of must be >= 1, got {multiple}. Use None for no rounding.")

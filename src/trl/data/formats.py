@@ -1,0 +1,188 @@
+"""Dataset types and formats, row by row: what a row is, and how one form becomes another.
+
+A row is *standard* (its text columns are strings) or *conversational* (they are lists of `{"role", "content"}`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+
+DatasetType = TypeVar("DatasetType", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
+
+CONVERSATIONAL_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+
+# How conversations in the `from`/`value` style name their speakers.
+SPEAKER_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def is_list_of_dicts_with(value: Any, *keys: str) -> bool:
+    """Whether `value` is a non-empty list whose first item is a dict that has all `keys`.
+
+    >>> is_list_of_dicts_with([{"role": "user"}], "role"), is_list_of_dicts_with("text", "role")
+    (True, False)
+    """
+    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
+        return False
+    return all(key in value[0] for key in keys)
+
+
+def is_conversational(example: dict[str, Any]) -> bool:
+    """Whether one of the text columns of a row holds messages with a `role`.
+
+    >>> is_conversational({"prompt": [{"role": "user", "content": "What colour is the sky?"}]})
+    True
+    >>> is_conversational({"prompt": "The sky is"})
+    False
+    """
+    return any(is_list_of_dicts_with(example.get(key), "role") for key in CONVERSATIONAL_COLUMNS)
+
+
+def is_conversational_from_value(example: dict[str, Any]) -> bool:
+    """Whether a row has a `conversations` column of `{"from", "value"}` messages.
+
+    >>> is_conversational_from_value({"conversations": [{"from": "human", "value": "Hello"}]})
+    True
+    >>> is_conversational_from_value({"conversations": [{"role": "user", "content": "Hello"}]})
+    False
+    """
+    return is_list_of_dicts_with(example.get("conversations"), "from", "value")
+
+
+def _to_chatml_message(message: Any) -> Any:
+    if not isinstance(message, Mapping) or not ("from" in message or "value" in message):
+        return message
+    renamed = {{"from": "role", "value": "content"}.get(key, key): value for key, value in message.items()}
+    role = renamed.get("role")
+    return {**renamed, "role": SPEAKER_ROLES.get(role, role) if isinstance(role, str) else role}
+
+
+def maybe_convert_to_chatml(example: dict[str, list]) -> dict[str, list]:
+    """The row with `from`/`value` messages turned into `role`/`content` and `conversations` renamed to `messages`.
+
+    Speakers of the ShareGPT style get the role that templates know (`human` -> `user`, `gpt` -> `assistant`); other
+    names are kept. Rows of another form come back as they are.
+
+    >>> maybe_convert_to_chatml({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
+    {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}]}
+    """
+    converted = dict(example)
+    for key in (*CONVERSATIONAL_COLUMNS, "conversations"):
+        value = converted.get(key)
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            converted[key] = [_to_chatml_message(message) for message in value]
+    if "conversations" in converted and "messages" not in converted:
+        return {("messages" if key == "conversations" else key): value for key, value in converted.items()}
+    return converted
+
+
+def remove_none_values(example: Any) -> Any:
+    """`example` without the keys of dicts whose value is None, at every depth; lists keep their length.
+
+    Arrow tables give every dict of a column the keys of all others, filled with None; this takes them away again.
+
+    >>> remove_none_values([{"role": "user", "content": "Hi", "tool_calls": None}])
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    if isinstance(example, Mapping):
+        return {key: remove_none_values(item) for key, item in example.items() if item is not None}
+    if isinstance(example, list | tuple):
+        return [remove_none_values(item) for item in example]
+    return example
+
+
+def common_prefix_length(left: Sequence, right: Sequence) -> int:
+    """The number of leading items that two sequences (strings, token ids, messages) share.
+
+    >>> common_prefix_length("the sky is blue", "the sky is grey")
+    11
+    """
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next(index for index in range(length) if left[index] != right[index])
+
+
+def extract_prompt(example: dict[str, Sequence]) -> dict[str, Sequence]:
+    """Split the shared beginning of `chosen` and `rejected` off as `prompt`.
+
+    A space before the point where two strings part belongs to the completions. Of two strings or conversations of
+    which one continues the other, the shorter one keeps an empty completion.
+
+    >>> extract_prompt({"chosen": "The sky is blue.", "rejected": "The sky is green."})
+    {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' green.'}
+    """
+    chosen, rejected = example["chosen"], example["rejected"]
+    split = common_prefix_length(chosen, rejected)
+    parted = split < min(len(chosen), len(rejected))
+    if parted and split > 0 and isinstance(chosen, str) and chosen[split - 1] == " ":
+        split -= 1
+    return {"prompt": chosen[:split], "chosen": chosen[split:], "rejected": rejected[split:]}
+
+
+def maybe_extract_prompt(example: dict[str, list]) -> dict[str, list]:
+    """The row with an explicit prompt: as it is, or with the prompt taken out of `chosen` and `rejected`.
+
+    A prompt of another format than the answers (a string beside messages) repeats what the answers begin with; it is
+    replaced by what they share.
+    """
+    if "chosen" not in example or "rejected" not in example:
+        return example
+    if "prompt" in example:
+        conversational = [is_conversational({key: example[key]}) for key in ("prompt", "chosen")]
+        if conversational[0] == conversational[1]:
+            return example
+    return {**example, **extract_prompt({key: example[key] for key in ("chosen", "rejected")})}  # type: ignore[dict-item]
+
+
+def unpair_rows(batch: dict[str, list]) -> dict[str, list]:
+    """A batch of preference rows as twice as many rows with `completion` and `label`: all chosen, then all rejected."""
+    rows = len(batch["chosen"])
+    others = {key: values + values for key, values in batch.items() if key not in ("chosen", "rejected")}
+    return {
+        **others,
+        "completion": batch["chosen"] + batch["rejected"],
+        "label": [True] * rows + [False] * rows,
+    }
+
+
+def unpair_preference_dataset(
+    dataset: DatasetType, num_proc: int | None = None, desc: str | None = None
+) -> DatasetType:
+    """A preference data set as an unpaired one: `chosen` with label True, `rejected` with label False.
+
+    >>> paired = Dataset.from_dict({"prompt": ["The sky is"], "chosen": [" blue."], "rejected": [" green."]})
+    >>> unpair_preference_dataset(paired)[1]
+    {'prompt': 'The sky is', 'completion': ' green.', 'label': False}
+    """
+    map_kwargs: dict[str, Any] = {"batched": True, "remove_columns": ["chosen", "rejected"]}
+    if isinstance(dataset, Dataset | DatasetDict):
+        map_kwargs |= {"num_proc": num_proc, "desc": desc}
+    return dataset.map(unpair_rows, **map_kwargs)  # type: ignore[return-value]
+
+
+def maybe_unpair_preference_dataset(
+    dataset: DatasetType, num_proc: int | None = None, desc: str | None = None
+) -> DatasetType:
+    """`unpair_preference_dataset` where the data set has `chosen` and `rejected`; otherwise the data set as it is."""
+    first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if {"chosen", "rejected"} <= set(column_names(first)):
+        return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+    return dataset
+
+
+def column_names(dataset: Dataset | IterableDataset) -> list[str]:
+    """The columns of a data set; a streaming one that does not know them is asked for its first row."""
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    return list(next(iter(dataset), {}))

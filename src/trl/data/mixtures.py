@@ -1,0 +1,151 @@
+"""One training set from several sources."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
+
+from trl.data.sources import load_source
+
+SPLIT_SEED = 0  # every process must draw the same test rows
+
+
+@dataclass
+class DatasetConfig:
+    """One source of a mixture: what `datasets.load_dataset` takes, and the columns to keep."""
+
+    path: str = field(
+        metadata={"help": "File (.json, .jsonl, .parquet, .csv), folder, or name of a data set on the hub."}
+    )
+    name: str | None = field(
+        default=None, metadata={"help": "Configuration of the data set, where it has several."}
+    )
+    data_dir: str | None = field(default=None, metadata={"help": "Folder within the data set to read from."})
+    data_files: str | list[str] | dict[str, str] | None = field(
+        default=None,
+        metadata={"help": "Files within the data set to read: one, several, or several by split."},
+    )
+    split: str = field(
+        default="train", metadata={"help": "Split to take; slices such as train[:10%] are understood."}
+    )
+    columns: list[str] | None = field(
+        default=None,
+        metadata={"help": "Columns to keep, all of them by default. All sources must end with the same."},
+    )
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """The sources of a mixture and what is done with all of them together.
+
+    Raises: ValueError for a source with unknown keys or without a path, and for a `test_split_size` outside (0, 1).
+    """
+
+    datasets: list[DatasetConfig] = field(
+        default_factory=list,
+        metadata={
+            "help": "Sources, laid one after another. In a config file each is a mapping with at least `path`."
+        },
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "Whether to read rows as they are needed instead of all at once."}
+    )
+    test_split_size: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of all rows, in (0, 1), drawn into a `test` split. None makes no such split."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.datasets = [_read_config(index, source) for index, source in enumerate(self.datasets or [])]
+        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
+            raise ValueError(
+                f"test_split_size must be in (0, 1), got {self.test_split_size}. Give a share of the rows, or None."
+            )
+        if self.test_split_size is not None and self.streaming:
+            raise ValueError(
+                f"test_split_size is {self.test_split_size} with streaming=True, but a stream has no known length to share "
+                "out. Give a source with its own test split, or set streaming=False."
+            )
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
+    """All sources of a mixture one after another as the split "train", and with `test_split_size` a split "test".
+
+    Rows of "test" are drawn with a fixed seed, the same in every process. A streaming mixture comes as an
+    `IterableDatasetDict`.
+
+    Raises: ValueError where there is no source, a column is missing, or sources differ in their columns.
+    """
+    if not mixture_config.datasets:
+        raise ValueError("a mixture needs at least 1 data set, got 0. List them under `datasets:`.")
+    parts = [_load_part(source, mixture_config.streaming) for source in mixture_config.datasets]
+    _check_same_columns(mixture_config.datasets, parts)
+    if mixture_config.streaming:
+        streams = cast(list[IterableDataset], parts)
+        return cast(DatasetDict, IterableDatasetDict({"train": concatenate_datasets(streams)}))
+    combined = concatenate_datasets(cast(list[Dataset], parts))
+    if mixture_config.test_split_size is None:
+        return DatasetDict({"train": combined})
+    return combined.train_test_split(test_size=mixture_config.test_split_size, seed=SPLIT_SEED)
+
+
+def _read_config(index: int, source: DatasetConfig | Mapping[str, Any]) -> DatasetConfig:
+    if isinstance(source, DatasetConfig):
+        return source
+    if not isinstance(source, Mapping):
+        raise TypeError(
+            f"datasets[{index}] is {source!r}, expected a mapping with at least `path`. Write `- path: ...`."
+        )
+    known = [item.name for item in fields(DatasetConfig)]
+    for key in source:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
+            raise ValueError(f"datasets[{index}] has the unknown key {key!r}, known are {known}. {hint}")
+    if "path" not in source:
+        raise ValueError(
+            f"datasets[{index}] has no `path`, only {sorted(source)}. Add the file, folder or name."
+        )
+    return DatasetConfig(**source)
+
+
+def _load_part(source: DatasetConfig, streaming: bool) -> Dataset | IterableDataset:
+    loaded = load_source(
+        source.path,
+        name=source.name,
+        split=source.split,
+        data_files=source.data_files,
+        data_dir=source.data_dir,
+        streaming=streaming,
+    )
+    part = cast(Dataset | IterableDataset, loaded)
+    if source.columns is None:
+        return part
+    known = _columns(part)
+    missing = [name for name in source.columns if name not in known]
+    if missing:
+        raise ValueError(f"{source.path!r} has no columns {missing}, there are {known}. Correct `columns`.")
+    return part.select_columns(source.columns)
+
+
+def _columns(part: Dataset | IterableDataset) -> list[str]:
+    if part.column_names is not None:
+        return part.column_names
+    return list(next(iter(part), {}))
+
+
+def _check_same_columns(sources: list[DatasetConfig], parts: list[Dataset | IterableDataset]) -> None:
+    first = _columns(parts[0])
+    for source, part in zip(sources[1:], parts[1:], strict=True):
+        columns = _columns(part)
+        if set(columns) != set(first):
+            raise ValueError(
+                f"{sources[0].path!r} has the columns {sorted(first)}, but {source.path!r} has {sorted(columns)}: a mixture "
+                "needs the same in all. Choose common ones with `columns`, or rename."
+            )

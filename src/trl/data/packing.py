@@ -1,0 +1,248 @@
+"""Several short sequences in one row: best-fit decreasing, or cut from one long stream."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, IterableDataset, List, Value
+
+from trl.data.dataset_views import restore_format, restore_streaming_format, without_list_sizes
+from trl.data.formats import DatasetType
+from trl.data.ragged import Ragged, gather_rows, is_number_list, read_ragged, write_ragged
+
+logger = logging.getLogger(__name__)
+
+ROWS_AT_ONCE = 100_000  # bounds memory; a streaming data set takes `map`'s own 1000
+_BLOCK = 1024
+
+
+def pack_dataset(
+    dataset: DatasetType,
+    seq_length: int,
+    strategy: str = "bfd",
+    map_kwargs: dict[str, Any] | None = None,
+) -> DatasetType:
+    """Rows of up to `seq_length` tokens, each made of several rows of `dataset`; all columns are lists per token.
+
+    `bfd` (best-fit decreasing) keeps sequences whole: longest first, each goes where the least space is left that
+    still holds it. Rows longer than `seq_length` are cut to it, rows without tokens are left out with a warning.
+    Sequences lie in a row in descending order of length, packed rows in the order of their longest sequence, equal
+    lengths in the order of the data set; the column `seq_lengths` says where one ends. `wrapped` joins everything
+    and cuts it every `seq_length` tokens, through sequences; the last row keeps what is left.
+
+    Works on 100,000 rows at a time (1,000 of a streaming data set; `map_kwargs["batch_size"]` changes it). `num_proc`
+    is not used, so that the result does not depend on it.
+
+    Raises: ValueError for an unknown strategy, `seq_length` < 1, a column that is not a list of numbers (named), or
+    a row whose columns differ in length (named).
+
+    >>> rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]]})
+    >>> pack_dataset(rows, 4)[:]
+    {'input_ids': [[1, 2, 3, 4], [5, 6]], 'seq_lengths': [[3, 1], [2]]}
+    >>> pack_dataset(rows, 4, "wrapped")[:]
+    {'input_ids': [[1, 2, 3, 4], [5, 6]]}
+    """
+    if seq_length < 1:
+        raise ValueError(
+            f"seq_length must be >= 1, got {seq_length}. Give the number of tokens in a packed row."
+        )
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy {strategy!r} is unknown, known are {sorted(STRATEGIES)}. Choose one of them."
+        )
+    if isinstance(dataset, Mapping):
+        parts = cast(Mapping[str, Dataset], dataset)
+        packed = {name: pack_dataset(part, seq_length, strategy, map_kwargs) for name, part in parts.items()}
+        return cast(Any, type(dataset))(packed)
+    options = {"batch_size": ROWS_AT_ONCE if isinstance(dataset, Dataset) else 1000, **(map_kwargs or {})}
+    options["fn_kwargs"] = {"seq_length": seq_length, "strategy": strategy}
+    if isinstance(dataset, Dataset):
+        return cast(DatasetType, _pack_stored(dataset, strategy, options))
+    return cast(DatasetType, _pack_streaming(dataset, strategy, options))
+
+
+def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
+    """`pack_dataset` on an arrow table."""
+    _check_columns(table)
+    columns = {name: read_ragged(table[name], name) for name in table.column_names}
+    _check_lengths(columns)
+    packed = STRATEGIES[strategy](columns, seq_length)
+    arrays = {
+        name: write_ragged(ragged, table.schema.field(name).type) for name, ragged in packed.columns.items()
+    }
+    if packed.seq_lengths is not None:
+        arrays["seq_lengths"] = write_ragged(packed.seq_lengths, pa.list_(pa.int64()))
+    return pa.table(arrays)
+
+
+class Packed(NamedTuple):
+    """Packed columns, and how long the sequences in each packed row are (None where they are not kept whole)."""
+
+    columns: dict[str, Ragged]
+    seq_lengths: Ragged | None
+
+
+class Bins(NamedTuple):
+    """Bin b holds the rows `rows[offsets[b] : offsets[b + 1]]`, in the order in which they lie in it."""
+
+    rows: np.ndarray
+    offsets: np.ndarray
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Bins:
+    """Rows to bins: longest first, each into the bin with the least space that holds it, of equal ones the one that has had that space longest.
+
+    `lengths` (N,) in tokens, each in [1, capacity]. Bins are numbered as they were opened. Time is O(N log N) for the
+    sort, then constant per row. Source: Ding et al. 2024, section 3.2 (arXiv:2404.10830).
+
+    >>> best_fit_decreasing(np.array([3, 1, 2, 4]), capacity=5)
+    Bins(rows=array([3, 1, 0, 2]), offsets=array([0, 2, 4]))
+    """
+    order = np.argsort(-lengths, kind="stable")
+    bin_of = np.empty(len(lengths), dtype=np.int64)
+    open_bins: defaultdict[int, deque[int]] = defaultdict(deque)
+    spaces = SpaceIndex(capacity)
+    opened = 0
+    for place, length in enumerate(lengths[order].tolist()):
+        space = spaces.smallest_from(length)
+        if space is None:
+            space, bin_index = capacity, opened
+            opened += 1
+        else:
+            candidates = open_bins[space]
+            bin_index = candidates.popleft()
+            if not candidates:
+                spaces.remove(space)
+        bin_of[place] = bin_index
+        if space > length:
+            candidates = open_bins[space - length]
+            if not candidates:
+                spaces.add(space - length)
+            candidates.append(bin_index)
+    counts = np.bincount(bin_of, minlength=opened)
+    return Bins(order[np.argsort(bin_of, kind="stable")], np.concatenate([[0], counts.cumsum()]))
+
+
+class SpaceIndex:
+    """A set of integers in [0, capacity] that finds its smallest member from a value on in constant time.
+
+    A bitset in blocks, with one bit per block that has members.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._blocks = [0] * (capacity // _BLOCK + 1)
+        self._summary = 0
+
+    def add(self, value: int) -> None:
+        block, bit = divmod(value, _BLOCK)
+        self._blocks[block] |= 1 << bit
+        self._summary |= 1 << block
+
+    def remove(self, value: int) -> None:
+        block, bit = divmod(value, _BLOCK)
+        self._blocks[block] &= ~(1 << bit)
+        if not self._blocks[block]:
+            self._summary &= ~(1 << block)
+
+    def smallest_from(self, value: int) -> int | None:
+        block, bit = divmod(value, _BLOCK)
+        within = self._blocks[block] >> bit
+        if within:
+            return value + (within & -within).bit_length() - 1
+        later = self._summary >> (block + 1)
+        if not later:
+            return None
+        block += (later & -later).bit_length()
+        members = self._blocks[block]
+        return block * _BLOCK + (members & -members).bit_length() - 1
+
+
+def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> Packed:
+    lengths = np.minimum(next(iter(columns.values())).lengths, seq_length)
+    filled = np.flatnonzero(lengths)
+    if len(filled) < len(lengths):
+        logger.warning(
+            "%d rows have no tokens and are left out of the packed rows.", len(lengths) - len(filled)
+        )
+    bins = best_fit_decreasing(lengths[filled], seq_length)
+    rows = filled[bins.rows]
+    sizes = lengths[rows]
+    ends = np.concatenate([[0], sizes.cumsum()])[bins.offsets]
+    rows_list, sizes_list = rows.tolist(), sizes.tolist()
+    packed = {
+        name: Ragged(gather_rows(ragged, rows_list, sizes_list), ends) for name, ragged in columns.items()
+    }
+    return Packed(packed, Ragged(sizes, bins.offsets))
+
+
+def _pack_wrapped(columns: dict[str, Ragged], seq_length: int) -> Packed:
+    total = int(next(iter(columns.values())).offsets[-1])
+    cuts = np.append(np.arange(0, total, seq_length), total)
+    return Packed({name: Ragged(ragged.values, cuts) for name, ragged in columns.items()}, None)
+
+
+STRATEGIES: Mapping[str, Callable[[dict[str, Ragged], int], Packed]] = {
+    "bfd": _pack_bfd,
+    "wrapped": _pack_wrapped,
+}
+
+
+def _check_columns(table: pa.Table) -> None:
+    if not table.column_names:
+        raise ValueError("the data set has no columns, packing needs at least input_ids. Tokenize it first.")
+    for name, kind in zip(table.column_names, table.schema.types, strict=True):
+        if not is_number_list(kind):
+            raise ValueError(
+                f"column {name!r} is {kind}, packing needs list columns with one number per token. "
+                f"Remove {name!r} or tokenize the data set first."
+            )
+
+
+def _check_lengths(columns: Mapping[str, Ragged]) -> None:
+    main = "input_ids" if "input_ids" in columns else next(iter(columns))
+    expected = columns[main].lengths
+    for name, ragged in columns.items():
+        wrong = np.flatnonzero(ragged.lengths != expected)
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]} there. "
+                f"Make them equally long or remove {name!r}."
+            )
+
+
+def _pack_stored(dataset: Dataset, strategy: str, options: dict[str, Any]) -> Dataset:
+    options.pop("num_proc", None)
+    as_arrow = dataset.with_format("arrow")
+    features = _packed_features(dataset.features, strategy)
+    if len(dataset) == 0:
+        _check_columns(as_arrow[:])
+        packed = Dataset.from_dict({name: [] for name in features or ()}, features=features)
+    else:
+        packed = as_arrow.map(
+            pack_table, batched=True, remove_columns=dataset.column_names, features=features, **options
+        )
+    return restore_format(packed, dataset)
+
+
+def _pack_streaming(dataset: IterableDataset, strategy: str, options: dict[str, Any]) -> IterableDataset:
+    allowed = {name: options[name] for name in ("batch_size", "fn_kwargs")}
+    packed = dataset.with_format("arrow").map(
+        pack_table,
+        batched=True,
+        features=_packed_features(dataset.features, strategy),
+        **allowed,
+    )
+    return restore_streaming_format(packed, dataset)
+
+
+def _packed_features(features: Features | None, strategy: str) -> Features | None:
+    packed = without_list_sizes(features)
+    if packed is not None and strategy == "bfd":
+        packed["seq_lengths"] = List(Value("int64"))
+    return packed

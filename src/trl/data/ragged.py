@@ -1,0 +1,110 @@
+"""List columns as flat numpy values and offsets: what packing and truncation compute on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+MAX_CHUNK_VALUES = 2**30  # a list array counts its values in int32
+
+
+class Ragged(NamedTuple):
+    """Row i of a list column is `values[offsets[i] : offsets[i + 1]]`."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+def is_number_list(kind: pa.DataType) -> bool:
+    """Whether an arrow type is a list of numbers or truth values, one for each token.
+
+    >>> is_number_list(pa.list_(pa.int64())), is_number_list(pa.list_(pa.string())), is_number_list(pa.int64())
+    (True, False, False)
+    """
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list:
+        return False
+    value = kind.value_type  # type: ignore[attr-defined]
+    return pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
+
+
+def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:
+    """The flat values and int64 offsets of a list column; a column in one piece is not copied.
+
+    Raises: ValueError naming column and row where a row, or an item in it, is missing.
+    """
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.large_list(column.type.value_type))
+    _refuse_missing_rows(column, name)
+    parts = [_flat_values(chunk, name) for chunk in column.chunks]
+    if not parts:
+        parts = [np.empty(0, dtype=column.type.value_type.to_pandas_dtype())]
+    lengths = [np.diff(_offsets(chunk)) for chunk in column.chunks]
+    offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
+    return Ragged(parts[0] if len(parts) == 1 else np.concatenate(parts), offsets)
+
+
+def write_ragged(ragged: Ragged, kind: pa.DataType) -> pa.ChunkedArray:
+    """A list column of the given list type (a fixed size becomes a free one), in as many chunks as int32 needs."""
+    value_type: pa.DataType = kind.value_type  # type: ignore[attr-defined]
+    is_large = pa.types.is_large_list(kind)
+    make, list_type = (pa.LargeListArray, pa.large_list) if is_large else (pa.ListArray, pa.list_)
+    offset_type = np.int64 if is_large else np.int32
+    chunks = []
+    for first, last in _row_slabs(ragged.offsets):
+        offsets = ragged.offsets[first : last + 1]
+        values = pa.array(ragged.values[offsets[0] : offsets[-1]], type=value_type)
+        chunks.append(make.from_arrays(pa.array((offsets - offsets[0]).astype(offset_type)), values))
+    return pa.chunked_array(chunks, type=list_type(value_type))
+
+
+def gather_rows(ragged: Ragged, rows: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """The first `lengths[k]` values of row `rows[k]`, one after another.
+
+    >>> gather_rows(Ragged(np.arange(5), np.array([0, 2, 5])), [1, 0], [2, 1]).tolist()
+    [2, 3, 0]
+    """
+    values, starts = ragged.values, ragged.offsets.tolist()
+    pieces = [values[starts[row] : starts[row] + length] for row, length in zip(rows, lengths, strict=True)]
+    return np.concatenate(pieces) if pieces else values[:0]
+
+
+def _offsets(chunk: pa.Array) -> np.ndarray:
+    return chunk.offsets.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[attr-defined]
+
+
+def _flat_values(chunk: pa.Array, name: str) -> np.ndarray:
+    offsets = _offsets(chunk)
+    values = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])  # type: ignore[attr-defined]
+    if values.null_count:
+        raise ValueError(
+            f"column {name!r} has {values.null_count} missing items (None) inside its lists, expected numbers. "
+            "Tokenize again or filter these rows."
+        )
+    return values.to_numpy(zero_copy_only=False)
+
+
+def _refuse_missing_rows(column: pa.ChunkedArray, name: str) -> None:
+    if column.null_count:
+        row = pc.index(column.is_null(), True).as_py()
+        raise ValueError(
+            f"column {name!r}, row {row}: None, expected a list. Fill it or filter the {column.null_count} such rows."
+        )
+
+
+def _row_slabs(offsets: np.ndarray) -> list[tuple[int, int]]:
+    slabs, first, rows = [], 0, len(offsets) - 1
+    while first < rows:
+        limit = offsets[first] + MAX_CHUNK_VALUES
+        last = max(first + 1, int(np.searchsorted(offsets, limit, side="right")) - 1)
+        slabs.append((first, last))
+        first = last
+    return slabs

@@ -1,0 +1,168 @@
+"""Messages -> text through a chat template, with errors that say which row and what the template complained about."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jinja2
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trl.data.formats import common_prefix_length, remove_none_values
+
+Message = dict[str, Any]
+ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
+
+# What rendering a user's messages may raise: the template's own complaints, and Python's on values it did not expect.
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError)
+
+
+class TemplateRefusal(ValueError):
+    """A chat template raised on a conversation; the caller adds which row it was."""
+
+
+class Chat(NamedTuple):
+    """A conversation and what its template is given beside it."""
+
+    messages: list[Message]
+    tools: list[dict | Callable] | None = None
+    template_kwargs: Mapping[str, Any] = {}
+
+
+def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
+    """The tokenizer itself, or the one inside a processor."""
+    return getattr(processing_class, "tokenizer", processing_class)  # type: ignore[return-value]
+
+
+def read_tools(tools: Any) -> list[dict | Callable] | None:
+    """The tools of a row as a list: given as a list of schemas or functions, as a JSON string, or as None.
+
+    Keys with None, which columnar storage adds to the schemas, are removed. An empty list counts as no tools.
+
+    >>> read_tools('[{"type": "function", "function": {"name": "add"}}]')
+    [{'type': 'function', 'function': {'name': 'add'}}]
+    """
+    if isinstance(tools, str):
+        tools = _parse_json_tools(tools)
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise TypeError(
+            f"tools is a {type(tools).__name__}, expected a list of JSON schemas or functions. Put it in a list."
+        )
+    parsed = [_parse_json_tools(tool) if isinstance(tool, str) else tool for tool in tools]
+    for tool in parsed:
+        if not isinstance(tool, Mapping) and not callable(tool):
+            raise TypeError(
+                f"tools holds a {type(tool).__name__}, expected JSON schemas (dicts) or functions. "
+                "Write each tool as a JSON schema."
+            )
+    return [remove_none_values(tool) if isinstance(tool, Mapping) else tool for tool in parsed] or None
+
+
+def _parse_json_tools(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"tools is a string that is not JSON ({error}), expected a JSON list of schemas. "
+            "Write it with json.dumps, or give a list."
+        ) from error
+
+
+def render(
+    processing_class: ProcessingClass,
+    chat: Chat,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+) -> str:
+    """The text of a conversation under its chat template.
+
+    Raises: TemplateRefusal where the template (or the renderer) does not accept the conversation.
+    """
+    try:
+        # A batch of one, because a bare empty conversation is refused before the template sees it.
+        rendered = processing_class.apply_chat_template(  # type: ignore[union-attr]
+            [chat.messages],  # type: ignore[arg-type]
+            tools=chat.tools,  # type: ignore[arg-type]
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **chat.template_kwargs,
+        )
+    except TEMPLATE_ERRORS as error:
+        raise _refusal(error) from error
+    return rendered[0]  # type: ignore[index, return-value]
+
+
+def render_with_marks(processing_class: ProcessingClass, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation and the character ranges that the template's `{% generation %}` blocks cover.
+
+    Raises: TemplateRefusal as `render` does.
+    """
+    kwargs = dict(chat.template_kwargs)
+    template = kwargs.pop("chat_template", None) or template_source(processing_class, tools=chat.tools)
+    variables = {**text_tokenizer(processing_class).special_tokens_map, **kwargs}
+    try:
+        texts, ranges = render_jinja_template(
+            conversations=[chat.messages],
+            tools=chat.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+    except TEMPLATE_ERRORS as error:
+        raise _refusal(error) from error
+    return texts[0], [(int(start), int(end)) for start, end in ranges[0] if end > start]
+
+
+def _refusal(error: Exception) -> TemplateRefusal:
+    return TemplateRefusal(
+        f"the chat template raised {type(error).__name__}: {error}. Make the messages fit the template, or change it."
+    )
+
+
+def template_source(processing_class: ProcessingClass, *, tools: list | None = None) -> str:
+    """The Jinja source of the chat template that a conversation with these tools is rendered with; "" without one."""
+    template = getattr(processing_class, "chat_template", None)
+    if isinstance(template, dict):
+        named = template.get("tool_use") if tools else None
+        return named or template.get("default", "")
+    return template or ""
+
+
+def opens_for_generation(messages: list[Message]) -> bool:
+    """Whether a prompt ends before the assistant speaks (then it gets the generation prompt), or within its message."""
+    return messages[-1].get("role") != "assistant"
+
+
+def render_prompt(processing_class: ProcessingClass, chat: Chat) -> str:
+    """A prompt up to the point where the model goes on: a new assistant message, or the last one left open."""
+    opens = opens_for_generation(chat.messages)
+    return render(processing_class, chat, add_generation_prompt=opens, continue_final_message=not opens)
+
+
+def split_rendering(
+    processing_class: ProcessingClass, prompt: Chat, completion: list[Message]
+) -> tuple[str, str]:
+    """The text of prompt + completion, cut where the prompt's own rendering (ready for generation) ends.
+
+    Some templates write more into the generation prompt than into a finished conversation (an opened `<think>`);
+    the cut then lies where the two part.
+
+    Raises: TemplateRefusal where the completion changes how the prompt itself is rendered.
+    """
+    opened = render_prompt(processing_class, prompt)
+    joint = render(processing_class, prompt._replace(messages=[*prompt.messages, *completion]))
+    if joint.startswith(opened):
+        return opened, joint[len(opened) :]
+    cut = common_prefix_length(opened, joint)
+    closed = render(processing_class, prompt) if opens_for_generation(prompt.messages) else opened
+    if not joint.startswith(closed):
+        raise TemplateRefusal(
+            "the chat template renders the prompt differently once the completion follows (first difference at "
+            f"character {cut}: {closed[cut : cut + 20]!r} became {joint[cut : cut + 20]!r}). Use a prefix-preserving "
+            "template (trl.chat_template_utils.get_training_chat_template knows some)."
+        )
+    return joint[:cut], joint[cut:]

@@ -1,0 +1,40 @@
+"""Streams (iterable data sets) as training needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether rows can only be read in order."""
+    return dataset is not None and not hasattr(dataset, "__len__")
+
+
+class RepeatedStream(IterableDataset):
+    """A stream that starts again when it ends, with the next epoch's shuffling; rows run on across the seam.
+
+    So every optimiser step has all its rows, and skipping the first N rows reaches the same place in every run.
+
+    Raises: ValueError where the stream has no row.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = 0
+        while True:
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)
+            rows = 0
+            for row in self.stream:
+                rows += 1
+                yield row
+            if not rows:
+                raise ValueError(
+                    "the training stream has no row. Check the data set, its filters and its split."
+                )
+            epoch += 1

@@ -1,0 +1,240 @@
+"""Chat templates: applying them to rows, and what a template can be trusted to do."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from trl.data.formats import common_prefix_length, is_conversational, remove_none_values
+from trl.data.rendering import (
+    Chat,
+    Message,
+    ProcessingClass,
+    TemplateRefusal,
+    read_tools,
+    render,
+    render_prompt,
+    split_rendering,
+    template_source,
+)
+from trl.data.training_templates import CHATML_TRAINING_TEMPLATE, QWEN3_TRAINING_TEMPLATE
+
+APPLICABLE_TYPES = (
+    {"messages"},
+    {"prompt"},
+    {"prompt", "completion"},
+    {"prompt", "chosen", "rejected"},
+    {"chosen", "rejected"},
+    {"prompt", "completion", "label"},
+)
+
+
+def apply_chat_template(
+    example: dict[str, list[dict[str, str]]],
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    tools: list[dict | Callable] | None = None,
+    **template_kwargs: Any,
+) -> dict[str, str]:
+    """The text columns of a conversational row: `messages` becomes `text`, the others keep their names.
+
+    A prompt is rendered up to where the model goes on (generation prompt, or an open last assistant message), and
+    completions are what follows it in the rendering of both. Tools come from the argument or the row's `tools` column
+    (a list or a JSON string), further template variables from `chat_template_kwargs` and from the keyword arguments.
+
+    Raises: KeyError for columns of no known type, ValueError where the template refuses or is not prefix-preserving.
+    """
+    columns = {
+        key for key in example if key in {"messages", "prompt", "completion", "chosen", "rejected", "label"}
+    }
+    if columns not in APPLICABLE_TYPES:
+        raise KeyError(
+            f"columns {sorted(example)} are of no known type, expected one of "
+            f"{[sorted(known) for known in APPLICABLE_TYPES]}. Rename or remove columns."
+        )
+    kwargs = {**remove_none_values(example.get("chat_template_kwargs") or {}), **template_kwargs}
+    tools = read_tools(tools if tools is not None else example.get("tools"))
+    turns = {key: remove_none_values(example[key]) for key in columns if key != "label"}
+    rendered = _render_columns(tokenizer, turns, Chat([], tools, kwargs))
+    return {**rendered, "label": example["label"]} if "label" in columns else rendered  # type: ignore[dict-item]
+
+
+def _render_columns(processing_class: ProcessingClass, turns: dict[str, Any], chat: Chat) -> dict[str, str]:
+    if "messages" in turns:
+        return {"text": render(processing_class, chat._replace(messages=turns["messages"]))}
+    answers = {key: turns[key] for key in ("chosen", "rejected", "completion") if key in turns}
+    if "prompt" not in turns:
+        return {
+            key: render(processing_class, chat._replace(messages=answer)) for key, answer in answers.items()
+        }
+    prompt = chat._replace(messages=turns["prompt"])
+    if not answers:
+        return {"prompt": render_prompt(processing_class, prompt)}
+    pieces = {key: split_rendering(processing_class, prompt, answer) for key, answer in answers.items()}
+    shared = _shared_prompt([piece[0] for piece in pieces.values()])
+    return {"prompt": shared, **{key: "".join(piece)[len(shared) :] for key, piece in pieces.items()}}
+
+
+def _shared_prompt(prompts: list[str]) -> str:
+    """What the prompts of all completions have in common: all of it, but for templates that are cut in the middle."""
+    shared = prompts[0]
+    for prompt in prompts[1:]:
+        shared = shared[: common_prefix_length(shared, prompt)]
+    return shared
+
+
+def maybe_apply_chat_template(
+    example: dict[str, list[dict[str, str]]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[dict | Callable] | None = None,
+    **template_kwargs: Any,
+) -> dict[str, str]:
+    """`apply_chat_template` for a conversational row; a standard row comes back as it is."""
+    if not is_conversational(example):
+        return example  # type: ignore[return-value]
+    return apply_chat_template(example, tokenizer, tools, **template_kwargs)
+
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def has_generation_marks(processing_class: ProcessingClass, *, tools: list | None = None) -> bool:
+    """Whether the chat template says with `{% generation %}` blocks which text the assistant wrote."""
+    return GENERATION_MARK.search(template_source(processing_class, tools=tools)) is not None
+
+
+_QUESTION: Message = {"role": "user", "content": "What colour is the sky?"}
+_ANSWER: Message = {"role": "assistant", "content": "It is blue."}
+_THOUGHT: Message = {"role": "assistant", "content": "<think>\nLook up.\n</think>\n\nIt is blue."}
+_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"where": "up"}}}],
+}
+_RESULT: Message = {"role": "tool", "name": "look", "content": "blue"}
+
+
+def is_chat_template_prefix_preserving(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether adding messages to a conversation leaves the text of those before it as it was.
+
+    Tried on a question with its generation prompt, an answer, a second question, and an answer with `<think>`.
+    """
+    conversations = [
+        [_QUESTION, answer, _QUESTION, answer, _QUESTION, answer] for answer in (_ANSWER, _THOUGHT)
+    ]
+    return all(_grows_at_the_end(tokenizer, messages) for messages in conversations)
+
+
+def _grows_at_the_end(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> bool:
+    whole = render(tokenizer, Chat(messages))
+    parts = [messages[:length] for length in range(1, len(messages))]
+    opened = [part for part in parts if part[-1]["role"] == "user"]
+    return all(whole.startswith(render(tokenizer, Chat(part))) for part in parts) and all(
+        whole.startswith(render(tokenizer, Chat(part), add_generation_prompt=True)) for part in opened
+    )
+
+
+def get_training_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A prefix-preserving template with `{% generation %}` marks that stands in for the tokenizer's own in training.
+
+    Known are the Qwen3 family (every assistant turn then keeps its `<think>` block, as its last turn does) and plain
+    ChatML, recognised by what they render. None where the template is of neither kind, or needs no replacement.
+    """
+    source = template_source(tokenizer)
+    if not source or (has_generation_marks(tokenizer) and is_chat_template_prefix_preserving(tokenizer)):
+        return None
+    for candidate in (CHATML_TRAINING_TEMPLATE, QWEN3_TRAINING_TEMPLATE):
+        if all(_renders_alike(tokenizer, candidate, *probe) for probe in _PROBES[candidate]):
+            return candidate
+    return None
+
+
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
+_TOOLS: list[dict | Callable] = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}},
+    }
+]
+_COMMON_PROBES: list[tuple[list[Message], list | None]] = [
+    ([_QUESTION], None),
+    ([_SYSTEM, _QUESTION], None),
+    ([_QUESTION, _ANSWER], None),
+]
+# What a template must render exactly as its stand-in does: (messages, tools).
+_PROBES: dict[str, list[tuple[list[Message], list | None]]] = {
+    CHATML_TRAINING_TEMPLATE: [*_COMMON_PROBES, ([_SYSTEM, _QUESTION, _ANSWER, _QUESTION, _THOUGHT], None)],
+    QWEN3_TRAINING_TEMPLATE: [
+        *_COMMON_PROBES,
+        ([_SYSTEM, _QUESTION, _THOUGHT], None),
+        ([_SYSTEM, _QUESTION, _CALL, _RESULT, _ANSWER], _TOOLS),
+    ],
+}
+
+
+def _renders_alike(
+    tokenizer: PreTrainedTokenizerBase, candidate: str, messages: list[Message], tools: list | None
+) -> bool:
+    opens = messages[-1]["role"] == "user"
+    try:
+        own = render(tokenizer, Chat(messages, tools), add_generation_prompt=opens)
+    except TemplateRefusal:
+        return False
+    other = render(
+        tokenizer, Chat(messages, tools, {"chat_template": candidate}), add_generation_prompt=opens
+    )
+    return own == other
+
+
+# How Qwen-style text reads as a message, in the language of transformers' response parser.
+QWEN_RESPONSE_TEMPLATE: dict[str, Any] = {
+    "defaults": {"role": "assistant", "content": ""},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {
+            "open_pattern": r"\s*<think>",
+            "close_pattern": r"</think>\s*",
+            "content": "text",
+        },
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)\s*", "content": "text"},
+    },
+}
+
+
+def add_response_schema(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, now with the rules by which `parse_response` reads its model's answers (Qwen3-style templates).
+
+    Raises: ValueError for a template that writes no `<|im_start|>` turns and `<tool_call>` blocks.
+    """
+    source = template_source(tokenizer)
+    if "<|im_start|>" not in source or "<tool_call>" not in source:
+        raise ValueError(
+            "the chat template is not of a family whose answers can be parsed (known: Qwen2.5, Qwen3 and others that "
+            "write <|im_start|> turns and <tool_call> blocks). Set tokenizer.response_template yourself."
+        )
+    tokenizer.response_template = QWEN_RESPONSE_TEMPLATE  # type: ignore[attr-defined]
+    return tokenizer
+
+
+def parse_response(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict:
+    """The assistant message that generated token ids spell: role, content, and reasoning and tool calls if any.
+
+    An answer that breaks the format (a tool call that is no JSON, say) becomes plain content, special tokens removed.
+
+    Raises: ValueError where the tokenizer has no rules to parse by.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        raise ValueError(
+            "the tokenizer has no response template, expected rules to parse by. Call add_response_schema(tokenizer) first."
+        )
+    try:
+        return tokenizer.parse_response(ids, prefix="")  # type: ignore[attr-defined, return-value]
+    except (ValueError, KeyError, TypeError):  # the model wrote something that is not in the format
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}

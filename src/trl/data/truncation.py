@@ -1,0 +1,101 @@
+"""Rows cut to a length: the token columns, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+
+from trl.data.dataset_views import restore_format, restore_streaming_format, without_list_sizes
+from trl.data.formats import DatasetType
+from trl.data.ragged import is_number_list
+
+
+def truncate_dataset(
+    dataset: DatasetType, max_length: int, map_kwargs: dict[str, Any] | None = None
+) -> DatasetType:
+    """Every row with the first `max_length` items of each token column, that is of each list of numbers.
+
+    Other columns (text, messages, images, nested lists) stay as they are.
+
+    Raises: ValueError for `max_length` < 1, and for a packed row (with `seq_lengths`) that would have to be cut.
+
+    >>> rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4]], "text": ["abc", "d"]})
+    >>> truncate_dataset(rows, 2)[:]
+    {'input_ids': [[1, 2], [4]], 'text': ['abc', 'd']}
+    """
+    if max_length < 1:
+        raise ValueError(
+            f"max_length must be >= 1, got {max_length}. Give the number of tokens to keep, or None."
+        )
+    if isinstance(dataset, Mapping):
+        parts = cast(Mapping[str, Dataset], dataset)
+        cut = {name: truncate_dataset(part, max_length, map_kwargs) for name, part in parts.items()}
+        return cast(Any, type(dataset))(cut)
+    if isinstance(dataset, Dataset):
+        return cast(DatasetType, _truncate_stored(dataset, max_length, map_kwargs or {}))
+    return cast(DatasetType, _truncate_streaming(dataset, max_length))
+
+
+def truncate_table(table: pa.Table, max_length: int) -> pa.Table:
+    """`truncate_dataset` on an arrow table; lists of a fixed size become free ones."""
+    for index, field in enumerate(table.schema):
+        if not is_number_list(field.type):
+            continue
+        longest = _longest(table[index])
+        if longest > max_length:
+            _refuse_packed("seq_lengths" in table.column_names, longest, max_length)
+        if longest > max_length or pa.types.is_fixed_size_list(field.type):
+            column = _first_items(table[index], max_length)
+            table = table.set_column(index, pa.field(field.name, column.type), column)
+    return table
+
+
+def truncate_row(row: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """`truncate_dataset` on one row."""
+    cut = {name: value[:max_length] for name, value in row.items() if _is_longer(value, max_length)}
+    if cut:
+        _refuse_packed("seq_lengths" in row, max(len(row[name]) for name in cut), max_length)
+    return {**row, **cut}
+
+
+def _longest(column: pa.ChunkedArray) -> int:
+    lengths = pc.list_value_length(column)  # pyright: ignore[reportAttributeAccessIssue]
+    return pc.max(lengths).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _first_items(column: pa.ChunkedArray, max_length: int) -> pa.ChunkedArray:
+    first = pc.list_slice(column, 0, max_length, return_fixed_size_list=False)  # pyright: ignore[reportAttributeAccessIssue]
+    kind = pa.large_list if pa.types.is_large_list(column.type) else pa.list_
+    return first.cast(kind(column.type.value_type))
+
+
+def _is_longer(value: Any, max_length: int) -> bool:
+    return isinstance(value, list) and len(value) > max_length and isinstance(value[0], Number)
+
+
+def _refuse_packed(is_packed: bool, longest: int, max_length: int) -> None:
+    if is_packed:
+        raise ValueError(
+            f"a packed row has {longest} tokens, more than max_length {max_length}: cutting it would cut through its "
+            "sequences. Truncate before packing, or raise max_length."
+        )
+
+
+def _truncate_stored(dataset: Dataset, max_length: int, map_kwargs: dict[str, Any]) -> Dataset:
+    if len(dataset) == 0:
+        return dataset
+    options = {**map_kwargs, "fn_kwargs": {"max_length": max_length}}
+    features = without_list_sizes(dataset.features)
+    cut = dataset.with_format("arrow").map(truncate_table, batched=True, features=features, **options)
+    return restore_format(cut, dataset)
+
+
+def _truncate_streaming(dataset: IterableDataset, max_length: int) -> IterableDataset:
+    features = without_list_sizes(dataset.features)
+    cut = dataset.with_format(None).map(truncate_row, features=features, fn_kwargs={"max_length": max_length})
+    return restore_streaming_format(cut, dataset)

@@ -1,0 +1,1 @@
+"""Variants that are still moving, and the 0.26 import paths."""

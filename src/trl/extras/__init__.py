@@ -1,0 +1,1 @@
+"""Known import paths; these modules only re-export."""

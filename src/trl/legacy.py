@@ -1,0 +1,99 @@
+"""The keyword arguments of 0.4-0.11, moved onto the config.
+
+Programs of that time gave a trainer what belongs to its config today, and gave `TrainingArguments` as `args`. Each
+trainer has a table here that says where its older arguments went; one `FutureWarning` names the new places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from transformers import TrainingArguments
+
+
+class Older(NamedTuple):
+    """Where an older argument went: a config field, another argument of the trainer, or nowhere (`ignored`)."""
+
+    kind: Literal["config", "argument", "ignored"]
+    to: str = ""
+
+
+SFT_ARGUMENTS: Mapping[str, Older] = {
+    "tokenizer": Older("argument", "processing_class"),
+    "model_init": Older("argument", "model"),
+    "dataset_text_field": Older("config", "dataset_text_field"),
+    "packing": Older("config", "packing"),
+    "max_seq_length": Older("config", "max_length"),
+    "dataset_num_proc": Older("config", "dataset_num_proc"),
+    "dataset_kwargs": Older("config", "dataset_kwargs"),
+    "eval_packing": Older("config", "eval_packing"),
+    "neftune_noise_alpha": Older("config", "neftune_noise_alpha"),
+    "model_init_kwargs": Older("config", "model_init_kwargs"),
+    "infinite": Older("ignored", "max_steps sets how long a run is; an epoch may be repeated"),
+    "num_of_sequences": Older("ignored", "packing needs no buffer size"),
+    "chars_per_token": Older("ignored", "packing counts tokens"),
+    "dataset_batch_size": Older("ignored", "rows are prepared in batches of a fixed size"),
+}
+
+
+class Moved(NamedTuple):
+    """A trainer's arguments after the move."""
+
+    model: Any
+    args: Any
+    processing_class: Any
+
+
+def move_onto_config(
+    table: Mapping[str, Older], config_class: type, *, model: Any, args: Any, processing_class: Any,
+    older: Mapping[str, Any],
+) -> Moved:  # fmt: skip
+    """Apply a trainer's table of older arguments, and make `args` an instance of `config_class`.
+
+    Raises: TypeError for an argument that no level of the interface knows.
+    """
+    unknown = sorted(set(older) - set(table))
+    if unknown:
+        raise TypeError(
+            f"unexpected keyword arguments {unknown}. The older ones that are still understood are {sorted(table)}; "
+            f"everything else is a field of {config_class.__name__}."
+        )
+    fields = {table[name].to: value for name, value in older.items() if table[name].kind == "config"}
+    args = _as_config(args, config_class, fields, model)
+    if older:
+        warnings.warn(_advice(table, older, config_class), FutureWarning, stacklevel=4)
+    if model is None and "model_init" in older:
+        model = older["model_init"]()
+    if processing_class is None:
+        processing_class = older.get("tokenizer")
+    return Moved(model, args, processing_class)
+
+
+def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model: Any) -> Any:
+    if args is None:
+        return config_class(output_dir=default_output_dir(model, config_class), **changes)
+    if isinstance(args, config_class):
+        return dataclasses.replace(args, **changes) if changes else args
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(
+            f"args must be a {config_class.__name__} or a TrainingArguments, got {type(args).__name__}."
+        )
+    own = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    return config_class(**{**{name: value for name, value in given.items() if name in own}, **changes})
+
+
+def default_output_dir(model: Any, config_class: type) -> str:
+    """`<model's name>-<method>`, the output directory of a trainer without `args`."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return f"{(name or 'model').rstrip('/').split('/')[-1]}-{config_class.__name__.removesuffix('Config')}"
+
+
+def _advice(table: Mapping[str, Older], older: Mapping[str, Any], config_class: type) -> str:
+    name = config_class.__name__
+    words = {"config": f"{name}({{to}}=...)", "argument": "the argument {to}", "ignored": "nothing ({to})"}
+    places = "; ".join(f"{key} -> {words[table[key].kind].format(to=table[key].to)}" for key in older)
+    return f"these arguments have moved and will not be understood for ever: {places}."

@@ -1,0 +1,273 @@
+"""Attention over a flat row of segments, registered with transformers' attention interface.
+
+The row holds real tokens only. Its segments travel through a model's own forward as the attention mask: an int64
+table of shape `(1, 1, S, 4)` (`Segments.to_table`), which transformers hands to every attention layer unchanged,
+also when gradient checkpointing runs a layer again. Each segment then attends to (its prompt | itself) in one call of
+PyTorch's own kernel: no mask as large as the row, no padding, no prompt computed twice. Calls that carry no table
+(generation, evaluation of padded rows) go to transformers' SDPA unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from trl.tensors.segments import Segments
+
+logger = logging.getLogger(__name__)
+
+FLAT_ATTENTION = "trl_flat"
+
+# Decoders whose whole forward is known to depend on other tokens through this attention alone, so that a flat row
+# gives the logits of padded rows (tests/models/test_attention.py checks each to 1e-12 in float64, the mixtures of
+# experts to 1e-5 in float32, because their grouped products take no float64).
+FLAT_MODEL_TYPES = frozenset(
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "cohere",
+        "olmo2",
+        "granite",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+    ]
+)
+# Attention whose window or cap the implementation the user chose handles itself, over position_ids.
+VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "kernels-community/")
+
+
+def is_segment_table(attention_mask: Tensor | None) -> bool:
+    """Whether an attention mask is a segment table: int64 of shape `(1, 1, S, 4)`."""
+    return (
+        attention_mask is not None
+        and attention_mask.dtype == torch.int64
+        and attention_mask.ndim == 4
+        and attention_mask.shape[-1] == 4
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the kernels need to know of a segment table, worked out once per table."""
+
+    segments: Segments
+    prompt: tuple[int | None, ...]  # for each segment the index of the segment that it sees first
+
+    @classmethod
+    def of(cls, table: Tensor) -> _Plan:
+        plan = _PLANS.get(table)
+        if plan is None:
+            segments = Segments.from_table(table)
+            index = {start: number for number, start in enumerate(segments.start)}
+            prompt = tuple(index[start] if length else None for _, _, start, length in segments)
+            plan = _PLANS[table] = cls(segments, prompt)
+        return plan
+
+
+_PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_VARLEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def flat_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
+
+    Without a segment table this is transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the
+    same written out.
+    """
+    if attention_mask is None or not is_segment_table(attention_mask):
+        if softcap is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling,
+                sliding_window=sliding_window, **kwargs,
+            )  # fmt: skip
+        key, value = (repeat_kv(part, query.shape[1] // part.shape[1]) for part in (key, value))
+        capped = _soft_capped(query, key, value, attention_mask, dropout, scaling, softcap)
+        return capped.transpose(1, 2).contiguous(), None
+
+    plan = _Plan.of(attention_mask)
+    window = _binding_window(plan.segments, sliding_window)
+    if _takes_variable_length(query, dropout, softcap):
+        return _variable_length(query, key, value, attention_mask, plan, scaling, window), None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    lengths = list(plan.segments.length)
+    queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
+    outputs = []
+    for number, prompt in enumerate(plan.prompt):
+        q, k, v = queries[number], keys[number], values[number]
+        if prompt is not None:
+            k, v = torch.cat([keys[prompt], k], dim=2), torch.cat([values[prompt], v], dim=2)
+        outputs.append(_one_segment(q, k, v, dropout, scaling, window, softcap))
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _one_segment(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of the last `T` of `K` keys' tokens: `(1, heads, T, D)` over `(1, heads, K, D)`."""
+    length, seen = query.shape[2], key.shape[2]
+    if softcap is None and length == seen and (window is None or seen <= window):
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=True
+        )
+    mask = _causal_mask(length, seen, window, query.device)
+    if softcap is not None:
+        return _soft_capped(query, key, value, mask, dropout, scaling, softcap)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+
+
+def _causal_mask(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool `(1, 1, length, seen)`, True where a query sees a key; the last query sees the last key."""
+    query = torch.arange(seen - length, seen, device=device)[:, None]
+    key = torch.arange(seen, device=device)[None]
+    mask = key <= query
+    if window is not None:
+        mask &= key > query - window
+    return mask[None, None]
+
+
+def _soft_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
+    softcap: float,
+) -> Tensor:  # fmt: skip
+    """Attention whose scores are `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2)."""
+    scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
+    if mask is None:
+        mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return F.dropout(weights.to(query.dtype), dropout) @ value
+
+
+def _binding_window(segments: Segments, window: int | None) -> int | None:
+    """The sliding window, or None where no segment is long enough to meet it."""
+    if window is None:
+        return None
+    longest = max(length + prefix for _, length, _, prefix in segments)
+    return window if longest > window else None
+
+
+# ---- one kernel for all segments on a GPU
+
+
+def _takes_variable_length(query: Tensor, dropout: float, softcap: float | None) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and dropout == 0.0 and softcap is None and query.shape[-1] <= 256
+
+
+def _variable_length(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, plan: _Plan, scaling: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = _VARLEN.get(table)
+    if bounds is None:
+        bounds = _VARLEN[table] = _variable_length_bounds(plan, query.device)
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    if bounds["gather"] is not None:
+        key, value = key[bounds["gather"]], value[bounds["gather"]]
+    window_size = (-1 if window is None else window - 1, 0)
+    heads: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    output = varlen_attn(
+        query.contiguous(), key.contiguous(), value.contiguous(), bounds["queries"], bounds["keys"],
+        bounds["longest_query"], bounds["longest_key"], scale=scaling, window_size=window_size, **heads,
+    )  # fmt: skip
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]:
+    segments = plan.segments
+    lengths = torch.tensor(segments.length)
+    seen = lengths + torch.tensor(segments.prefix_length)
+    gather = None
+    if segments.has_branches:
+        spans = []
+        for start, length, prefix_start, prefix_length in segments:
+            spans.append(torch.arange(prefix_start, prefix_start + prefix_length))
+            spans.append(torch.arange(start, start + length))
+        gather = torch.cat(spans).to(device)
+    return {
+        "queries": F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32),
+        "keys": F.pad(seen.cumsum(0), (1, 0)).to(device, torch.int32),
+        "longest_query": int(lengths.max()),
+        "longest_key": int(seen.max()),
+        "gather": gather,
+    }
+
+
+# ---- which models take it
+
+
+def flat_obstacle(model: PreTrainedModel) -> str | None:
+    """Why this model cannot run on flat rows, in words for the user; None where it can."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    if config.model_type not in FLAT_MODEL_TYPES:
+        known = ", ".join(sorted(FLAT_MODEL_TYPES))
+        return f"its architecture ({config.model_type}) is not among those checked: {known}"
+    if _runs_variable_length(config):
+        return None
+    if config._attn_implementation not in ("sdpa", "eager", FLAT_ATTENTION):
+        return f"its attention implementation is {config._attn_implementation!r}, not 'sdpa', 'eager' or flash attention"
+    return None
+
+
+def use_flat_attention(model: PreTrainedModel) -> bool:
+    """Let the model's attention layers take flat rows; returns whether the rows need a segment table.
+
+    Flash attention chosen by the user stays: transformers finds the segments from `position_ids` there, and a table
+    is not needed (trees are not possible then).
+    """
+    if _runs_variable_length(model.config):
+        return False
+    if model.config._attn_implementation != FLAT_ATTENTION:
+        model.set_attn_implementation(FLAT_ATTENTION)
+    return True
+
+
+def _runs_variable_length(config: Any) -> bool:
+    return str(config._attn_implementation).startswith(VARIABLE_LENGTH_IMPLEMENTATIONS)
+
+
+AttentionInterface.register(FLAT_ATTENTION, flat_attention)
+AttentionMaskInterface.register(FLAT_ATTENTION, sdpa_mask)

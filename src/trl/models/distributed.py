@@ -1,0 +1,219 @@
+"""Models under DeepSpeed, FSDP and DDP: wrapping a frozen one beside the policy, and taking wrappers off to generate."""
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from trl.models.checkpointing import disable_gradient_checkpointing
+
+
+def prepare_deepspeed(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
+    """Wrap a frozen model (a reference, a reward model, a teacher) with the run's DeepSpeed config, in eval mode.
+
+    Under ZeRO-3 its weights are sharded like the policy's. Below stage 3 there is no optimiser to shard, so it runs
+    at stage 0.
+    """
+    import deepspeed
+
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is None:
+        raise ValueError(
+            "prepare_deepspeed needs a run under DeepSpeed. Launch with a DeepSpeed accelerate config."
+        )
+    config = copy.deepcopy(plugin.deepspeed_config)
+    config.pop("optimizer", None)
+    config.pop("scheduler", None)
+    stage = config["zero_optimization"]["stage"]
+    if stage != 3:
+        config["zero_optimization"] = {"stage": 0}
+    else:
+        config["zero_optimization"].update(_zero3_buckets(model))
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.eval()
+    return engine
+
+
+def _zero3_buckets(model: torch.nn.Module) -> dict[str, float]:
+    """Bucket sizes in elements, from the hidden size, by DeepSpeed's own rule for transformers (its "auto" values)."""
+    config: Any = getattr(model, "config", None)
+    sizes: list[int] = getattr(config, "hidden_sizes", None) or [getattr(config, "hidden_size", 0)]
+    hidden = max(sizes)
+    if not hidden:
+        return {}
+    return {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_param_persistence_threshold": 10 * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+    }
+
+
+def prepare_fsdp(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
+    """Shard a frozen model with the run's FSDP plugin (version 1 or 2), in eval mode; a sharded one passes through."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        raise ValueError("prepare_fsdp needs a run under FSDP. Launch with an FSDP accelerate config.")
+    if plugin.fsdp_version == 2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        model = fsdp2_prepare_model(accelerator, model)
+    elif not _is_fsdp1(model):
+        model = _wrap_fsdp1(model, plugin, accelerator.device)
+    return model.eval()
+
+
+def _wrap_fsdp1(model: torch.nn.Module, plugin: Any, device: torch.device) -> torch.nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    plugin.set_auto_wrap_policy(model)
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=plugin.sharding_strategy or plugin.reshard_after_forward,
+        cpu_offload=plugin.cpu_offload,
+        auto_wrap_policy=plugin.auto_wrap_policy,
+        mixed_precision=plugin.mixed_precision_policy,
+        sync_module_states=plugin.sync_module_states,
+        backward_prefetch=plugin.backward_prefetch,
+        forward_prefetch=plugin.forward_prefetch,
+        use_orig_params=plugin.use_orig_params,
+        param_init_fn=plugin.param_init_fn,
+        ignored_modules=plugin.ignored_modules,
+        limit_all_gathers=plugin.limit_all_gathers,
+        device_id=device,
+    )
+
+
+def _is_fsdp1(model: Any) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return isinstance(model, FullyShardedDataParallel)
+
+
+def gathered_parameters(
+    parameters: Iterable[torch.nn.Parameter], modifier_rank: int | None = None
+) -> AbstractContextManager[Any]:
+    """A block in which ZeRO-3 parameters are whole on every rank; nothing happens for other parameters.
+
+    What rank `modifier_rank` writes into them inside the block is what every rank keeps; with `None`, nothing is.
+    """
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Give up the whole weights that FSDP2 modules keep after a forward, so that parameters are their shards again.
+
+    Writing into the whole weights would be lost at the next gathering. Nothing happens for other models.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def unwrap_model_for_generation(
+    model: torch.nn.Module,
+    accelerator: Accelerator,
+    gather_deepspeed3_params: bool = True,
+    generation_kwargs: dict[str, Any] | None = None,
+) -> Iterator[Any]:
+    """Yield the model without its DDP, FSDP or DeepSpeed wrapper, ready for `generate`; put everything back after.
+
+    Gradient checkpointing, which disables the key-value cache, is off inside, and `generation_kwargs` are set on the
+    model's `generation_config`. ZeRO-3 weights are gathered once for the whole block, which needs room for the full
+    model on each device; `gather_deepspeed3_params=False` keeps them sharded and gathers layer by layer (slower).
+    FSDP1 weights are summoned; FSDP2 modules gather in their own hooks, so all ranks must generate equally often.
+    """
+    unwrapped: Any = accelerator.unwrap_model(model)
+    with (
+        disable_gradient_checkpointing(unwrapped),
+        _generation_config(unwrapped, generation_kwargs),
+        _whole_weights(model, accelerator, gather_deepspeed3_params),
+    ):
+        yield unwrapped
+
+
+@contextmanager
+def _generation_config(model: Any, kwargs: dict[str, Any] | None) -> Iterator[None]:
+    """Set `kwargs` on a copy of the model's generation config for the length of the block."""
+    original = getattr(model, "generation_config", None)
+    if not kwargs or original is None:
+        yield
+        return
+    model.generation_config = copy.deepcopy(original)
+    model.generation_config.update(**kwargs)
+    try:
+        yield
+    finally:
+        model.generation_config = original
+
+
+@contextmanager
+def _whole_weights(model: Any, accelerator: Accelerator, gather_zero3: bool) -> Iterator[None]:
+    if _is_fsdp1(model):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False, recurse=True):
+            yield
+        return
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is None or plugin.zero_stage != 3 or not gather_zero3:
+        yield
+        return
+    with gathered_parameters(model.parameters()):
+        remove_hooks(model)
+        try:
+            yield
+        finally:
+            add_hooks(model)
+
+
+def add_hooks(model: Any) -> None:
+    """Put a ZeRO-3 engine's gathering hooks back after `remove_hooks`; nothing happens for an engine without any."""
+    offload = _parameter_offload(model)
+    if offload is not None:
+        offload._register_deepspeed_module(offload.module)
+
+
+def remove_hooks(model: Any) -> None:
+    """Take a ZeRO-3 engine's gathering hooks off, and forget the order of gathering it has recorded."""
+    offload = _parameter_offload(model)
+    if offload is None:
+        return
+    for parameter in iter_params(offload.module, recurse=True):
+        parameter.ds_active_sub_modules.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+        hook.remove()
+    offload.forward_hooks = []
+    offload.backward_hooks = []
+
+
+def _parameter_offload(model: Any) -> Any | None:
+    """The part of a ZeRO-3 engine that holds the hooks: the optimiser's, or the engine's own where nothing trains."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return None
+    return getattr(optimizer, "parameter_offload", optimizer)
+
+
+def get_all_parameters(
+    sub_module: torch.nn.Module, recurse: bool = False
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Named parameters of a module, and those that DeepSpeed registered as used by it from outside."""
+    external: Any = getattr(sub_module, "ds_external_parameters", tuple)
+    return itertools.chain(sub_module.named_parameters(recurse=recurse), external())
+
+
+def iter_params(module: torch.nn.Module, recurse: bool = False) -> list[torch.nn.Parameter]:
+    """The parameters of `get_all_parameters`, without their names."""
+    return [parameter for _, parameter in get_all_parameters(module, recurse)]

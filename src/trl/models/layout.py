@@ -1,0 +1,211 @@
+"""A batch in the two layouts that a model can run: one flat row of segments, or padded rows.
+
+Collators give either; a model takes either (attention.py says which). What is scored, where and for which sequence,
+is worked out here once, so that objectives never see the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.tensors.segments import Segments
+
+IGNORED = -100
+# What these hold is part of the layout itself; every other key of a batch is handed to the model as it is.
+_LAYOUT_KEYS = frozenset(
+    [
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "labels",
+        "segment_table",
+        "scored_source",
+        "scored_target",
+        "scored_sequence",
+        "completion_mask",
+        "assistant_masks",
+        "seq_lengths",
+        "num_items_in_batch",
+        "return_loss",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPositions:
+    """Which hidden states predict which tokens: int64 `(K,)` each.
+
+    `source` indexes the hidden states of the layout, flattened to `(tokens, H)`; `sequence` says to which sequence
+    (row of a padded batch, segment of a flat one, branch of a tree) the predicted token belongs.
+    """
+
+    source: Tensor
+    target: Tensor
+    sequence: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBatch:
+    """The keyword arguments of a decoder's forward, and what to score of its hidden states."""
+
+    inputs: dict[str, Any]
+    scored: ScoredPositions
+    real_tokens: Tensor  # int64 (tokens,): positions, flattened, that hold real tokens
+    sequence_lengths: (
+        Tensor  # int64 (tokens,): length of the sequence of each flattened position (0: padding)
+    )
+
+
+def is_flat(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch is one flat row: it has `position_ids` or a segment table, and no attention mask."""
+    return "attention_mask" not in batch and ("position_ids" in batch or "segment_table" in batch)
+
+
+def count_scored(batch: Mapping[str, Any]) -> Tensor:
+    """Number of trained tokens of a batch as an int64 scalar: labels that some earlier token predicts."""
+    if "scored_target" in batch:
+        return torch.as_tensor(batch["scored_target"].numel(), device=batch["scored_target"].device)
+    return _predicted(batch["labels"], batch.get("attention_mask")).sum()
+
+
+def count_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Number of real tokens of a batch as an int64 scalar."""
+    if "attention_mask" in batch:
+        return batch["attention_mask"].sum()
+    return torch.as_tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
+
+
+def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
+    """The batch as one flat row of real tokens, `input_ids (1, N)`.
+
+    `with_table` adds the segment table as the attention mask (`flat_attention` reads it); without it the model's
+    own variable-length attention finds the segments from `position_ids`.
+    """
+    if is_flat(batch):
+        input_ids, labels = batch["input_ids"], batch.get("labels")
+        segments = _segments(batch)
+    else:
+        input_ids, labels, segments = _without_padding(batch)
+    device = input_ids.device
+    inputs = {"input_ids": input_ids, "position_ids": segments.position_ids().to(device), **_extras(batch)}
+    if with_table:
+        inputs["attention_mask"] = segments.to_table()
+    lengths = torch.tensor(segments.length) + torch.tensor(segments.prefix_length)
+    own = torch.tensor(segments.length)
+    sequence = torch.repeat_interleave(torch.arange(len(segments)), own).to(device)
+    return ModelBatch(
+        inputs=inputs,
+        scored=_given_positions(batch) or _positions(labels, sequence.view(1, -1)),
+        real_tokens=torch.arange(segments.total, device=device),
+        sequence_lengths=torch.repeat_interleave(lengths, own).to(device),
+    )
+
+
+def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int) -> ModelBatch:
+    """The batch as rows padded on the right, `input_ids (B, T)`; a flat row is cut into its segments."""
+    batch = {**_extras(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
+    input_ids, mask = batch["input_ids"], batch["attention_mask"]
+    rows, width = input_ids.shape
+    sequence = torch.arange(rows, device=input_ids.device)[:, None].expand(rows, width)
+    inputs = {"input_ids": input_ids, "attention_mask": mask, **_extras(batch)}
+    return ModelBatch(
+        inputs=inputs,
+        scored=_positions(batch.get("labels"), sequence, mask),
+        real_tokens=mask.flatten().nonzero()[:, 0],
+        sequence_lengths=(mask.sum(dim=1, keepdim=True) * mask).flatten(),
+    )
+
+
+def _extras(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name not in _LAYOUT_KEYS and value is not None}
+
+
+def _segments(batch: Mapping[str, Any]) -> Segments:
+    if "segment_table" in batch:
+        return Segments.from_table(batch["segment_table"])
+    positions = batch["position_ids"]
+    if positions.ndim != 2 or positions.shape[0] != 1:
+        raise ValueError(
+            f"a flat batch has position_ids of shape (1, N), got {tuple(positions.shape)}. "
+            "Give an attention_mask with padded rows, or one row of concatenated sequences."
+        )
+    starts = (positions[0] == 0).nonzero()[:, 0].tolist()
+    total = positions.shape[1]
+    if not starts or starts[0] != 0:
+        raise ValueError(
+            "position_ids of a flat batch must begin with 0 and restart at 0 with each sequence, "
+            f"got {positions[0, :8].tolist()}... ."
+        )
+    return Segments.from_lengths(end - start for start, end in zip(starts, [*starts[1:], total], strict=True))
+
+
+def _without_padding(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Segments]:
+    """Real tokens of padded rows as one row; the first label of each sequence is never predicted."""
+    input_ids, labels = batch["input_ids"], batch.get("labels")
+    mask = batch.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    lengths = mask.sum(dim=1).tolist()
+    keep = mask.flatten().nonzero()[:, 0]
+    segments = Segments.from_lengths(length for length in lengths if length)
+    if labels is not None:
+        labels = labels.flatten()[keep]
+        labels[torch.tensor(segments.start, device=labels.device)] = IGNORED
+        labels = labels[None]
+    return input_ids.flatten()[keep][None], labels, segments
+
+
+def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `labels` `(B, T)` of a batch of either layout.
+
+    The segments of a flat row become rows padded on the right, a branch its prompt and itself.
+    """
+    if not is_flat(batch):
+        mask = batch.get("attention_mask")
+        mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+        labels = {} if batch.get("labels") is None else {"labels": batch["labels"]}
+        return {"input_ids": batch["input_ids"], "attention_mask": mask, **labels}
+    segments = _segments(batch)
+    labels = batch.get("labels")
+    lengths = [length + prefix for _, length, _, prefix in segments]
+    shape = (len(segments), max(lengths))
+    device = batch["input_ids"].device
+    rows = {
+        "input_ids": torch.full(shape, pad_token_id, dtype=torch.int64, device=device),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64, device=device),
+        "labels": torch.full(shape, IGNORED, dtype=torch.int64, device=device),
+    }
+    for row, (start, length, prefix_start, prefix) in enumerate(segments):
+        rows["input_ids"][row, :prefix] = batch["input_ids"][0, prefix_start : prefix_start + prefix]
+        rows["input_ids"][row, prefix : prefix + length] = batch["input_ids"][0, start : start + length]
+        rows["attention_mask"][row, : prefix + length] = 1
+        if labels is not None:
+            rows["labels"][row, prefix : prefix + length] = labels[0, start : start + length]
+    return rows
+
+
+def _given_positions(batch: Mapping[str, Any]) -> ScoredPositions | None:
+    if "scored_source" not in batch:
+        return None
+    return ScoredPositions(batch["scored_source"], batch["scored_target"], batch["scored_sequence"])
+
+
+def _predicted(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Bool `(B, T - 1)`: the next label is trained, and a real token predicts it (not the padding on the left)."""
+    predicted = labels[:, 1:].ne(IGNORED)
+    return predicted if mask is None else predicted & mask[:, :-1].bool()
+
+
+def _positions(labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None) -> ScoredPositions:
+    """Positions whose next label is trained: `labels`, `sequence` `(B, T)`."""
+    width = sequence.shape[1]
+    if labels is None:
+        empty = torch.empty(0, dtype=torch.int64, device=sequence.device)
+        return ScoredPositions(empty, empty, empty)
+    row, column = _predicted(labels, mask).nonzero(as_tuple=True)
+    return ScoredPositions(row * width + column, labels[row, column + 1], sequence[row, column + 1])

@@ -1,0 +1,217 @@
+"""Models and tokenizers from a name or a path: dtype, architecture and special tokens are settled here, once."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from trl.models.dtypes import resolve_dtype
+from trl.models.peft import require_peft
+from trl.models.quantization import get_kbit_device_map
+
+logger = logging.getLogger(__name__)
+
+_CONFIG_KEYS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
+_SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def create_model_from_path(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Load a model by Hub name or local path, in the class that its config names.
+
+    `architecture` (a model class or an `AutoModelFor…`) overrides the class that the config's `architectures` names;
+    `kwargs` go to `from_pretrained`. `dtype` may be a string; left out, the checkpoint's own is kept. Weights load
+    from safetensors, and remote code runs only with `trust_remote_code=True`. A quantised model goes to this
+    process's device unless `device_map` says otherwise. A folder that holds a PEFT adapter loads as its base model
+    with the adapter on top, ready to be trained further.
+
+    Raises `FileNotFoundError` where there is no such model or no safetensors weights, `ValueError` for a `dtype` or
+    `device_map` that cannot work.
+    """
+    kwargs["dtype"] = _requested_dtype(kwargs)
+    _check_device_map(kwargs.get("device_map"))
+    _check_local_path(model_id)
+    adapter = _adapter_base(model_id, kwargs)
+    if adapter is not None:
+        return _load_adapter(model_id, adapter, architecture, kwargs)
+
+    model_class: Any = architecture or _architecture_of(_load_config(model_id, kwargs), model_id, kwargs)
+    if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
+        kwargs["device_map"] = get_kbit_device_map()
+    kwargs.setdefault("use_safetensors", True)
+    if kwargs["use_safetensors"]:
+        _check_safetensors(model_id)
+    return model_class.from_pretrained(model_id, **kwargs)
+
+
+def get_config_model_id(config: PretrainedConfig) -> str:
+    """The name or path that a config was loaded from, the empty string for one built by hand."""
+    return getattr(config, "_name_or_path", None) or ""
+
+
+def load_processing_class(
+    model_or_path: str | PreTrainedModel,
+    *,
+    eos_token: str | None = None,
+    pad_token: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The processor or tokenizer saved with a model, with `apply_special_tokens` done."""
+    path = model_or_path if isinstance(model_or_path, str) else get_config_model_id(model_or_path.config)
+    if not path:
+        raise ValueError(
+            "The model was built from a config and has no name to find its tokenizer by. Pass `processing_class`."
+        )
+    _check_local_path(path)
+    options = {"revision": revision} if revision else {}
+    try:
+        loaded = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"No tokenizer or processor could be loaded from '{path}' ({_first_line(error)}). "
+            "Save one beside the model with `tokenizer.save_pretrained`, or pass `processing_class`."
+        ) from error
+    apply_special_tokens(loaded, eos_token=eos_token, pad_token=pad_token)
+    return loaded
+
+
+def apply_special_tokens(
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    *,
+    eos_token: str | None = None,
+    pad_token: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """Set eos and pad on the tokenizer (of the processor) in place, and return the tokenizer.
+
+    Both must be in its vocabulary. Without any pad token, eos pads: what is trained is chosen by position, never by
+    token id, so eos stays trained.
+    """
+    tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+    for field, token in (("eos_token", eos_token), ("pad_token", pad_token)):
+        if token is not None:
+            _check_in_vocabulary(tokenizer, field, token)
+            setattr(tokenizer, field, token)
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("The tokenizer has no pad token: padding with its eos token %r.", tokenizer.eos_token)
+    return tokenizer
+
+
+def _requested_dtype(kwargs: dict[str, Any]) -> str | torch.dtype:
+    """`dtype`, or `torch_dtype`, its name in older programs, which is removed from `kwargs`."""
+    older = kwargs.pop("torch_dtype", None)
+    if older is None:
+        return resolve_dtype(kwargs.get("dtype"))
+    if kwargs.get("dtype") is not None and resolve_dtype(kwargs["dtype"]) != resolve_dtype(older):
+        raise ValueError(f"dtype={kwargs['dtype']!r} and torch_dtype={older!r} disagree. Give `dtype` alone.")
+    return resolve_dtype(older)
+
+
+def _check_device_map(device_map: Any) -> None:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and isinstance(device_map, str) and device_map in _SPREADING_DEVICE_MAPS:
+        raise ValueError(
+            f"device_map={device_map!r} spreads one model over every device and cannot be used by {processes} processes "
+            "at once. Leave device_map out: each process then holds the model on its own device."
+        )
+
+
+def _check_local_path(model_id: str) -> None:
+    """Raise for what can only be a local path and is no folder; `owner/name` may still be on the Hub."""
+    looks_local = model_id.startswith((".", "/", "~")) or "\\" in model_id or model_id.count("/") > 1
+    if looks_local and not Path(model_id).is_dir():
+        raise FileNotFoundError(
+            f"There is no folder '{model_id}'. Give a folder that holds config.json and safetensors weights, or a "
+            "Hub name such as 'owner/name'."
+        )
+
+
+def _load_config(model_id: str, kwargs: dict[str, Any]) -> PretrainedConfig:
+    given = kwargs.get("config")
+    if isinstance(given, PretrainedConfig):
+        return given
+    try:
+        return AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
+    except OSError as error:
+        raise FileNotFoundError(
+            f"No config.json could be read for '{model_id}' ({_first_line(error)}). Check the name or path; without "
+            "a network, give a local folder."
+        ) from error
+
+
+def _architecture_of(config: PretrainedConfig, model_id: str, kwargs: dict[str, Any]) -> Any:
+    names = config.architectures or []
+    if not names or (kwargs.get("trust_remote_code") and getattr(config, "auto_map", None)):
+        return AutoModelForCausalLM
+    architecture = getattr(transformers, names[0], None)
+    if architecture is None:
+        raise ValueError(
+            f"'{model_id}' is a {names[0]}, which transformers {transformers.__version__} does not have. Upgrade "
+            "transformers, or pass trust_remote_code=True if you have read and trust the code in that repository."
+        )
+    return architecture
+
+
+def _check_safetensors(model_id: str) -> None:
+    folder = Path(model_id)
+    if not folder.is_dir() or any(folder.rglob("*.safetensors")):
+        return
+    pickles = sorted(
+        path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
+    )
+    found = f"only pickled weights ({', '.join(pickles)})" if pickles else "no weights"
+    raise FileNotFoundError(
+        f"'{model_id}' holds {found}; weights load from safetensors. Convert them once with "
+        "`AutoModelForCausalLM.from_pretrained(path, use_safetensors=False).save_pretrained(path)` if you trust "
+        "their source."
+    )
+
+
+def _adapter_base(model_id: str, kwargs: dict[str, Any]) -> str | None:
+    """The base model's name where `model_id` is a folder with a PEFT adapter and no model of its own."""
+    folder = Path(model_id)
+    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        return None
+    require_peft()
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(model_id).base_model_name_or_path
+
+
+def _load_adapter(model_id: str, base: str, architecture: Any | None, kwargs: dict[str, Any]) -> Any:
+    from peft import PeftModel
+
+    if not base:
+        raise ValueError(
+            f"The adapter in '{model_id}' does not say which base model it belongs to. Load the base model, wrap it "
+            "with `PeftModel.from_pretrained(base, path, is_trainable=True)` and pass the result."
+        )
+    return PeftModel.from_pretrained(
+        create_model_from_path(base, architecture, **kwargs), model_id, is_trainable=True
+    )
+
+
+def _check_in_vocabulary(tokenizer: Any, field: str, token: str) -> None:
+    if token in tokenizer.get_vocab():
+        return
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    raise ValueError(
+        f"{field} {token!r} is not in the vocabulary of '{name}' ({len(tokenizer)} tokens). Choose a token that is, "
+        "or add it with `tokenizer.add_special_tokens` and resize the model's embeddings."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

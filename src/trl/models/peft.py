@@ -1,0 +1,161 @@
+"""Adapters: the PEFT config of a command line, and a base model made ready to train one."""
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from trl.models.checkpointing import enable_gradient_checkpointing
+from trl.models.quantization import forbid_inference_packing, is_quantized
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+logger = logging.getLogger(__name__)
+
+_EMBEDDINGS_AND_HEADS = ("lm_head", "embed_tokens", "wte", "wpe", "score")
+# Methods whose 16-bit weights outside the quantised ones are left alone: their kernels expect them as they are.
+_KEEPS_HALF_PRECISION = ("gptq", "aqlm", "eetq", "hqq", "torchao")
+
+
+def require_peft() -> None:
+    """Raise `ImportError` with the install command if PEFT is missing."""
+    if find_spec("peft") is None:
+        raise ImportError("Adapters need the peft package. Install it with `pip install trl[peft]`.")
+
+
+def get_peft_config(model_args: Any) -> "PeftConfig | None":
+    """The LoRA config that the fields of a `ModelConfig` describe, `None` unless `use_peft`."""
+    if not model_args.use_peft:
+        return None
+    require_peft()
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        target_modules=model_args.lora_target_modules,
+        target_parameters=model_args.lora_target_parameters,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        bias="none",
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+        modules_to_save=model_args.lora_modules_to_save,
+    )
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether `model` is a `PeftModel`; false where PEFT is not installed."""
+    if find_spec("peft") is None:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None", args: Any) -> Any:
+    """Wrap `model` with a new adapter and make it ready to train; `args` are the trainer's `TrainingArguments`.
+
+    A quantised base is prepared first (`prepare_model_for_kbit_training`). With gradient checkpointing the embedding
+    output is made to require gradients, so that they reach adapters behind a frozen embedding. In 4-bit training
+    with `args.bf16` the adapter is held in bfloat16, as QLoRA does (arXiv:2305.14314). Without `peft_config` a
+    `PeftModel` goes on training its own adapter.
+
+    Raises `ValueError` for a `PeftModel` together with `peft_config`, and for one with nothing to train.
+    """
+    require_peft()
+    from peft import get_peft_model
+
+    wrapped = is_peft_model(model)
+    if wrapped and peft_config is not None:
+        raise ValueError(
+            "The model is a PeftModel already and peft_config asks for a second adapter; one of the two is allowed. "
+            "Leave peft_config out to train the adapter that is there, or merge it first with "
+            "`model = model.merge_and_unload()`."
+        )
+    if wrapped:
+        _require_trainable(model)
+    forbid_inference_packing(model)
+    if is_quantized(model) and not wrapped:
+        model = prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=args.gradient_checkpointing,
+            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        )
+    elif args.gradient_checkpointing and (wrapped or peft_config is not None):
+        model.enable_input_require_grads()
+    if peft_config is not None:
+        model = get_peft_model(model, peft_config)  # pyright: ignore[reportAssignmentType]
+    if args.bf16 and getattr(model, "is_loaded_in_4bit", False):
+        peft_module_casting_to_bf16(model)
+    return model
+
+
+def prepare_model_for_kbit_training(
+    model: Any,
+    use_gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Freeze every weight of a quantised model, hold its 16-bit ones (norms, embeddings, head) in float32, return it.
+
+    Gradient checkpointing is switched on with what frozen weights need, unless `use_gradient_checkpointing` is false.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if _quantization_method(model) not in _KEEPS_HALF_PRECISION:
+        for parameter in model.parameters():
+            half = parameter.dtype in (torch.float16, torch.bfloat16)
+            if (
+                half and type(parameter).__name__ != "Params4bit"
+            ):  # these are packed: the dtype is their storage's
+                parameter.data = parameter.data.to(torch.float32)
+    if use_gradient_checkpointing:
+        enable_gradient_checkpointing(model, gradient_checkpointing_kwargs)
+    return model
+
+
+def peft_module_casting_to_bf16(model: Any) -> None:
+    """Hold a k-bit model's adapters, and its unquantised embeddings and head, in bfloat16; norms in float32.
+
+    In place. Norms stay precise because their statistics do not survive eight bits of mantissa.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            _cast_adapter(module, torch.bfloat16)
+        elif isinstance(module, torch.nn.LayerNorm) or "norm" in name.rpartition(".")[2]:
+            module.to(torch.float32)
+        elif _is_plain_float32(module) and any(part in name for part in _EMBEDDINGS_AND_HEADS):
+            module.to(torch.bfloat16)
+
+
+def _cast_adapter(layer: Any, dtype: torch.dtype) -> None:
+    """Cast the floating weights that a tuner layer adds, not the base layer that it wraps."""
+    base = {id(parameter) for parameter in layer.get_base_layer().parameters()}  # pyright: ignore[reportCallIssue]
+    for parameter in layer.parameters():
+        if id(parameter) not in base and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _is_plain_float32(module: torch.nn.Module) -> bool:
+    if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+        return False
+    weight = getattr(module, "weight", None)
+    return type(weight) is torch.nn.Parameter and weight.dtype == torch.float32
+
+
+def _quantization_method(model: Any) -> str | None:
+    method = getattr(model, "quantization_method", None)
+    return getattr(method, "value", method)
+
+
+def _require_trainable(model: Any) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "The PeftModel has no trainable parameter. Load its adapter with "
+            "`PeftModel.from_pretrained(base, path, is_trainable=True)`."
+        )

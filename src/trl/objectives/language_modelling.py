@@ -1,0 +1,47 @@
+"""Losses of supervised fine-tuning, per trained token, from the token's log-probability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from trl.tensors.reduce import LossTerms
+
+
+def nll(logps: Tensor, mask: Tensor) -> LossTerms:
+    """Negative log-likelihood of each trained token, `-log p`, in nats.
+
+    `logps` and `mask` (not 0 where trained) have one shape, `(B, T)` or `(N,)`, which is the terms' shape.
+
+    >>> import torch
+    >>> nll(torch.tensor([-0.5, -2.0]), torch.tensor([1, 0])).values
+    tensor([0.5000, 2.0000])
+    """
+    return LossTerms(-logps, _ones_where(mask, logps), "token", {})
+
+
+def dft(logps: Tensor, mask: Tensor) -> LossTerms:
+    """Dynamic fine-tuning: each trained token's `-log p`, weighted by its own probability, `-sg(p) log p`.
+
+    The weight carries no gradient, so a token's gradient is that of `-p`: tokens that the model finds
+    unlikely pull less. Shapes as in `nll`. Source: Wu et al. 2025, eq. 9 (arXiv:2508.05629).
+
+    >>> import torch
+    >>> dft(torch.log(torch.tensor([0.5, 0.25])), torch.tensor([1, 1])).values
+    tensor([0.3466, 0.3466])
+    """
+    return LossTerms(-logps.detach().exp() * logps, _ones_where(mask, logps), "token", {})
+
+
+LOSS_TYPES: dict[str, Callable[[Tensor, Tensor], LossTerms]] = {"nll": nll, "dft": dft}
+
+
+def _ones_where(mask: Tensor, like: Tensor) -> Tensor:
+    """1 where the mask is not 0, in the dtype of `like`; raises ValueError unless both have one shape."""
+    if mask.shape != like.shape:
+        raise ValueError(
+            f"logps and mask must have one shape, got {tuple(like.shape)} and {tuple(mask.shape)}. "
+            "Give one mask entry per scored token."
+        )
+    return (mask != 0).to(like.dtype)

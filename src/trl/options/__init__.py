@@ -1,0 +1,1 @@
+"""Groups of config fields, each field declared once in the whole library."""

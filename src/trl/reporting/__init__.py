@@ -1,0 +1,1 @@
+"""Metrics, completion tables, model cards, trackers."""

@@ -1,0 +1,199 @@
+"""Model cards: what was trained on what, how, with which versions, and what to cite. Nothing is asked of a network."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Template
+
+from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
+
+_FRAMEWORKS = ("trl", "transformers", "torch", "datasets", "accelerate", "tokenizers", "peft")
+
+# Jinja; `card_data` is the YAML header. Values are inserted as they are: they are Markdown already.
+_TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ model_name }}
+
+{% if base_model -%}
+A fine-tune of [{{ base_model }}](https://huggingface.co/{{ base_model }})
+{%- elif base_path -%}
+A fine-tune of the model in `{{ base_path }}`
+{%- else -%}
+A model trained from its initial weights
+{%- endif %}
+{%- if dataset_names %} on {{ dataset_names }}{% endif %}, made with [trl](https://pypi.org/project/trl).
+
+## Use it
+
+```python
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="{{ hub_model_id }}")
+question = [{"role": "user", "content": "What would you do with a free afternoon?"}]
+print(generator(question, max_new_tokens=128, return_full_text=False)[0]["generated_text"])
+```
+
+## How it was trained
+
+Method: {{ trainer_name }}
+{%- if paper_id %}, from [{{ paper_title or paper_id }}](https://huggingface.co/papers/{{ paper_id }})
+{%- elif paper_title %}, from "{{ paper_title }}"{% endif %}.
+{% for name, url in runs %}
+The run on {{ name }}: [{{ url }}]({{ url }})
+{% endfor %}
+{%- if facts %}
+| setting | value |
+|---|---|
+{% for name, value in facts.items() -%}
+| {{ name }} | {{ value }} |
+{% endfor %}
+{%- endif %}
+## Versions
+
+{% for name, number in versions.items() -%}
+- {{ name }}: {{ number }}
+{% endfor %}
+## Citation
+
+{% if trainer_citation -%}
+The method:
+
+```bibtex
+{{ trainer_citation }}
+```
+
+{% endif -%}
+The library:
+
+```bibtex
+{{ library_citation }}
+```
+"""
+
+_LIBRARY_CITATION = """@misc{trl,
+    title        = {{trl: Transformer Reinforcement Learning}},
+    howpublished = {\\url{https://pypi.org/project/trl}},
+    note         = {version VERSION}
+}"""
+
+
+def generate_model_card(
+    base_model: str | None,
+    model_name: str,
+    hub_model_id: str,
+    dataset_name: str | list[str] | None,
+    tags: list[str],
+    wandb_url: str | None,
+    trainer_name: str,
+    trainer_citation: str | None = None,
+    template_file: str | None = None,
+    paper_title: str | None = None,
+    paper_id: str | None = None,
+    comet_url: str | None = None,
+    training_facts: dict[str, Any] | None = None,
+) -> ModelCard:
+    """Fill a model card.
+
+    `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `training_facts` become rows of the table of
+    settings. A `template_file` (Jinja) replaces ours and gets the same variables.
+    """
+    datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
+    on_hub = base_model if base_model and _is_hub_name(base_model) else None
+    data = ModelCardData(
+        base_model=on_hub,
+        datasets=[name for name in datasets if _is_hub_name(name)] or None,
+        library_name="transformers",
+        model_name=model_name,
+        tags=["generated_from_trainer", *tags],
+    )
+    versions = _versions()
+    template = Path(template_file).read_text(encoding="utf-8") if template_file else _TEMPLATE
+    text = Template(template).render(
+        card_data=data.to_yaml(),
+        base_model=on_hub,
+        base_path=base_model if not on_hub else None,
+        model_name=model_name,
+        hub_model_id=hub_model_id,
+        dataset_name=dataset_name,
+        dataset_names=", ".join(_linked(name) for name in datasets),
+        wandb_url=wandb_url,
+        comet_url=comet_url,
+        runs=[run for run in (("Weights & Biases", wandb_url), ("Comet", comet_url)) if run[1]],
+        trainer_name=trainer_name,
+        trainer_citation=trainer_citation,
+        paper_title=paper_title,
+        paper_id=paper_id,
+        facts=training_facts or {},
+        versions=versions,
+        library_citation=_LIBRARY_CITATION.replace("VERSION", versions.get("trl", "unknown")),
+    )
+    return ModelCard(text)
+
+
+def card_of_trainer(
+    trainer: Any,
+    *,
+    model_name: str | None = None,
+    dataset_name: str | None = None,
+    tags: str | list[str] | None = None,
+) -> ModelCard:
+    """The model card of a trainer's run, from its model, arguments and state.
+
+    Reads the class attributes `_name`, `_paper` (a dict of `title`, `id`, `citation`, all optional) and `_tag_names`.
+    """
+    args, paper = trainer.args, trainer._paper
+    output_name = Path(args.output_dir or "model").resolve().name
+    given = [tags] if isinstance(tags, str) else list(tags or [])
+    return generate_model_card(
+        base_model=getattr(trainer.model.config, "_name_or_path", None) or None,
+        model_name=model_name or output_name,
+        hub_model_id=getattr(trainer, "hub_model_id", None) or args.hub_model_id or str(args.output_dir),
+        dataset_name=dataset_name,
+        tags=list(dict.fromkeys([*trainer._tag_names, *given])),
+        wandb_url=get_wandb_run_url(),
+        comet_url=get_comet_experiment_url(),
+        trainer_name=trainer._name,
+        trainer_citation=paper.get("citation"),
+        paper_title=paper.get("title"),
+        paper_id=paper.get("id"),
+        training_facts=_training_facts(trainer),
+    )
+
+
+def _training_facts(trainer: Any) -> dict[str, Any]:
+    """The settings that decide what a run computes, and how far it went."""
+    args, state = trainer.args, trainer.state
+    names = ("learning_rate", "lr_scheduler_type", "max_length", "seed", "bf16", "fp16")
+    facts = {name: getattr(args, name) for name in names if getattr(args, name, None) not in (None, False)}
+    facts["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    facts["rows per optimiser step"] = rows
+    facts["optimiser steps"] = state.global_step
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    return {**facts, **({"last training loss": f"{losses[-1]:.4g}"} if losses else {})}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _FRAMEWORKS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # an optional package
+            continue
+    return found
+
+
+def _is_hub_name(name: str) -> bool:
+    """Whether `name` reads as a Hub id (`owner/name` or `name`) and is no folder here."""
+    plain = not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "\\" not in name
+    return plain and not Path(name).exists() and " " not in name
+
+
+def _linked(dataset: str) -> str:
+    return (
+        f"[{dataset}](https://huggingface.co/datasets/{dataset})" if _is_hub_name(dataset) else f"`{dataset}`"
+    )

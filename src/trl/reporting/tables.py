@@ -1,0 +1,80 @@
+"""Tables in the terminal: metrics, and samples of what a model said."""
+
+import random
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+
+def print_rich_table(df: Any) -> None:
+    """Print a `pandas.DataFrame` as a table, one row of the frame to a row."""
+    table = Table(show_lines=True)
+    for column in df.columns:
+        table.add_column(str(column))
+    for row in df.itertuples(index=False):
+        table.add_row(*(escape(str(value)) for value in row))
+    Console().print(table)
+
+
+def print_prompt_completions_sample(
+    prompts: list,
+    completions: list,
+    rewards: dict[str, list[float]],
+    advantages: list[float],
+    step: int,
+    num_samples: int | None = None,
+) -> None:
+    """Print prompts, completions, rewards and advantages side by side, under the training step.
+
+    Prompts and completions are strings or lists of messages, `rewards` maps the name of each reward function to one
+    value per completion (`None` where it had no opinion). `num_samples` of the rows are drawn at random, from a stream
+    of their own; all are printed where it is `None` or larger, none where it is 0.
+    """
+    rows = range(len(prompts))
+    if num_samples is not None and num_samples < len(rows):
+        if num_samples <= 0:
+            return
+        rows = sorted(random.Random(step).sample(rows, num_samples))
+    table = Table(show_lines=True, expand=True)
+    for title in ("Prompt", "Completion"):
+        table.add_column(title, ratio=1)
+    for title in (*rewards, "Advantage"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        values = [*(_number(values[row]) for values in rewards.values()), _number(advantages[row])]
+        table.add_row(_conversation(prompts[row]), _conversation(completions[row]), *values)
+    Console().print(Panel(table, title=f"Step {step}"))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _conversation(entry: Any) -> Text:
+    """Text of a string, or of messages with their roles, tool calls and the kinds of their non-text parts."""
+    if isinstance(entry, str):
+        return Text(entry)
+    text = Text()
+    for index, message in enumerate(entry):
+        text.append("\n\n" if index else "")
+        text.append(str(message.get("role", "?")).capitalize(), style="bold")
+        text.append("\n" + _content(message))
+    return text
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else [_part(part) for part in content or []]
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    parts += [f"{call.get('name')}({call.get('arguments')})" for call in calls]
+    return "\n".join(parts)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict):
+        return part["text"] if part.get("type") == "text" else f"<{part.get('type', 'part')}>"
+    return str(part)

@@ -1,0 +1,117 @@
+"""Experiment trackers: where the active run can be looked up, and tables sent to those that a run reports to."""
+
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def active_wandb_run() -> Any | None:
+    """The Weights & Biases run of this process; `None` if the package was not loaded or has no run."""
+    return getattr(sys.modules.get("wandb"), "run", None)
+
+
+def active_comet_experiment() -> Any | None:
+    """The Comet experiment of this process; `None` if the package was not loaded or none is running."""
+    comet = sys.modules.get("comet_ml")
+    return comet.get_running_experiment() if comet is not None else None
+
+
+def get_wandb_run_url() -> str | None:
+    """The address of the active Weights & Biases run, `None` without one."""
+    run = active_wandb_run()
+    return getattr(run, "url", None)
+
+
+def get_comet_experiment_url() -> str | None:
+    """The address of the running Comet experiment, `None` without one."""
+    experiment = active_comet_experiment()
+    return experiment.url if experiment is not None else None
+
+
+def log_table_to_comet_experiment(name: str, table: Any) -> None:
+    """Attach a `pandas.DataFrame` to the running Comet experiment under the file name `name`, if there is one."""
+    experiment = active_comet_experiment()
+    if experiment is not None:
+        experiment.log_table(tabular_data=table, filename=name)
+
+
+def log_table(
+    name: str,
+    table: Any,
+    report_to: Iterable[str],
+    *,
+    step: int | None = None,
+    tensorboard_writer: Any = None,
+) -> list[str]:
+    """Send a `pandas.DataFrame` to every tracker in `report_to` that has an active run and can show tables.
+
+    `name` is the key of the table, `step` the optimiser step it belongs to. TensorBoard has no global run: its writer
+    is passed as `tensorboard_writer` (that of transformers' `TensorBoardCallback`). Returns the trackers that got it.
+    """
+    sent = []
+    for tracker in report_to:
+        sender = _SENDERS.get(tracker)
+        if tracker == "tensorboard" and tensorboard_writer is not None:
+            tensorboard_writer.add_text(name, _as_markdown(table), step)
+            sent.append(tracker)
+        elif sender is not None and sender(name, table, step):
+            sent.append(tracker)
+    return sent
+
+
+def log_scalars(values: dict[str, float], report_to: Iterable[str], *, step: int | None = None) -> None:
+    """Send numbers to those of wandb and mlflow that are in `report_to` and have an active run."""
+    if "wandb" in report_to and active_wandb_run() is not None:
+        sys.modules["wandb"].log(values)
+    if "mlflow" in report_to and _active_mlflow_run() is not None:
+        sys.modules["mlflow"].log_metrics(values, step=step)
+
+
+def _active_mlflow_run() -> Any | None:
+    mlflow = sys.modules.get("mlflow")
+    return mlflow.active_run() if mlflow is not None else None
+
+
+def _to_wandb(name: str, table: Any, step: int | None) -> bool:
+    if active_wandb_run() is None:
+        return False
+    wandb = sys.modules["wandb"]
+    wandb.log({name: wandb.Table(dataframe=table)})
+    return True
+
+
+def _to_trackio(name: str, table: Any, step: int | None) -> bool:
+    trackio = sys.modules.get("trackio")
+    context = getattr(sys.modules.get("trackio.context_vars"), "current_run", None)
+    if trackio is None or context is None or context.get() is None:
+        return False
+    trackio.log({name: trackio.Table(dataframe=table)}, step=step)
+    return True
+
+
+def _to_comet(name: str, table: Any, step: int | None) -> bool:
+    log_table_to_comet_experiment(f"{name}.csv", table)
+    return active_comet_experiment() is not None
+
+
+def _to_mlflow(name: str, table: Any, step: int | None) -> bool:
+    if _active_mlflow_run() is None:
+        return False
+    sys.modules["mlflow"].log_table(table, artifact_file=f"{name}_{step}.json")
+    return True
+
+
+_SENDERS = {"wandb": _to_wandb, "trackio": _to_trackio, "comet_ml": _to_comet, "mlflow": _to_mlflow}
+
+
+def _as_markdown(table: Any) -> str:
+    """A Markdown table, which is what TensorBoard's text panel renders."""
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

@@ -1,0 +1,95 @@
+"""What a training script reads besides its training and model configs."""
+
+from dataclasses import dataclass, field
+
+from trl.options.docs import documented
+from trl.options.groups import OptionGroup
+
+
+@documented
+@dataclass
+class ScriptArguments(OptionGroup):
+    """The dataset of a script, and two switches for distributed training.
+
+    Example:
+        >>> from trl import ScriptArguments
+        >>> ScriptArguments("train.jsonl").dataset_train_split
+        'train'
+    """
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dataset to train on: a local json, jsonl, csv or parquet file, a directory, or a name on the "
+            "Hugging Face Hub."
+        },
+    )
+    dataset_config: str | None = field(
+        default=None,
+        metadata={"help": "Name of the dataset's configuration (its subset), where it has several."},
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(
+        default="test", metadata={"help": "Split to evaluate on; read only if eval_strategy is not 'no'."}
+    )
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read rows as they are needed instead of all beforehand."}
+    )
+    gradient_checkpointing_use_reentrant: bool = field(
+        default=False,
+        metadata={
+            "help": "Use PyTorch's older, reentrant gradient checkpointing (gradient_checkpointing must be on)."
+        },
+    )
+    ignore_bias_buffers: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave boolean buffers (attention masks) out of what distributed training synchronises."
+        },
+    )
+
+
+@dataclass
+class ColumnMapping(OptionGroup):
+    """Names that columns get before training."""
+
+    column_mapping: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Columns to rename, as old=new: question=prompt answer=completion. In a config file, a mapping. "
+            "Applied to the training and the evaluation dataset.",
+            "metavar": "OLD=NEW",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        super().check()
+        self.renames()
+
+    def renames(self) -> dict[str, str]:
+        """Old name -> new name.
+
+        Raises:
+            ValueError: for an item that is not `old=new`, or a name that stands twice on one side.
+        """
+        if isinstance(self.column_mapping, dict):
+            return dict(self.column_mapping)
+        renames: dict[str, str] = {}
+        for item in self.column_mapping or []:
+            old, _, new = item.partition("=")
+            if not old or not new:
+                raise ValueError(
+                    f"column_mapping takes old=new items, got {item!r}. Example: question=prompt"
+                )
+            if old in renames or new in renames.values():
+                raise ValueError(f"column_mapping names a column twice, got {self.column_mapping!r}.")
+            renames[old] = new
+        return renames
+
+
+@dataclass
+class SFTScriptArguments(ColumnMapping, ScriptArguments):
+    """What `trl sft` reads besides `SFTConfig` and `ModelConfig`."""

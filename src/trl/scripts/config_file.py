@@ -1,0 +1,97 @@
+"""Reading a YAML file of options. Imports nothing heavy: the command line reads it before anything else."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The options in a YAML file: their values, the line of each, and the environment variables under `env`."""
+
+    path: str
+    values: dict[str, Any]
+    lines: dict[str, int]
+    env: dict[str, str]
+
+    def where(self, key: str) -> str:
+        """`file, line n` of an option."""
+        return f"{self.path}, line {self.lines[key]}" if key in self.lines else self.path
+
+    def apply_env(self) -> None:
+        """Set the environment variables of the file in this process (and so in those that it starts)."""
+        os.environ.update(self.env)
+
+
+def read_config(path: str) -> ConfigFile:
+    """Read a YAML file of options; only plain values are built from it, never Python objects.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not valid YAML, not a mapping of names to values, or names an option twice.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"The config file {path} does not exist. Check the path given with --config.")
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return ConfigFile(path, {}, {}, {})
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(
+            f"{path} must hold `option: value` lines, got {type(values).__name__} at its top level."
+        )
+    lines = _lines(path, node)
+    return ConfigFile(path, values, lines, _environment(path, values.pop("env", None)))
+
+
+def _lines(path: str, node: Any) -> dict[str, int]:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise ValueError(
+                f"{path}, line {line}: `{key.value}` already stands on line {lines[key.value]}. Keep one of them."
+            )
+        lines[key.value] = line
+    return lines
+
+
+def _environment(path: str, env: Any) -> dict[str, str]:
+    if env is None:
+        return {}
+    if not isinstance(env, dict) or any(isinstance(value, (dict, list)) for value in env.values()):
+        raise ValueError(
+            f"{path}: `env` must map names of environment variables to plain values, got {env!r}."
+        )
+    return {str(name): "" if value is None else str(value) for name, value in env.items()}
+
+
+def take_config_option(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The path given with `--config` (or None), and the other arguments.
+
+    Raises:
+        ValueError: if `--config` has no value or is given twice.
+    """
+    paths: list[str] = []
+    rest: list[str] = []
+    remaining = iter(args)
+    for token in remaining:
+        if token == "--config":
+            paths.append(next(remaining, ""))
+        elif token.startswith("--config="):
+            paths.append(token.removeprefix("--config="))
+        else:
+            rest.append(token)
+    if len(paths) > 1:
+        raise ValueError(f"--config is given {len(paths)} times ({', '.join(paths)}). Give one file.")
+    if paths and (not paths[0] or paths[0].startswith("--")):
+        raise ValueError("--config needs the path of a YAML file.")
+    return (paths[0] if paths else None), rest

@@ -1,0 +1,93 @@
+"""Loading the datasets of a training script."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trl.scripts.arguments import ScriptArguments
+from trl.scripts.columns import rename_columns
+
+if TYPE_CHECKING:
+    from trl.data.mixtures import DatasetMixtureConfig
+
+
+def load_train_and_eval(
+    script_args: ScriptArguments,
+    dataset_args: "DatasetMixtureConfig",
+    *,
+    renames: Mapping[str, str],
+    evaluate: bool,
+) -> tuple[Any, Any]:
+    """The training dataset, and the evaluation dataset if `evaluate` (else None), columns renamed.
+
+    They come from `dataset_name`, or from the mixture in `datasets`.
+
+    Raises:
+        ValueError: if no dataset is named, or both ways are used, or a split or a column does not exist.
+        FileNotFoundError: if a local path does not exist.
+    """
+    check_one_source(script_args, dataset_args)
+    names = [script_args.dataset_train_split] + ([script_args.dataset_test_split] if evaluate else [])
+    options = ["dataset_train_split", "dataset_test_split"]
+    if dataset_args.datasets:
+        from trl.data.mixtures import get_dataset
+
+        mixture = get_dataset(dataset_args)
+        loaded = [
+            pick_split(mixture, name, option=option) for name, option in zip(names, options, strict=False)
+        ]
+    else:
+        loaded = [
+            load_split(script_args, name, option=option) for name, option in zip(names, options, strict=False)
+        ]
+    renamed = [
+        rename_columns(rows, renames, name=f"split {name!r}")
+        for rows, name in zip(loaded, names, strict=True)
+    ]
+    return renamed[0], (renamed[1] if evaluate else None)
+
+
+def check_one_source(script_args: ScriptArguments, dataset_args: "DatasetMixtureConfig") -> None:
+    """Raise `ValueError` unless the dataset is given in exactly one way."""
+    if script_args.dataset_name and dataset_args.datasets:
+        raise ValueError(
+            f"dataset_name={script_args.dataset_name!r} and a mixture in datasets are both given. Use one: add the "
+            "dataset to the mixture, or leave the mixture out."
+        )
+    if not script_args.dataset_name and not dataset_args.datasets:
+        raise ValueError(
+            "No dataset. Give one with --dataset_name, or a mixture as `datasets:` in the config file."
+        )
+
+
+def load_split(script_args: ScriptArguments, split: str, *, option: str) -> Any:
+    """One split of `dataset_name`; `split` may be a slice such as `train[:100]`."""
+    from trl.data.sources import load_source
+
+    try:
+        return load_source(
+            str(script_args.dataset_name),
+            name=script_args.dataset_config,
+            split=split,
+            streaming=script_args.dataset_streaming,
+        )
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}{remedy(option)}") from error
+
+
+def pick_split(splits: Mapping[Any, Any], wanted: str, *, option: str) -> Any:
+    """The split of a mixture called `wanted`.
+
+    Raises:
+        ValueError: naming the splits there are.
+    """
+    if wanted in splits:
+        return splits[wanted]
+    there = ", ".join(map(repr, splits))
+    raise ValueError(f"{option}: the mixture has no split {wanted!r}, it has {there}.{remedy(option)}")
+
+
+def remedy(option: str) -> str:
+    """What else can be done where the split of an option does not exist."""
+    if option != "dataset_test_split":
+        return ""
+    return " Or train without evaluation: --eval_strategy no."

@@ -1,0 +1,202 @@
+"""`TrlParser`: dataclasses from the command line, with defaults from a YAML file."""
+
+import argparse
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any, NoReturn, get_type_hints
+
+from transformers import HfArgumentParser
+from transformers.hf_argparser import DataClass, DataClassType
+
+from trl.scripts.config_file import ConfigFile, read_config, take_config_option
+from trl.scripts.option_values import option_value
+from trl.scripts.suggestions import did_you_mean
+
+
+class TrlParser(HfArgumentParser):
+    """Parse dataclasses from command-line arguments and a YAML file given with `--config`.
+
+    Options of the file are defaults, which the command line overrides; its `env:` mapping sets environment variables.
+    Options must be written out in full. `other_options` are names that somebody else reads from the same command line
+    (launch options): they are no options here but are offered as suggestions.
+
+    Args:
+        dataclass_types: One or more dataclasses; no two may share a field.
+        **kwargs: Passed on to `transformers.HfArgumentParser`.
+
+    Raises:
+        ValueError: if two dataclasses have a field in common, or one is called `config`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Options:
+        ...     rate: float = 1.0
+        >>> TrlParser(Options).parse_args_and_config(["--rate", "2"])
+        (Options(rate=2.0),)
+    """
+
+    def __init__(
+        self, dataclass_types: DataClassType | Iterable[DataClassType] | None = None, **kwargs: Any
+    ) -> None:
+        kinds = _as_list(dataclass_types)
+        _check_fields(kinds)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(kinds, **kwargs)
+        self.other_options: set[str] = set()
+        self._config: ConfigFile | None = None
+        self._hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+        self.add_argument(
+            "--config",
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="YAML file with options; those given on the command line win",
+        )
+
+    def parse_args_and_config(
+        self,
+        args: Iterable[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+    ) -> tuple[DataClass, ...]:
+        """One instance per dataclass, from `args` (those of the process if None) and the file that they name.
+
+        With `return_remaining_strings` what nobody knows (unknown keys of the file as `--key value`) comes last, as a
+        list of strings. Otherwise it is an error, or a warning without `fail_with_unknown_args`.
+
+        Raises:
+            ValueError: for unknown options, and for values that the dataclasses reject.
+            FileNotFoundError: if the file does not exist.
+            SystemExit: with status 2, from argparse, for a value of the wrong type on the command line.
+        """
+        path, given = take_config_option(list(sys.argv[1:] if args is None else args))
+        config = None if path is None else read_config(path)
+        if config is not None:
+            config.apply_env()
+        if not return_remaining_strings:
+            return self.parse_with(given, config, fail_with_unknown_args=fail_with_unknown_args)
+        unknown = [*self._take_defaults(config), *self.parse_known_args(given)[1]]
+        return (*self._build(given), unknown)
+
+    def parse_with(
+        self, args: list[str], config: ConfigFile | None, *, fail_with_unknown_args: bool = True
+    ) -> tuple[DataClass, ...]:
+        """Like `parse_args_and_config`, with a config file that has been read already.
+
+        Raises: as `parse_args_and_config`.
+        """
+        self.check_arguments(args, config, fail_with_unknown_args=fail_with_unknown_args)
+        return self._build(args)
+
+    def check_arguments(
+        self, args: list[str], config: ConfigFile | None, *, fail_with_unknown_args: bool = True
+    ) -> None:
+        """Take the file's options as defaults and check names and types of all options; build no dataclass.
+
+        Raises: as `parse_args_and_config`.
+        """
+        from_file = self._take_defaults(config)
+        self._report_unknown(from_file, self.parse_known_args(args)[1], fail=fail_with_unknown_args)
+
+    def _take_defaults(self, config: ConfigFile | None) -> list[str]:
+        self._config = config
+        return [] if config is None else self.set_defaults_with_config(**config.values)
+
+    def _build(self, args: list[str]) -> tuple[DataClass, ...]:
+        return tuple(
+            self.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)[
+                :-1
+            ]
+        )
+
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Make these values the defaults of their options, which are no longer required.
+
+        Returns the unknown ones as command-line strings.
+
+        Raises:
+            ValueError: if a value does not fit its option.
+        """
+        actions = self.options()
+        remaining: list[str] = []
+        for name, value in kwargs.items():
+            if name not in actions:
+                remaining.extend(_as_strings(name, value))
+                continue
+            try:
+                default = option_value(actions[name], value, hint=self._hints.get(name))
+            except ValueError as error:
+                raise ValueError(f"{self._where(name)}`{name}` {error}") from None
+            actions[name].required = False
+            self.set_defaults(**{name: default})
+        return remaining
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Every option by the name of its field."""
+        actions: dict[str, argparse.Action] = {}
+        for action in self._actions:
+            if action.option_strings and action.dest not in ("help", "config"):
+                actions.setdefault(action.dest, action)
+        return actions
+
+    def spellings(self) -> list[str]:
+        """Every option as it is written, dashes included."""
+        return list(self._option_string_actions)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error (without the usage, which would fill several screens) and exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for all options.\n")
+
+    def _where(self, name: str) -> str:
+        return f"{self._config.where(name)}: " if self._config else ""
+
+    def _report_unknown(self, from_file: list[str], from_line: list[str], *, fail: bool) -> None:
+        known = {*self.options(), *self.other_options}
+        messages = []
+        for token in from_file:
+            if self._config and token.startswith("--"):
+                name = token[2:]
+                messages.append(f"{self._where(name)}unknown option `{name}`.{did_you_mean(name, known)}")
+        messages.extend(unknown_arguments(from_line, known))
+        if messages and fail:
+            raise ValueError("\n".join(messages))
+        if messages:
+            warnings.warn("Ignored: " + " ".join(messages), stacklevel=3)
+
+
+def unknown_arguments(tokens: list[str], known: Iterable[str]) -> list[str]:
+    """A message for each unknown option in `tokens`, or for the stray values if there is none."""
+    names = list(known)
+    flags = [token.split("=")[0] for token in tokens if token.startswith("-")]
+    if tokens and not flags:
+        return [f"Unexpected arguments: {' '.join(tokens)}. Values follow the name of an option."]
+    return [f"Unknown option {flag}.{did_you_mean(flag, names, prefix='--')}" for flag in flags]
+
+
+def _as_list(dataclass_types: Any) -> list[Any]:
+    if dataclass_types is None:
+        return []
+    return list(dataclass_types) if isinstance(dataclass_types, Iterable) else [dataclass_types]
+
+
+def _check_fields(kinds: list[Any]) -> None:
+    owners: dict[str, str] = {}
+    for kind in kinds:
+        for field in dataclasses.fields(kind):
+            if field.name == "config":
+                raise ValueError(
+                    f"{kind.__name__} has a field `config`, which is the parser's own. Rename it."
+                )
+            if field.name in owners:
+                raise ValueError(
+                    f"`{field.name}` is a field of both {owners[field.name]} and {kind.__name__}: the command line "
+                    "could not tell them apart. Rename one."
+                )
+            owners[field.name] = kind.__name__
+
+
+def _as_strings(name: str, value: Any) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(str(item) for item in items)]

@@ -1,0 +1,81 @@
+"""`trl quickstart`: a tiny model learns to add, on this machine, with nothing to download.
+
+What it needs is imported when it runs, so that `--help` answers at once.
+"""
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+DESCRIPTION = """\
+Builds a tokenizer and a small language model, makes a data set of arithmetic conversations, fine-tunes the model on them
+with SFTTrainer, and shows its answers and its accuracy on problems it never saw, before and after. No network is used.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl quickstart`."""
+    parser = argparse.ArgumentParser(prog="trl quickstart", description=DESCRIPTION)
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("quickstart"),
+        help="where models, data and results are written; an earlier run's are replaced (default: ./quickstart)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the problems, the weights and the order of training (default: 0)",
+    )
+    parser.add_argument(
+        "--max_steps",
+        type=_positive,
+        default=None,
+        help="optimiser steps of the fine-tuning; fewer than the default are quicker and learn less",
+    )
+    parser.add_argument("--no_color", action="store_true", help="print plain text, without colours")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} was given, expected at least 1")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all stages, printing what happens; returns the exit status."""
+    started = time.perf_counter()
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.output_dir.exists() and not options.output_dir.is_dir():
+        parser.error(f"--output_dir {options.output_dir} is a file, expected a folder. Name another.")
+
+    print("Loading PyTorch and transformers ...", flush=True)
+    with _without_warnings():
+        from trl.scripts.quickstart.pipeline import run
+
+        run(
+            output_dir=options.output_dir,
+            seed=options.seed,
+            max_steps=options.max_steps,
+            color=not options.no_color,
+            started=started,
+        )
+    return 0
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Only errors are logged: what libraries say about extras and devices is of no use here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

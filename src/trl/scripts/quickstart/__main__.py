@@ -1,0 +1,7 @@
+"""`python -m trl.scripts.quickstart`."""
+
+import sys
+
+from trl.scripts.quickstart import main
+
+sys.exit(main())

@@ -1,0 +1,60 @@
+"""Running a script from the command line: errors of its input are one message and exit status 2."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from trl.scripts.config_file import ConfigFile
+from trl.scripts.parser import TrlParser
+
+
+class CommandError(ValueError):
+    """What was asked for cannot be done; the message says why and what to do, and is all that the user is shown."""
+
+
+@contextmanager
+def reporting_input_errors() -> Iterator[None]:
+    """Turn errors about what the user handed in (values, files, missing extras) into `CommandError`.
+
+    Meant for what happens before training: an error inside training keeps its traceback.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        raise CommandError(str(error)) from error
+
+
+def run_script(
+    parser: TrlParser,
+    main: Callable[..., Any],
+    args: Sequence[str] | None = None,
+    *,
+    config: ConfigFile | None = None,
+) -> int:
+    """Parse `args` (those of the process if None), call `main` with the dataclasses, and return the exit status.
+
+    `config` is a config file that has been read already; otherwise `args` may name one.
+
+    With the environment variable TRL_TRACEBACK=1 errors of the input are raised with their traceback.
+    """
+    try:
+        with reporting_input_errors():
+            parsed = (
+                parser.parse_args_and_config(args)
+                if config is None
+                else parser.parse_with(list(args or ()), config)
+            )
+        main(*parsed)
+    except CommandError as error:
+        if os.environ.get("TRL_TRACEBACK") == "1":
+            raise
+        return report(parser.prog, error)
+    return 0
+
+
+def report(prog: str, error: Exception) -> int:
+    """Print the message of an error as argparse would, and return exit status 2."""
+    print(f"{prog}: error: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,37 @@
+"""The end of a training script: saving, pushing, and telling the user where things are."""
+
+from typing import Any
+
+
+def finish(trainer: Any, *, dataset_name: str | None, command: str) -> None:
+    """Save the model (and push it if asked), then print where it is, the final metrics and the command to go on."""
+    args = trainer.args
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    if trainer.accelerator.is_main_process:
+        print("\n".join(summary(args.output_dir, trainer.state.log_history, command=command)))
+
+
+def summary(output_dir: str, log_history: list[dict[str, Any]], *, command: str) -> list[str]:
+    """The last lines that a training command prints."""
+    lines = [f"Model saved in {output_dir}"]
+    metrics = final_metrics(log_history)
+    if metrics:
+        lines.append("Final metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    lines.append(
+        f"To go on: trl {command} with the same options, a larger --num_train_epochs and --resume_from_checkpoint true"
+    )
+    return lines
+
+
+def final_metrics(log_history: list[dict[str, Any]]) -> dict[str, float]:
+    """The last logged value of each measure of quality, evaluation included; not of speed and bookkeeping."""
+    bookkeeping = ("epoch", "step", "total_flos", "learning_rate", "grad_norm")
+    latest: dict[str, float] = {}
+    for entry in log_history:
+        for name, value in entry.items():
+            timing = name.endswith(("_runtime", "_per_second"))
+            if isinstance(value, (int, float)) and name not in bookkeeping and not timing:
+                latest[name] = value
+    return latest

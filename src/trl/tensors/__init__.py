@@ -1,0 +1,1 @@
+"""Masking, padding, token log-probabilities and reductions: torch only, no state."""

@@ -1,0 +1,226 @@
+"""A plain output head, `(weight, bias)`, over one chunk of hidden states at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trl.tensors.softmax_rows import LogitRule, RowScores, Workspace, score_rows
+
+# Bytes of one buffer of logits. On a CPU the products are within 5 % of their best from 128 rows on (below
+# that, adding up the head's gradient costs more than computing it; measured at vocabularies of 5k and 152k,
+# widths of 256 and 512), and 96 MB keeps a vocabulary of 152k at 160 rows and a sixth of the plain memory.
+# More than 512 rows buy nothing. An accelerator needs larger products to stay busy.
+CPU_CHUNK_BYTES = 96 * 2**20
+CPU_CHUNK_ROWS = (128, 512)
+ACCELERATOR_CHUNK_BYTES = 2**30
+ACCELERATOR_CHUNK_ROWS = (512, 16384)
+
+
+def default_chunk_size(vocabulary: int, *, itemsize: int, device: torch.device) -> int:
+    """Rows of logits to compute at a time.
+
+    >>> default_chunk_size(152_000, itemsize=4, device=torch.device("cpu"))
+    165
+    """
+    on_cpu = device.type == "cpu"
+    budget = CPU_CHUNK_BYTES if on_cpu else ACCELERATOR_CHUNK_BYTES
+    fewest, most = CPU_CHUNK_ROWS if on_cpu else ACCELERATOR_CHUNK_ROWS
+    return max(fewest, min(most, budget // (vocabulary * itemsize)))
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `range(count)`.
+
+    >>> list(chunks(5, 2))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What to compute per token, and in which precision; the settings that one call's chunks share.
+
+    Products run in `product_dtype`; logits, their statistics and gradient sums in `exact_dtype`.
+    """
+
+    rule: LogitRule
+    entropy: bool
+    correct: bool
+    chunk_size: int
+    product_dtype: torch.dtype
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.product_dtype, torch.float32)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Dtype of the products for gradients; float16 cannot hold slopes made before the loss is scaled."""
+        return torch.float32 if self.product_dtype == torch.float16 else self.product_dtype
+
+    @classmethod
+    def over(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        rule: LogitRule,
+        entropy: bool,
+        correct: bool,
+        chunk_size: int | None,
+    ) -> Scoring:
+        """Settings for these tensors: dtype from autocast where it is on, else the wider of the two."""
+        dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(
+                f"chunk_size must be at least 1, got {chunk_size}. Use None to choose it by size."
+            )
+        itemsize = torch.promote_types(dtype, torch.float32).itemsize
+        count = max(1, len(hidden))
+        size = chunk_size or default_chunk_size(len(weight), itemsize=itemsize, device=device)
+        if chunk_size is None:
+            size = math.ceil(
+                count / math.ceil(count / size)
+            )  # even chunks: a short one costs as much in sums
+        return cls(rule, entropy, correct, min(size, count), dtype)
+
+    def for_slopes(self, entropies_slope: Tensor | None) -> Scoring:
+        """The same, with only what a backward pass needs."""
+        return replace(self, entropy=entropies_slope is not None, correct=False)
+
+    def workspace(
+        self, hidden: Tensor, vocabulary: int, *, own_logits: bool = True, for_gradient: bool = False
+    ) -> Workspace:
+        """Buffers for one chunk, as few as the steps on it allow.
+
+        Without `own_logits` the caller puts each chunk's own tensor in their place.
+        """
+        capped = for_gradient and self.rule.soft_cap is not None
+        shifted = hidden.new_empty((self.chunk_size, vocabulary), dtype=self.exact_dtype)
+        logits = torch.empty_like(shifted) if capped and own_logits else shifted
+        exps = torch.empty_like(shifted) if capped or self.entropy else shifted
+        return Workspace(logits, shifted, exps)
+
+    def score(self, space: Workspace, targets: Tensor) -> RowScores:
+        ties = self.product_dtype.itemsize < 4 or self.rule.soft_cap is not None
+        return score_rows(space, targets, entropy=self.entropy, correct=self.correct, ties=ties)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Weight `(V, H)` and bias `(V,)` of an output head, in the dtype of the products."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def cast(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
+        return cls(weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def logits_into(self, out: Tensor, hidden: Tensor, rule: LogitRule) -> Tensor:
+        """Logits of `hidden` `(C, H)` written to `out` `(C, V)`; products in the head's dtype."""
+        buffer = out if out.dtype == self.weight.dtype else None
+        hidden = hidden.to(self.weight.dtype)
+        if self.bias is None:
+            products = torch.mm(hidden, self.weight.t(), out=buffer)
+        else:
+            products = torch.addmm(self.bias, hidden, self.weight.t(), out=buffer)
+        return rule.apply_(products if buffer is not None else out.copy_(products))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGradients:
+    """Sums of the gradients of hidden states, weight and bias; None where an input needs none."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def empty(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        wanted: tuple[bool, bool, bool],
+        dtype: torch.dtype,
+    ) -> HeadGradients:
+        """Sums that the first chunk writes; zeros where there are no rows."""
+        inputs, make = (hidden, weight, bias), torch.empty if len(hidden) else torch.zeros
+        sums = [
+            make(x.shape, dtype=dtype, device=x.device) if x is not None and want else None
+            for x, want in zip(inputs, wanted, strict=True)
+        ]
+        return cls(*sums)
+
+    def add(
+        self,
+        rows: slice,
+        slopes: Tensor,
+        factors: Tensor,
+        hidden: Tensor,
+        head: Head,
+        dtype: torch.dtype,
+    ) -> None:
+        """Add a chunk whose loss has the slopes `factors * slopes` over the head's products `(C, V)`.
+
+        The products for the gradients run in `dtype`.
+        """
+        exact, before = slopes.dtype, 0 if rows.start == 0 else 1
+        if self.bias is not None:
+            self.bias.addmv_(slopes.t(), factors.squeeze(1), beta=before)
+        narrow = slopes.to(dtype)
+        if self.hidden is not None:
+            torch.mul(torch.mm(narrow, head.weight.to(dtype)), factors, out=self.hidden[rows])
+        if self.weight is None:
+            return
+        weighted = (hidden.to(exact) * factors).to(dtype)
+        if dtype == exact:
+            self.weight.addmm_(narrow.t(), weighted, beta=before)
+        else:
+            product = torch.mm(narrow.t(), weighted)
+            _ = self.weight.add_(product) if before else self.weight.copy_(product)
+
+    @property
+    def any_wanted(self) -> bool:
+        return not (self.hidden is None and self.weight is None and self.bias is None)
+
+    def scaled_(self, slope: Tensor) -> HeadGradients:
+        """The sums times a scalar, in place; a 1 that is known without waiting for a device is skipped."""
+        if slope.device.type != "cpu" or slope.item() != 1.0:
+            for gradient in (self.hidden, self.weight, self.bias):
+                if gradient is not None:
+                    gradient.mul_(slope)
+        return self
+
+    def cast(self, *dtypes: torch.dtype | None) -> tuple[Tensor | None, ...]:
+        """The sums in the dtypes of hidden states, weight and bias."""
+        sums = (self.hidden, self.weight, self.bias)
+        return tuple(x if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True))
+
+
+def check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless hidden `(N, H)`, weight `(V, H)`, targets `(N,)` and bias `(V,)` fit together."""
+    fits = (
+        hidden.ndim == 2
+        and weight.ndim == 2
+        and hidden.shape[1] == weight.shape[1]
+        and targets.shape == hidden.shape[:1]
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+    if not fits:
+        given = [None if x is None else tuple(x.shape) for x in (hidden, weight, targets, bias)]
+        raise ValueError(
+            "hidden, weight, targets, bias must have shapes (N, H), (V, H), (N,), (V,) or None, "
+            f"got {', '.join(map(str, given))}. Flatten the scored positions to rows first."
+        )

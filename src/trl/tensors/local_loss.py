@@ -1,0 +1,158 @@
+"""Losses whose gradient is local to a token: head gradients in the same pass as the scores.
+
+For cross-entropy, clipped surrogates or KL estimates, the slope of the loss over a token's log-prob is
+known as soon as the log-prob is. So each chunk's gradients are taken while its logits are at hand: three
+matrix products where scoring first and going back later takes four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trl.tensors.heads import Head, HeadGradients, Scoring, check_shapes, chunks
+from trl.tensors.logprobs import PLAIN_LOGITS, TokenScores, empty_scores, write_scores
+from trl.tensors.softmax_rows import LogitRule, row_slopes_
+
+LossOf = Callable[..., Tensor]
+
+
+class LocalLoss(NamedTuple):
+    """`total`, the sum of all tokens' losses, with gradient; per token, detached: `values (N,)`, `scores`."""
+
+    total: Tensor
+    values: Tensor
+    scores: TokenScores
+
+
+def local_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss_of: LossOf,
+    *,
+    bias: Tensor | None = None,
+    rule: LogitRule = PLAIN_LOGITS,
+    entropy: bool = False,
+    entropy_in_loss: bool = False,
+    correct: bool = False,
+    chunk_size: int | None = None,
+) -> LocalLoss:
+    """Sum of `loss_of(logps, rows)` over chunks of tokens, its gradients computed in the same pass.
+
+    Shapes as in `token_scores`. `loss_of` gets the log-probs `(C,)` of the tokens `rows` (a slice of `N`) and
+    returns each one's already weighted loss `(C,)`; with `entropy_in_loss` it is called as
+    `loss_of(logps, rows, entropies)`. A token's loss may depend on that token alone, and only hidden states,
+    weight and bias get gradients: whatever else `loss_of` reads is a constant.
+
+    The gradients wait, already summed, for the backward pass, which can run once. Where no input needs a
+    gradient, none is computed.
+
+    >>> hidden, weight = torch.zeros(3, 2), torch.ones(4, 2)
+    >>> loss = local_loss(hidden, weight, torch.tensor([0, 1, 2]), lambda logps, rows: -logps)
+    >>> loss.total, loss.values
+    (tensor(4.1589), tensor([1.3863, 1.3863, 1.3863]))
+    """
+    check_shapes(hidden, weight, targets, bias)
+    entropy = entropy or entropy_in_loss
+    scoring = Scoring.over(hidden, weight, rule=rule, entropy=entropy, correct=correct, chunk_size=chunk_size)
+    total, values, *scores = _LocalLoss.apply(
+        hidden, weight, bias, targets, loss_of, scoring, entropy_in_loss, torch.is_grad_enabled()
+    )
+    return LocalLoss(total, values, TokenScores(*scores))
+
+
+class _LocalLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        loss_of: LossOf,
+        scoring: Scoring,
+        entropy_in_loss: bool,
+        with_gradient: bool,
+    ) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[:3] if with_gradient else (False, False, False)
+        gradients = HeadGradients.empty(hidden, weight, bias, wanted=wanted, dtype=scoring.exact_dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            values, scores = _pass_over_chunks(
+                hidden, weight, bias, targets, loss_of, scoring, gradients, entropy_in_loss=entropy_in_loss
+            )
+        ctx.gradients = gradients
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.mark_non_differentiable(values, *(x for x in scores if x is not None))
+        return values.sum(), values, *scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "local_loss can go backward once, got a second backward pass. "
+                "Use token_scores where the graph must be kept (retain_graph=True)."
+            )
+        # Let go of the sums: autograd then takes them over as gradients instead of copying them.
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*gradients.scaled_(slope).cast(*ctx.dtypes), None, None, None, None, None)
+
+
+def _pass_over_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    loss_of: LossOf,
+    scoring: Scoring,
+    gradients: HeadGradients,
+    *,
+    entropy_in_loss: bool,
+) -> tuple[Tensor, TokenScores]:
+    """Losses and scores of every row; adds their gradients to `gradients` on the way."""
+    head = Head.cast(weight, bias, scoring.product_dtype)
+    scores, values = empty_scores(hidden, scoring), hidden.new_empty(len(hidden), dtype=scoring.exact_dtype)
+    space = scoring.workspace(hidden, len(weight), for_gradient=gradients.any_wanted)
+    for rows in chunks(len(hidden), scoring.chunk_size):
+        part = space.first(rows.stop - rows.start)
+        head.logits_into(part.logits, hidden[rows], scoring.rule)
+        chunk = scoring.score(part, targets[rows])
+        write_scores(scores, rows, chunk)
+        loss_inputs = [
+            x for x in (chunk.logps, chunk.entropies if entropy_in_loss else None) if x is not None
+        ]
+        values[rows], slopes = _losses(loss_of, loss_inputs, rows, with_slopes=gradients.any_wanted)
+        if gradients.any_wanted:
+            factors = row_slopes_(
+                part,
+                chunk,
+                targets[rows],
+                scoring.rule,
+                logps_slope=slopes[0],
+                entropies_slope=slopes[1] if entropy_in_loss else None,
+            )
+            gradients.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
+    return values, scores
+
+
+def _losses(
+    loss_of: LossOf, inputs: list[Tensor], rows: slice, *, with_slopes: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Losses `(C,)` of one chunk and their slopes over the inputs, log-probs first."""
+    with torch.set_grad_enabled(with_slopes):
+        leaves = [x.detach().requires_grad_(with_slopes) for x in inputs]
+        values = loss_of(leaves[0], rows, *leaves[1:])
+        if values.shape != inputs[0].shape:
+            raise ValueError(
+                f"loss_of must return one loss per token, shape {tuple(inputs[0].shape)}, "
+                f"got {tuple(values.shape)}. Leave the sum to local_loss."
+            )
+        if not values.requires_grad:
+            return values, [torch.zeros_like(x) for x in inputs]
+        slopes = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
+    return values.detach(), list(slopes)

@@ -1,0 +1,150 @@
+"""The segments of a flat row: which tokens of one long row belong together and what they see.
+
+A flat row holds real tokens only. A segment is a plain sequence, the prompt of a tree, or a branch of a tree:
+a branch sees the whole prompt of its tree and itself, never its sisters, and its positions go on after the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Segment boundaries of one flat row, in row order, without gaps: all counts are in tokens.
+
+    A plain sequence or a prompt has `prefix_length` 0. A branch sees `[prefix_start, prefix_start + prefix_length)`,
+    which must be exactly one earlier segment that is not itself a branch (trees are one level deep).
+
+    Raises: ValueError where the segments leave gaps, are empty, or point at something that is no prompt.
+
+    >>> row = Segments.from_trees([(3, [2, 1])])
+    >>> row.position_ids().tolist()
+    [[0, 1, 2, 3, 4, 3]]
+    """
+
+    start: tuple[int, ...]
+    length: tuple[int, ...]
+    prefix_start: tuple[int, ...]
+    prefix_length: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.start) == len(self.length) == len(self.prefix_start) == len(self.prefix_length):
+            raise ValueError(
+                f"start, length, prefix_start and prefix_length must be equally long, got {len(self.start)}, "
+                f"{len(self.length)}, {len(self.prefix_start)} and {len(self.prefix_length)}. Give one of each per segment."
+            )
+        self._check_order()
+
+    def _check_order(self) -> None:
+        end = 0
+        prompts: dict[int, int] = {}
+        for index, (start, length, prefix_start, prefix_length) in enumerate(self):
+            if start != end or length < 1:
+                raise ValueError(
+                    f"segment {index} has start {start} and length {length}, expected start {end} and length >= 1. "
+                    "List the segments in row order without gaps and leave out empty ones."
+                )
+            if prefix_length == 0:
+                prompts[start] = length
+            elif prompts.get(prefix_start) != prefix_length:
+                raise ValueError(
+                    f"segment {index} has the prefix [{prefix_start}, {prefix_start + prefix_length}), which is no "
+                    "earlier plain segment. A branch's prefix must be exactly the prompt segment of its tree."
+                )
+            end += length
+
+    @classmethod
+    def from_lengths(cls, lengths: Iterable[int]) -> Segments:
+        """Plain sequences, one after another.
+
+        >>> Segments.from_lengths([2, 3]).start
+        (0, 2)
+        """
+        sizes = tuple(int(length) for length in lengths)
+        zeros = (0,) * len(sizes)
+        return cls(_starts(sizes), sizes, zeros, zeros)
+
+    @classmethod
+    def from_trees(cls, trees: Iterable[tuple[int, Sequence[int]]]) -> Segments:
+        """Trees of `(prompt_length, [branch_length, ...])`, one after another; no branches: a plain sequence."""
+        sizes: list[int] = []
+        prefixes: list[tuple[int, int]] = []
+        end = 0
+        for prompt_length, branch_lengths in trees:
+            prompt, branches = int(prompt_length), [int(length) for length in branch_lengths]
+            sizes += [prompt, *branches]
+            prefixes += [(0, 0)] + [(end, prompt)] * len(branches)
+            end += prompt + sum(branches)
+        prefix_start, prefix_length = zip(*prefixes, strict=True) if prefixes else ((), ())
+        return cls(_starts(sizes), tuple(sizes), prefix_start, prefix_length)
+
+    @classmethod
+    def from_table(cls, table: Tensor) -> Segments:
+        """The segments that `to_table` wrote: `(..., S, 4) -> Segments` (waits for the device if it is not the CPU)."""
+        if table.shape[-1] != 4:
+            raise ValueError(
+                f"a segment table has 4 numbers per segment, got the shape {tuple(table.shape)}. "
+                "Give what `Segments.to_table` returns."
+            )
+        columns = table.reshape(-1, 4).T.tolist()
+        return cls(*(tuple(column) for column in columns))
+
+    def to_table(self, device: torch.device | str | None = None) -> Tensor:
+        """All four columns as one int64 tensor `(1, 1, S, 4)`: the form in which a model's forward carries them."""
+        columns = torch.tensor(
+            [self.start, self.length, self.prefix_start, self.prefix_length], dtype=torch.int64
+        )
+        return columns.T.contiguous()[None, None].to(device)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """One `(start, length, prefix_start, prefix_length)` per segment."""
+        return zip(self.start, self.length, self.prefix_start, self.prefix_length, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def total(self) -> int:
+        """Number of tokens in the row."""
+        return self.start[-1] + self.length[-1] if self.length else 0
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether any segment sees another one."""
+        return any(self.prefix_length)
+
+    def position_ids(self) -> Tensor:
+        """Position of each token in its own sequence, prompt included: int64 `(1, total)`."""
+        offsets = torch.tensor(self.prefix_length, dtype=torch.int64) - torch.tensor(
+            self.start, dtype=torch.int64
+        )
+        repeats = torch.tensor(self.length, dtype=torch.int64)
+        return (torch.arange(self.total) + torch.repeat_interleave(offsets, repeats))[None]
+
+    def visible(self) -> Tensor:
+        """The definition as a bool matrix `(total, total)`: entry (q, k) says whether token q sees token k.
+
+        Quadratic in the row: for tests, plots and models that take nothing else.
+
+        >>> Segments.from_trees([(1, [1, 1])]).visible().int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+        """
+        matrix = torch.zeros(self.total, self.total, dtype=torch.bool)
+        for start, length, prefix_start, prefix_length in self:
+            rows = slice(start, start + length)
+            matrix[rows, rows] = torch.ones(length, length, dtype=torch.bool).tril()
+            matrix[rows, prefix_start : prefix_start + prefix_length] = True
+        return matrix
+
+
+def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += size
+    return tuple(starts)

@@ -1,0 +1,146 @@
+"""The mathematics of one chunk of vocabulary rows: log-probability, entropy, and their slopes.
+
+Everything that scores tokens (the plain heads of `logprobs` and `local_loss`, the wrapped heads of
+`wrapped_heads`) goes through the functions of this file, so the softmax and its gradient stand once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Stands in for -inf after the maximum was subtracted: exp of it is 0 in every dtype, and 0 times it is 0.
+_LOWEST_SHIFTED = -1e4
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """How the products of hidden states and head become logits: `soft_cap(scale * products) / temperature`.
+
+    `scale` is Cohere's `logit_scale` or the inverse of Granite's `logits_scaling`; `soft_cap` is Gemma 2's
+    `final_logit_softcapping`, `cap * tanh(x / cap)`. A head's bias belongs to the products.
+
+    >>> LogitRule(scale=2.0, temperature=0.5).apply_(torch.tensor([[1.0, -1.0]]))
+    tensor([[ 4., -4.]])
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be > 0, got {self.temperature}. Use 1.0 to score the model's own distribution."
+            )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap must be > 0, got {self.soft_cap}. Use None for logits without a cap.")
+        if self.scale == 0 or not math.isfinite(self.scale):
+            raise ValueError(f"scale must be finite and not 0, got {self.scale}. Use 1.0 for plain logits.")
+
+    @property
+    def linear_slope(self) -> float:
+        """Slope of the logits over the products where the soft cap does not bend them."""
+        return self.scale / self.temperature
+
+    def apply_(self, products: Tensor) -> Tensor:
+        """Turn head products into logits, in place."""
+        if self.soft_cap is None:
+            return products if self.linear_slope == 1.0 else products.mul_(self.linear_slope)
+        products.mul_(self.scale / self.soft_cap).tanh_()
+        return products.mul_(self.soft_cap / self.temperature)
+
+    def through_cap_(self, slopes: Tensor, logits: Tensor, *, scratch: Tensor) -> None:
+        """Multiply `slopes` in place by the slope of the cap, 1 - tanh^2; overwrites `scratch`."""
+        if self.soft_cap is not None:
+            bend = torch.mul(logits, self.temperature / self.soft_cap, out=scratch).square_()
+            slopes.addcmul_(slopes, bend, value=-1.0)
+
+
+class Workspace(NamedTuple):
+    """Buffers `(C, V)` for one chunk at a time; two names may share one buffer where the steps allow it."""
+
+    logits: Tensor
+    shifted: Tensor
+    exps: Tensor
+
+    def first(self, count: int) -> Workspace:
+        """The same buffers, cut to their first `count` rows."""
+        return Workspace(self.logits[:count], self.shifted[:count], self.exps[:count])
+
+
+class RowScores(NamedTuple):
+    """What a chunk's logits say about its targets; `peak` and `total` `(C, 1)` carry the normaliser."""
+
+    logps: Tensor
+    entropies: Tensor | None
+    correct: Tensor | None
+    peak: Tensor
+    total: Tensor
+
+
+def score_rows(
+    space: Workspace, targets: Tensor, *, entropy: bool = False, correct: bool = False, ties: bool = False
+) -> RowScores:
+    """Score `targets` `(C,)` under `space.logits`; leaves `exp(logits - peak)` in `space.exps`.
+
+    Entropies are in nats. `ties` says that equal logits are likely (half-precision products, capped
+    logits): the arg-max is then searched instead of comparing the target's logit with the maximum.
+    """
+    index = targets.unsqueeze(1)
+    chosen = space.logits.gather(1, index)
+    best = None
+    if correct and ties:
+        peak, best = space.logits.max(dim=1, keepdim=True)
+    else:
+        peak = space.logits.amax(dim=1, keepdim=True)
+    hits = None
+    if correct:
+        hits = (chosen == peak if best is None else best == index).squeeze(1)
+    shifted = torch.sub(space.logits, peak, out=space.shifted)
+    if entropy:
+        shifted.clamp_(min=_LOWEST_SHIFTED)
+    exps = torch.exp(shifted, out=space.exps)
+    total = exps.sum(dim=1, keepdim=True)
+    log_total = total.log()
+    entropies = None
+    if entropy:
+        weighted = torch.bmm(exps.unsqueeze(1), shifted.unsqueeze(2)).view(-1, 1)
+        entropies = (log_total - weighted / total).squeeze(1)
+    logps = (chosen - peak - log_total).squeeze(1)
+    return RowScores(logps, entropies, hits, peak, total)
+
+
+def row_slopes_(
+    space: Workspace,
+    scores: RowScores,
+    targets: Tensor,
+    rule: LogitRule,
+    *,
+    logps_slope: Tensor,
+    entropies_slope: Tensor | None = None,
+) -> Tensor:
+    """Turn `space.exps` into the loss's slopes over the head products, up to one factor per row.
+
+    `logps_slope` and `entropies_slope` `(C,)` are the loss's slopes over the log-probs and entropies.
+    Returns the factors `(C, 1)`: multiplying them into the narrow side of the products that follow saves a
+    pass over the vocabulary. Per logit, d logp = onehot - p and d entropy = -p (log p + entropy).
+    """
+    index, scale = targets.unsqueeze(1), rule.linear_slope / scores.total
+    along_logps = logps_slope.unsqueeze(1)
+    if entropies_slope is None or scores.entropies is None:
+        space.exps.scatter_add_(1, index, -scores.total)
+        factors = -along_logps * scale
+    else:
+        along_entropies = entropies_slope.unsqueeze(1)
+        offset = scores.entropies.unsqueeze(1) - scores.total.log()
+        space.shifted.mul_(-along_entropies).sub_(along_logps + along_entropies * offset)
+        space.exps.mul_(space.shifted)
+        space.exps.scatter_add_(1, index, along_logps * scores.total)
+        factors = scale
+    rule.through_cap_(space.exps, space.logits, scratch=space.shifted)
+    return factors

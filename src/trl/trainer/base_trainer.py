@@ -1,0 +1,252 @@
+"""What every trainer shares: one division per optimiser step, metrics with their counts, exact resume.
+
+`BaseTrainer` adds to `transformers.Trainer` and replaces none of its loop. The order of a step: `get_batch_samples`
+draws all micro-batches and counts what they train over all processes; each micro-batch is scored and contributes
+`sum(values * weights) / count`; so the gradient does not depend on how the step was cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
+
+from trl.data.streams import RepeatedStream, is_stream
+from trl.models.forward import Scored, ScoreOptions, Scorer
+from trl.models.layout import count_scored, count_tokens
+from trl.reporting.metrics import MetricSums
+from trl.reporting.model_card import card_of_trainer
+from trl.tensors.reduce import Weighted
+from trl.trainer.progress import CheckpointWriter, load_progress, remove_incomplete, save_progress
+
+logger = logging.getLogger(__name__)
+
+
+class BaseTrainer(Trainer):
+    """`transformers.Trainer` with exact normalisation over the optimiser step, weighted metrics and exact resume.
+
+    A method's trainer overrides `compute_loss` (through `self.score` and `self.scale`) and `count_units`.
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl"]
+    _name: ClassVar[str] = "training"
+    _paper: ClassVar[dict[str, str]] = {}
+
+    scorer: Scorer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._sums = {"train": MetricSums(), "eval": MetricSums()}
+        self._tokens_seen = 0
+        super().__init__(*args, **kwargs)
+        # The loss comes back divided by the count over the whole step: the parent must not divide it again.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        # Noise on embeddings is added inside the scoring forward, which knows each sequence's own length.
+        self.scorer.neftune_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(self._tag_names)  # type: ignore[operator,union-attr]
+
+    # ---- one optimiser step
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """What a batch's loss is counted in (trained tokens, unless a method says otherwise): an int64 scalar."""
+        return count_scored(batch)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The micro-batches of one optimiser step and their count over all of them and all processes."""
+        batches = []
+        for _ in range(num_batches):
+            batch = next(epoch_iterator, None)
+            if batch is None:
+                break
+            batches.append(batch)
+        count = sum((self.count_units(batch).to(device) for batch in batches), torch.zeros((), dtype=torch.int64, device=device))  # fmt: skip
+        if self.accelerator.num_processes > 1:
+            count = self.accelerator.reduce(count, reduction="sum")
+        assert isinstance(count, Tensor)
+        return batches, count
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One micro-batch, forward and backward; a loss that is not finite stops the run with advice."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not math.isfinite(loss.item()):
+            last = self.state.best_model_checkpoint or self.args.output_dir
+            raise FloatingPointError(
+                f"loss must be finite, got {loss.item()} in optimiser step {self.state.global_step + 1}. No update was "
+                f"made with it, and checkpoints under {last} are untouched. Lower learning_rate or max_grad_norm, check "
+                "the data of this step, or train in bfloat16 or float32 if this run uses float16."
+            )
+        return loss
+
+    def score(self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions) -> Scored:
+        """The scoring forward under this run's precision."""
+        with self.accelerator.autocast():
+            return self.scorer.score(model, inputs, options)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Undo the mean that DDP, FSDP and DeepSpeed take over processes: our division is over all of them already."""
+        return loss * self.accelerator.num_processes if self.accelerator.num_processes > 1 else loss
+
+    # ---- metrics
+
+    @property
+    def mode(self) -> str:
+        """`train` or `eval`."""
+        return "train" if self.model is not None and self.model.training else "eval"
+
+    def record(self, name: str, value: Weighted) -> None:
+        """Add to a metric of the current mode, averaged by its own count when it is logged."""
+        self._sums[self.mode].add(name, value)
+
+    def count_seen(self, batch: Mapping[str, Any]) -> None:
+        """Count the real tokens of a training batch (`num_tokens`)."""
+        if self.mode == "train":
+            self._tokens_seen = self._tokens_seen + count_tokens(batch).to(self.args.device)
+
+    def statistics_due(self) -> bool:
+        """Whether this step's costly statistics (entropy) will be logged; between logs they are not computed."""
+        if self.mode == "eval":
+            return True
+        strategy, step = self.args.logging_strategy, self.state.global_step + 1
+        if strategy == IntervalStrategy.NO:
+            return False
+        if strategy == IntervalStrategy.STEPS:
+            first = step == 1 and self.args.logging_first_step
+            return first or not self.state.logging_steps or step % self.state.logging_steps == 0
+        return True
+
+    def num_tokens(self) -> float:
+        """Real tokens trained on so far, over all processes."""
+        seen = torch.as_tensor(self._tokens_seen, device=self.args.device)
+        if self.accelerator.num_processes > 1:
+            seen = self.accelerator.reduce(seen, reduction="sum")
+        return float(seen)  # type: ignore[arg-type]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the metrics recorded since the last log of a training loss."""
+        if "loss" in logs:
+            logs = {**logs, **self._sums["train"].drain(self.accelerator), "num_tokens": self.num_tokens()}
+        if "train_loss" in logs:
+            logs["train_loss"] = self._mean_loss()
+        super().log(logs, start_time)
+
+    def _mean_loss(self) -> float:
+        """Mean training loss of the whole run, also of what was trained before it was resumed."""
+        return self._total_loss_scalar / max(self.state.global_step, 1)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits."""
+        if self.args.should_save:
+            remove_incomplete(self.args.output_dir)
+        output = super().train(*args, **kwargs)
+        loss = self._mean_loss()
+        return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss})
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate; the loss is the mean over all scored units, however the batches were cut."""
+        self._sums["eval"].drain()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        means = self._sums["eval"].drain(self.accelerator)
+        if means:
+            means["num_tokens"] = self.num_tokens()
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})  # type: ignore[union-attr]
+        return output
+
+    # ---- data
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The training batches; a stream starts again when it ends, so that every step is whole."""
+        dataset = self.train_dataset
+        if not is_stream(dataset) or isinstance(dataset, RepeatedStream):
+            return super().get_train_dataloader()
+        self.train_dataset = RepeatedStream(dataset)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.train_dataset = dataset
+
+    # ---- checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
+        writer = CheckpointWriter(super()._get_output_dir(trial), self.state, self.args, self.accelerator)
+        self._checkpoint_writer = writer
+        try:
+            with writer.saving():
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._checkpoint_writer = None
+        final = writer.publish()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+
+    _checkpoint_writer: CheckpointWriter | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._checkpoint_writer is not None:
+            return str(self._checkpoint_writer.staging)
+        return super()._get_output_dir(trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        save_progress(
+            Path(output_dir),
+            rank=self.args.process_index,
+            state={
+                "loss_since_log": self._tr_loss.item(),
+                "loss_before_log": self._total_loss_scalar,
+                "last_logged_step": self._globalstep_last_logged,
+                "tokens_seen": int(self._tokens_seen),
+                "metrics": self._sums["train"].state(),
+            },
+        )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        state = load_progress(checkpoint, rank=self.args.process_index)
+        if state is None:
+            return
+        self._tr_loss.fill_(state["loss_since_log"])
+        self._total_loss_scalar = state["loss_before_log"]
+        self._globalstep_last_logged = state["last_logged_step"]
+        self._tokens_seen = torch.tensor(state["tokens_seen"], device=self.args.device)
+        self._sums["train"].load_state(state["metrics"], self.args.device)
+
+    # ---- the model card
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **_: Any,
+    ) -> None:
+        """Write `README.md` into the output directory: what was trained on what, how, and with which versions."""
+        if not self.is_world_process_zero():
+            return
+        card = card_of_trainer(self, model_name=model_name, dataset_name=dataset_name, tags=tags)
+        folder = Path(self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        card.save(folder / "README.md")
+
+
+def shard_streams_by_row(args: TrainingArguments) -> None:
+    """Let every process read a stream itself and keep its own rows, unless the user asked for dispatching.
+
+    A main process that dispatches must cut tensors by row, which a flat row does not allow.
+    """
+    config = args.accelerator_config
+    if config is not None and getattr(config, "dispatch_batches", None) is None:
+        config.dispatch_batches = False  # type: ignore[union-attr]

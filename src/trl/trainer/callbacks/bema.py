@@ -1,0 +1,170 @@
+"""Bias-corrected exponential moving averages of the weights (BEMA)."""
+
+import copy
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "bema.safetensors"
+OUTPUT_FOLDER = "bema"
+
+
+class BEMACallback(TrainerCallback):
+    """Keeps a second model beside the trained one, whose weights are a bias-corrected average of its path.
+
+    At optimiser step t, with step size s = lag + multiplier * t:
+
+        EMA  <- (1 - beta) * EMA + beta * weights,    beta  = max(s ** -ema_power, min_ema_multiplier)
+        BEMA <- EMA + alpha * (weights - start),      alpha = s ** -bias_power
+
+    every `update_freq` steps after step `update_after`, whose weights are `start` and the first EMA. `running_model`
+    holds the BEMA weights; the end of training saves it in `<output_dir>/bema`. Averages are float32, on `device`;
+    only trainable weights are averaged. Source: Block et al. 2025, algorithm 1 (arXiv:2508.00180).
+
+    Each checkpoint gets a file `bema.safetensors` with `start`, the EMA and the running weights, and training that is
+    resumed from it goes on with them. Weights must be whole on every process (not ZeRO-3, not FSDP).
+    """
+
+    def __init__(
+        self,
+        update_freq: int = 400,
+        ema_power: float = 0.5,
+        bias_power: float = 0.2,
+        lag: int = 10,
+        update_after: int = 0,
+        multiplier: float = 1.0,
+        min_ema_multiplier: float = 0.0,
+        device: str = "cpu",
+    ):
+        for name, value in (("update_freq", update_freq), ("lag", lag)):
+            if value < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {value}. Use 1 for an update at every step."
+                )
+        if not 0.0 <= min_ema_multiplier <= 1.0:
+            raise ValueError(
+                f"min_ema_multiplier must be in [0, 1], got {min_ema_multiplier}. Use 0 for no bound."
+            )
+        self.update_freq = update_freq
+        self.ema_power = ema_power
+        self.bias_power = bias_power
+        self.lag = lag
+        self.update_after = update_after
+        self.multiplier = multiplier
+        self.min_ema_multiplier = min_ema_multiplier
+        self.device = device
+        self.running_model: Any = None
+        self.start: dict[str, Tensor] = {}
+        self.ema: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel,
+        **kwargs: Any,
+    ):
+        _require_whole_weights(model)
+        if not state.is_world_process_zero:
+            return
+        self.running_model = copy.deepcopy(_unwrapped(model)).to(self.device).eval()  # type: ignore[arg-type]
+        self._begin_at(model)
+        if state.global_step > 0:
+            self._resume(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / STATE_FILE)
+
+    @torch.no_grad()
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel,
+        **kwargs: Any,
+    ):
+        step = state.global_step
+        if self.running_model is None or step < self.update_after:
+            return
+        if step == self.update_after:
+            self._begin_at(model)
+        elif step % self.update_freq == 0:
+            self._update(model, step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if self.running_model is None or not folder.is_dir():
+            return
+        running = {name: tensor.data for name, tensor in self._running().items()}
+        parts = {"start": self.start, "ema": self.ema, "running": running}
+        tensors = {
+            f"{part}.{name}": value.contiguous()
+            for part, values in parts.items()
+            for name, value in values.items()
+        }
+        save_file(tensors, folder / f"{STATE_FILE}.incomplete")
+        os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ):
+        if self.running_model is not None:
+            self.running_model.save_pretrained(os.path.join(str(args.output_dir), OUTPUT_FOLDER))
+
+    def _begin_at(self, model: Any) -> None:
+        """Let both averages begin at the model's present weights."""
+        running = self._running()
+        for name, weights in _trained(model).items():
+            self.start[name] = weights.to(self.device, torch.float32, copy=True)
+            self.ema[name] = self.start[name].clone()
+            running[name].data.copy_(weights)
+
+    def _update(self, model: Any, step: int) -> None:
+        size = self.lag + self.multiplier * step
+        beta = max(size**-self.ema_power, self.min_ema_multiplier)
+        alpha = size**-self.bias_power
+        running = self._running()
+        for name, weights in _trained(model).items():
+            present = weights.to(self.device, torch.float32)
+            ema = self.ema[name].mul_(1.0 - beta).add_(present, alpha=beta)
+            running[name].data.copy_(ema + alpha * (present - self.start[name]))
+
+    def _running(self) -> dict[str, Tensor]:
+        return dict(self.running_model.named_parameters())
+
+    def _resume(self, file: Path) -> None:
+        if not file.is_file():
+            logger.warning(
+                "%s is missing: the averages of BEMACallback begin again at the resumed weights.", file
+            )
+            return
+        running = self._running()
+        for key, value in load_file(file, device=self.device).items():
+            part, name = key.split(".", 1)
+            target = {"start": self.start, "ema": self.ema, "running": running}[part]
+            target[name].data.copy_(value)
+
+
+def _unwrapped(model: Any) -> Any:
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+def _trained(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in _unwrapped(model).named_parameters() if p.requires_grad}
+
+
+def _require_whole_weights(model: Any) -> None:
+    sharded = any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
+    if sharded or any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
+        raise ValueError(
+            "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3 or FSDP). Use DDP or "
+            "ZeRO-2, or leave the callback out."
+        )

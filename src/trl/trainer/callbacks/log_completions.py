@@ -1,0 +1,62 @@
+"""A table of what the model says to evaluation prompts, growing with training."""
+
+from typing import Any
+
+import pandas as pd
+from transformers import GenerationConfig, Trainer, TrainerCallback
+from transformers.integrations import TensorBoardCallback
+
+from trl.reporting.tables import print_rich_table
+from trl.reporting.trackers import log_table
+from trl.trainer.callbacks.sampling import evaluation_rows, sample_completions
+
+
+class LogCompletionsCallback(TrainerCallback):
+    """Generates completions of evaluation prompts during training and sends them to the trackers of `report_to`.
+
+    Every `freq` optimiser steps (default: `eval_steps`) the model completes the first `num_prompts` rows (default:
+    all) of the trainer's `eval_dataset`, and a table `completions` of step, prompt and completion, with all rows so
+    far, goes to wandb, trackio, comet_ml, mlflow or tensorboard; where none of them is active, the new rows are
+    printed. Without `generation_config` the model's own is used, with 128 new tokens if it sets no limit.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        freq: int | None = None,
+    ):
+        if freq is not None and freq < 1:
+            raise ValueError(f"freq must be at least 1, got {freq}. Leave it out to use eval_steps.")
+        self.trainer = trainer
+        self.generation_config = generation_config
+        self.freq = freq
+        self.rows = evaluation_rows(trainer, num_prompts, "LogCompletionsCallback")
+        self.table: list[dict[str, Any]] = []
+        self._last_step = -1
+
+    def on_step_end(self, args, state, control, **kwargs):
+        freq = self.freq or int(state.eval_steps or 0)
+        due = freq > 0 and state.global_step % freq == 0
+        if not due or state.global_step == self._last_step or not self.rows:
+            return
+        self._last_step = state.global_step
+        samples = sample_completions(self.trainer, self.rows, self.generation_config)
+        new = [{"step": state.global_step, **sample._asdict()} for sample in samples]
+        self.table += new
+        if self.trainer.accelerator.is_main_process:
+            self._report(args.report_to, new, state.global_step)
+
+    def _report(self, report_to: Any, new: list[dict[str, Any]], step: int) -> None:
+        writer = next(
+            (
+                c.tb_writer
+                for c in self.trainer.callback_handler.callbacks
+                if isinstance(c, TensorBoardCallback)
+            ),
+            None,
+        )
+        table = pd.DataFrame(self.table)
+        if not log_table("completions", table, report_to, step=step, tensorboard_writer=writer):
+            print_rich_table(pd.DataFrame(new))

@@ -1,0 +1,55 @@
+"""A reference model that follows the policy (TR-DPO)."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from trl.models.distributed import gathered_parameters, reshard
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """Moves the reference model towards the policy every `args.ref_model_sync_steps` optimiser steps.
+
+    The new reference is `alpha * policy + (1 - alpha) * reference` with `alpha = args.ref_model_mixup_alpha`; 1 copies
+    the policy. Source: Gorbatovski et al. 2024, eq. 3 (soft) and 4 (hard update), arXiv:2404.09656.
+    """
+
+    def __init__(self, ref_model: torch.nn.Module, accelerator: Accelerator | None):
+        self.ref_model = ref_model
+        self.accelerator = accelerator
+
+    @staticmethod
+    @torch.no_grad()
+    def sync_target_model(model, target_model, alpha):
+        """Mix `model`'s parameters into `target_model`'s, in place; ZeRO-3 shards are gathered for it, FSDP2 shards mixed as they are.
+
+        Raises `ValueError` if the two do not have the same parameters.
+        """
+        reshard(model)
+        reshard(target_model)
+        for source, target in _paired(model, target_model):
+            with gathered_parameters([source, target], modifier_rank=0):
+                mixed = source.detach().to(dtype=target.dtype, device=target.device)
+                target.data.mul_(1.0 - alpha).add_(mixed, alpha=alpha)
+
+    def on_step_end(self, args: Any, state, control, **kwargs):
+        model: Any = kwargs["model"]
+        if self.ref_model is None or state.global_step % args.ref_model_sync_steps != 0:
+            return
+        target = self.ref_model
+        if self.accelerator is not None:
+            model, target = self.accelerator.unwrap_model(model), self.accelerator.unwrap_model(target)
+        self.sync_target_model(model, target, args.ref_model_mixup_alpha)
+
+
+def _paired(model: torch.nn.Module, target: torch.nn.Module) -> list[tuple[Any, Any]]:
+    sources, targets = dict(model.named_parameters()), dict(target.named_parameters())
+    if sources.keys() != targets.keys():
+        only = sorted(sources.keys() ^ targets.keys())[:3]
+        raise ValueError(
+            f"The model and its reference must have the same parameters, these are in one only: {only}. With an "
+            "adapter the base is the reference and does not move: train without sync_ref_model, or without PEFT."
+        )
+    return [(sources[name], targets[name]) for name in sources]

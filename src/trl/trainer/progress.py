@@ -1,0 +1,105 @@
+"""Checkpoints that are whole or not there, and the small state that transformers' own checkpoints leave out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+logger = logging.getLogger(__name__)
+
+STAGING = "incomplete-"
+
+
+class CheckpointWriter:
+    """Saves one checkpoint under `run_dir/incomplete-<step>` and renames it to `run_dir/checkpoint-<step>`.
+
+    A rename is atomic on one file system, so a run killed at any moment leaves the checkpoint whole or not at all.
+    Older checkpoints are removed only after the new one is in place.
+    """
+
+    def __init__(
+        self, run_dir: str, state: TrainerState, args: TrainingArguments, accelerator: Accelerator
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.staging = self.run_dir / f"{STAGING}{state.global_step}"
+        self._name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self._state, self._args, self._accelerator = state, args, accelerator
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """While the parent writes into `staging`: no old checkpoint is removed yet, nothing is pushed yet."""
+        if self._args.should_save:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        self._accelerator.wait_for_everyone()
+        kept = {name: getattr(self._args, name) for name in ("save_total_limit", "push_to_hub")}
+        self._args.save_total_limit, self._args.push_to_hub = None, False
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(self._args, name, value)
+
+    def publish(self) -> Path:
+        """Rename into place, then remove what `save_total_limit` no longer allows. All processes must call it."""
+        self._record_best()
+        self._accelerator.wait_for_everyone()
+        final = self.run_dir / self._name
+        if self._args.should_save:
+            if final.exists():  # an earlier run's, at the same step: replaced as a whole
+                shutil.rmtree(final)
+            (self.staging / self._name).rename(final)
+            shutil.rmtree(self.staging)
+            rotate_checkpoints(
+                output_dir=str(self.run_dir),
+                save_total_limit=self._args.save_total_limit,
+                best_model_checkpoint=self._state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self._accelerator.wait_for_everyone()
+        return final
+
+    def _record_best(self) -> None:
+        """The parent looked for the best checkpoint in `staging`; write down its final path instead."""
+        best_step = self._state.best_global_step
+        if best_step:
+            best = self.run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
+            self._state.best_model_checkpoint = (
+                str(best) if best.name == self._name or best.exists() else None
+            )
+        if self._args.should_save:
+            self._state.save_to_json(str(self.staging / self._name / TRAINER_STATE_NAME))
+
+
+def remove_incomplete(output_dir: str | None) -> None:
+    """Remove what a killed run left half written."""
+    if output_dir is None:
+        return
+    for folder in Path(output_dir).glob(f"{STAGING}*"):
+        logger.warning("Removing %s: a checkpoint that an earlier run did not finish writing.", folder)
+        shutil.rmtree(folder)
+
+
+def save_progress(folder: Path, *, rank: int, state: dict[str, Any]) -> None:
+    """Write what this process has summed since the last log; floats keep every bit in JSON."""
+    (folder / f"progress_{rank}.json").write_text(json.dumps(state, indent=1))
+
+
+def load_progress(checkpoint: str | None, *, rank: int) -> dict[str, Any] | None:
+    """What `save_progress` wrote, or None for a checkpoint of another library."""
+    path = Path(checkpoint or "") / f"progress_{rank}.json"
+    if checkpoint is None:
+        return None
+    if not path.is_file():
+        logger.warning("%s is missing: sums of metrics since the last log start from zero.", path)
+        return None
+    return json.loads(path.read_text())

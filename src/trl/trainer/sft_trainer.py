@@ -1,0 +1,236 @@
+"""Supervised fine-tuning of causal language models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.legacy import SFT_ARGUMENTS, move_onto_config
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
+from trl.models.forward import Scored, ScoreOptions, Scorer
+from trl.models.layout import is_flat
+from trl.models.loading import apply_special_tokens, load_processing_class
+from trl.models.peft import is_peft_model, prepare_peft_model
+from trl.models.setup import load_model, pad_token_id, take_chat_template
+from trl.objectives.language_modelling import LOSS_TYPES
+from trl.objectives.tables import lookup
+from trl.tensors.reduce import Weighted
+from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_data import SFTDatasets, check_collator
+
+logger = logging.getLogger(__name__)
+
+AnyDataset = Dataset | IterableDataset
+EvalDatasets = AnyDataset | dict[str, AnyDataset]
+
+
+class SFTTrainer(BaseTrainer):
+    """Trainer of next-token prediction on text, conversations, or prompts with completions.
+
+    Args:
+        model: a causal language model, a `PeftModel` (whose adapter goes on training), or a name or path.
+        args: an `SFTConfig`; a plain `TrainingArguments` is taken over into one.
+        data_collator: makes batches of prepared rows; by default `DataCollatorForLanguageModeling`.
+        train_dataset: rows of any language-modelling or prompt-completion type, standard or conversational, or
+            tokenised (`input_ids`); a `datasets.Dataset` or a stream.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; by default the one saved with the model.
+        compute_loss_func: your own `(outputs, labels, num_items_in_batch) -> loss`; it is given the model's logits.
+        compute_metrics: `EvalPrediction -> dict`; it is given logits and labels of padded rows.
+        peft_config: trains a new adapter with these settings instead of the model.
+        formatting_func: `row -> text` for rows of any other shape.
+
+    The loss is the mean over all trained tokens of an optimiser step: of all its micro-batches on all processes.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = SFTTrainer(
+        ...     "Qwen/Qwen3-0.6B", train_dataset=load_dataset("trl-lib/Capybara", split="train")
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "sft"]
+    _name: ClassVar[str] = "SFT"
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module | None = None,
+        args: SFTConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: EvalDatasets | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
+        **older: Any,
+    ) -> None:
+        model, args, processing_class = move_onto_config(
+            SFT_ARGUMENTS, SFTConfig, model=model, args=args, processing_class=processing_class, older=older
+        )
+        assert isinstance(args, SFTConfig)
+        self.objective = lookup(LOSS_TYPES, args.loss_type, "loss_type")
+        loaded = load_model(model, args.model_init_kwargs)  # type: ignore[arg-type]
+        if processing_class is None:
+            processing_class = load_processing_class(loaded, trust_remote_code=_trusts_remote_code(args))
+        tokenizer = apply_special_tokens(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
+        loaded = take_chat_template(loaded, tokenizer, args.chat_template_path, peft_config)
+        if peft_config is not None or is_peft_model(loaded):
+            loaded = prepare_peft_model(loaded, peft_config, args)
+        self.scorer = Scorer(loaded, pad_token_id=pad_token_id(tokenizer))
+        for fallback in self.scorer.fallbacks:
+            logger.warning("%s: %s.", type(loaded).__name__, fallback)
+
+        self.padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
+        data_collator = data_collator or DataCollatorForLanguageModeling(
+            pad_token_id=pad_token_id(tokenizer),
+            completion_only_loss=args.completion_only_loss is not False,
+            padding_free=self.padding_free,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+        )
+        vocab_size = loaded.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
+        sets = SFTDatasets(args, processing_class, formatting_func=formatting_func, vocab_size=vocab_size)
+        if train_dataset is not None:
+            train_dataset = sets.train(train_dataset)
+        if eval_dataset is not None:
+            eval_dataset = sets.evaluation(eval_dataset)
+        check_collator(data_collator, train_dataset, args)
+        shard_streams_by_row(args)
+
+        super().__init__(
+            model=loaded,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self._offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if args.activation_offloading:
+            offloading = get_act_offloading_ctx_manager(self.model)  # type: ignore[arg-type]
+            self._offloading = lambda: offloading
+
+    # ---- the loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One micro-batch; with `activation_offloading` its activations wait for the backward pass in CPU memory."""
+        with self._offloading():
+            return super().training_step(*args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """This micro-batch's part of the mean over the optimiser step's trained tokens.
+
+        `num_items_in_batch` counts the trained tokens of the whole step (all micro-batches, all processes); without it
+        the loss is the mean over this batch. `return_outputs` also gives the logits, of padded rows.
+        """
+        self.count_seen(inputs)
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            return self._loss_from_outputs(model, inputs, return_outputs, num_items_in_batch)
+        count = self.count_units(inputs)
+        denominator = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        options = ScoreOptions(
+            loss_of=lambda logps, _: self._token_losses(logps) / denominator,
+            entropy="all" if self.statistics_due() else "none",
+            correct=True,
+        )
+        if return_outputs:
+            with self.accelerator.autocast():
+                scored, logits = self.scorer.score_with_logits(model, inputs, options)
+        else:
+            scored, logits = self.score(model, inputs, options), None
+        loss = self._with_router_loss(scored, count, denominator)
+        self._record(scored, count, denominator)
+        if num_items_in_batch is not None:
+            loss = self.scale(loss)
+        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+    def _token_losses(self, logps: Tensor) -> Tensor:
+        terms = self.objective(logps, torch.ones_like(logps))
+        return terms.values * terms.weights
+
+    def _with_router_loss(self, scored: Scored, count: Tensor, denominator: Tensor | int) -> Tensor:
+        """Add the router's loss of a mixture of experts, by this batch's share of the step's trained tokens."""
+        assert scored.total is not None
+        if scored.aux_loss is None:
+            return scored.total
+        self.record("aux_loss", Weighted(scored.aux_loss.detach(), torch.ones(())))
+        weight = self.scorer.core.config.get_text_config().router_aux_loss_coef
+        return scored.total + weight * scored.aux_loss * (count / denominator)
+
+    def _record(self, scored: Scored, count: Tensor, denominator: Tensor | int) -> None:
+        if scored.entropy is not None:
+            self.record("entropy", scored.entropy)
+        if scored.correct is not None:
+            self.record("mean_token_accuracy", Weighted(scored.correct.sum(), count))
+        if self.mode == "eval":
+            assert scored.total is not None
+            self.record("loss", Weighted(scored.total.detach() * denominator, count))
+
+    def _loss_from_outputs(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, count: Tensor | int | None
+    ) -> Any:
+        """The user's own loss, or label smoothing: both want the logits, of padded rows."""
+        return super().compute_loss(model, self._padded(inputs), return_outputs, count)
+
+    def _padded(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return self.scorer.padded_inputs(inputs) if is_flat(inputs) else dict(inputs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Loss, and on request logits and labels, of one evaluation batch."""
+        inputs = self._prepare_inputs(inputs)
+        if prediction_loss_only:
+            with torch.no_grad():
+                return self.compute_loss(model, inputs).detach(), None, None
+        return super().prediction_step(model, self._padded(inputs), prediction_loss_only, ignore_keys)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = [
+                "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks",
+                "attention_mask", "position_ids",
+            ]  # fmt: skip
+
+
+def _trusts_remote_code(args: SFTConfig) -> bool:
+    init: Any = args.model_init_kwargs or {}
+    return bool(init.get("trust_remote_code", False))

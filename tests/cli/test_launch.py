@@ -1,0 +1,102 @@
+import json
+import os
+
+import pytest
+
+from trl.cli import launch as launch_module
+from trl.cli.launch import exit_status, launch
+
+TOY = "tests.cli.toy_script"
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch, tmp_path):
+    """No launcher around this process, no saved accelerate configuration."""
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(
+        "accelerate.commands.config.config_args.default_config_file", str(tmp_path / "no_default.yaml")
+    )
+
+
+def records(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def config(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_plain_run_stays_in_this_process(tmp_path):
+    assert launch("toy", TOY, ["--record", str(tmp_path), "--size", "3"]) == 0
+    (seen,) = records(tmp_path)
+    assert (seen["pid"], seen["size"]) == (os.getpid(), 3)
+
+
+def test_options_of_a_config_file_in_this_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_TEST_C", "old")
+    path = config(tmp_path, f"record: {tmp_path}\nsize: 3\nenv:\n  TRL_TEST_C: new\n")
+    assert launch("toy", TOY, ["--config", path, "--gradient_accumulation_steps", "2"]) == 0
+    (seen,) = records(tmp_path)
+    assert (seen["size"], seen["gradient_accumulation_steps"], seen["TRL_TEST_C"]) == (3, 2, "new")
+
+
+def test_inside_a_started_process_nothing_is_launched_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    path = config(tmp_path, f"record: {tmp_path}\nnum_processes: 4\n")
+    with pytest.warns(UserWarning, match="Ignored in a process that a launcher started: --num_processes 4"):
+        assert launch("toy", TOY, ["--config", path]) == 0
+    assert records(tmp_path)[0]["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--sise", "1"], "Unknown option --sise. Did you mean --size?"),
+        (["--num_proceses", "1"], "Unknown option --num_proceses. Did you mean --num_processes?"),
+        (["--num_processes", "2", "--sise", "1"], "Unknown option --sise. Did you mean --size?"),
+        (["--accelerate_config", "zero9"], "accelerate_config must be a profile (cpu, fsdp1,"),
+        (["--config", "nowhere.yaml"], "The config file nowhere.yaml does not exist"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(capsys, monkeypatch, line, message):
+    monkeypatch.setattr(launch_module, "run_through_accelerate", lambda *_: pytest.fail("was launched"))
+    assert launch("toy", TOY, line) == 2
+    assert capsys.readouterr().err.startswith(f"trl toy: error: {message}")
+
+
+def test_exit_status():
+    assert [exit_status(code) for code in (0, 3, -9)] == [0, 3, 137]
+
+
+@pytest.mark.slow
+def test_launch_options_start_a_process_whose_status_comes_back(tmp_path):
+    path = config(tmp_path, f"record: {tmp_path}\naccelerate_config: cpu\nmixed_precision: no\nsize: 5\n")
+    assert launch("toy", TOY, ["--config", path, "--status", "7"]) == 7
+    (seen,) = records(tmp_path)
+    assert seen["pid"] != os.getpid()
+    assert (seen["size"], seen["ACCELERATE_USE_CPU"].lower()) == (5, "true")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_several_processes_on_the_cpu(tmp_path):
+    line = ["--record", str(tmp_path), "--accelerate_config", "cpu", "--num_processes", "2"]
+    assert launch("toy", TOY, [*line, "--main_process_port", "0"]) == 0
+    seen = records(tmp_path)
+    assert [(entry["LOCAL_RANK"], entry["WORLD_SIZE"]) for entry in seen] == [("0", "2"), ("1", "2")]
+    assert all(entry["ACCELERATE_USE_CPU"] == "true" for entry in seen)
+
+
+def test_the_status_of_the_first_process_that_failed(monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def fail(args):
+        failure = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")
+        raise ChildFailedError(args.training_script, {1: failure})
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
+    assert launch("toy", TOY, ["--num_processes", "1"]) == 137

@@ -1,0 +1,67 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trl.cli import main as entry_point
+from trl.cli.main import COMMANDS, Command, main
+
+
+def test_the_overview_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text and command.help in text for name, command in COMMANDS.items())
+    assert {"sft", "env", "quickstart"} <= set(COMMANDS)
+    assert entry_point is main
+
+
+def test_no_command_prints_the_overview_and_fails(capsys):
+    assert main([]) == 2
+    assert "usage: trl" in capsys.readouterr().out
+
+
+def test_unknown_commands_suggest_the_nearest(capsys):
+    assert main(["stf"]) == 2
+    assert "Did you mean trl sft?" in capsys.readouterr().err
+
+
+def test_plain_commands_return_their_status(monkeypatch, capsys):
+    monkeypatch.setitem(COMMANDS, "toy", Command("trl.scripts.env", "versions"))
+    assert main(["toy"]) == 0
+    assert "TRL version" in capsys.readouterr().out
+    assert main(["toy", "--nonsense"]) == 2
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys; sys.argv = ['trl', '--help']; from trl.cli import main; status = main(); "
+        "heavy = [m for m in ('torch', 'transformers', 'datasets', 'accelerate') if m in sys.modules]; "
+        "print(heavy); sys.exit(status)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (answer.returncode, answer.stdout.splitlines()[-1]) == (0, "[]"), answer.stderr
+
+
+@pytest.mark.slow
+def test_help_of_sft_lists_options_and_stays_light():
+    code = (
+        "import sys, json; sys.argv = ['trl', 'sft', '--help']; from trl.cli import main; status = main(); "
+        "print(json.dumps([m for m in ('peft', 'sklearn', 'trl.trainer.sft_trainer') if m in sys.modules])); "
+        "sys.exit(status)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr
+    for option in (
+        "--model_name_or_path",
+        "--max_length",
+        "--column_mapping",
+        "--config FILE",
+        "--accelerate_config",
+    ):
+        assert option in answer.stdout
+    assert json.loads(answer.stdout.splitlines()[-1]) == []

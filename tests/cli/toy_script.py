@@ -1,0 +1,37 @@
+"""A training script for tests of the launcher: it writes down what each process was given, and ends as it was told."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import run_script
+
+
+@dataclass
+class ToyOptions:
+    record: str = ""
+    size: int = 1
+    gradient_accumulation_steps: int = 1
+    status: int = 0
+
+
+def main(options: ToyOptions) -> None:
+    names = ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "TRL_TEST_C")
+    seen = {name: os.environ.get(name) for name in names}
+    seen |= {"size": options.size, "gradient_accumulation_steps": options.gradient_accumulation_steps}
+    seen["pid"] = os.getpid()
+    if options.record:
+        Path(options.record, f"{os.environ.get('LOCAL_RANK', 0)}.json").write_text(json.dumps(seen))
+    if options.status:
+        sys.exit(options.status)
+
+
+def make_parser() -> TrlParser:
+    return TrlParser(ToyOptions, prog="trl toy")
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(make_parser(), main))

@@ -1,0 +1,56 @@
+"""Before anything imports transformers: no network, one thread, no tokenizer workers."""
+
+import os
+
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+)
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test starts from the same torch random state, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference documents and data beside the repository; tests that need it are skipped without it."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not present on this machine")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model() -> Callable[..., PreTrainedModel]:
+    """Builds a fresh tiny model of an architecture: see `tests.tiny.tiny_model`."""
+    return tiny_model
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """Builds a fresh tiny tokenizer with a named chat template: see `tests.tiny_tokenizers.tiny_tokenizer`."""
+    return tiny_tokenizer

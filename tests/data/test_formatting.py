@@ -1,0 +1,58 @@
+import pytest
+from datasets import Dataset, IterableDataset
+from tests.words import CHAT_TEMPLATE, word_tokenizer
+
+from trl.data.formatting import (
+    conversations_formatting_function,
+    get_formatting_func_from_dataset,
+    instructions_formatting_function,
+)
+
+HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+TEXT = "<user> hi </s> <assistant> yes </s> "
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer(chat_template=CHAT_TEMPLATE)
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_conversations(tokenizer, name: str):
+    format_row = get_formatting_func_from_dataset(Dataset.from_dict({name: [HELLO]}), tokenizer)
+    assert format_row({name: HELLO}) == TEXT
+    assert format_row({name: [HELLO, HELLO]}) == [TEXT, TEXT]
+
+
+def test_instructions(tokenizer):
+    format_row = get_formatting_func_from_dataset(
+        Dataset.from_dict({"prompt": ["hi"], "completion": ["yes"]}), tokenizer
+    )
+    assert format_row({"prompt": "hi", "completion": "yes"}) == TEXT
+    assert format_row({"prompt": ["hi"], "completion": ["yes"]}) == [TEXT]
+    assert instructions_formatting_function(tokenizer)({"prompt": "hi", "completion": "yes"}) == TEXT
+
+
+def test_tools_reach_the_template():
+    tokenizer = word_tokenizer(chat_template="{{ tools | length }} {{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert conversations_formatting_function(tokenizer, "messages", tools)({"messages": HELLO}) == "1 hi"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"text": ["x"]}, {"messages": ["x"]}, {"messages": [[{"from": "a", "value": "b"}]]}, {"prompt": ["x"]}],
+)
+def test_other_columns_have_no_function(tokenizer, columns):
+    assert get_formatting_func_from_dataset(Dataset.from_dict(columns), tokenizer) is None
+
+
+def test_a_stream_without_known_columns_has_no_function(tokenizer):
+    stream = IterableDataset.from_generator(lambda: iter([{"messages": HELLO}]))
+    assert get_formatting_func_from_dataset(stream, tokenizer) is None
+
+
+def test_the_known_import_path():
+    from trl.extras import dataset_formatting
+
+    assert dataset_formatting.get_formatting_func_from_dataset is get_formatting_func_from_dataset

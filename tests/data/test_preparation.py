@@ -1,0 +1,275 @@
+"""Data sets prepared for supervised fine-tuning: stored and streaming alike, counted, packed, cached."""
+
+import json
+import logging
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, IterableDataset
+from tests.tiny_tokenizers import tiny_tokenizer
+from transformers import AutoTokenizer
+
+from trl.data.counting import PreparationReport, RowCounts, apply_policy, count_rows, ragged_of
+from trl.data.preparation import SFTPreparation, prepare_sft_dataset
+
+TALK = [
+    {"role": "user", "content": "What colour is the sky?"},
+    {"role": "assistant", "content": "It is blue."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Look up."},
+]
+PAIRS = [
+    {"prompt": "Q: How many apples?", "completion": " A: 7"},
+    {"prompt": "Q: " + "How many apples? " * 8, "completion": " A: 12"},
+    {"prompt": "Q: And pears?", "completion": " A: Seven apples and 12 pears. Look up. " * 4},
+]
+
+
+def prepare(rows: list[dict], *, streaming: bool = False, template: str = "chatml", **settings: Any) -> Any:
+    dataset: Any = Dataset.from_list(rows)
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    return prepare_sft_dataset(dataset, tiny_tokenizer(template), SFTPreparation(**settings))
+
+
+SETTINGS: dict[str, tuple[list[dict], dict[str, Any]]] = {
+    "text": ([{"text": "It is blue."}, {"text": "Look up."}], {}),
+    "text of another column": ([{"body": "It is blue."}], {"text_field": "body"}),
+    "messages": ([{"messages": TALK}], {}),
+    "messages in the text column": ([{"text": TALK}], {}),
+    "from and value": (
+        [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}],
+        {},
+    ),
+    "assistant only": ([{"messages": TALK}, {"messages": TALK[:2]}], {"assistant_only_loss": True}),
+    "pairs": (PAIRS, {"max_length": 30}),
+    "pairs trained whole": (PAIRS, {"completion_only_loss": False}),
+    "chat pairs": ([{"prompt": TALK[:1], "completion": TALK[1:2]}], {"assistant_only_loss": True}),
+    "packed": (PAIRS, {"max_length": 200, "packing": True}),
+    "wrapped": (PAIRS, {"max_length": 50, "packing": True, "packing_strategy": "wrapped"}),
+    "tokens": ([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1], "other": "x"}], {}),
+    "labels": ([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}], {"max_length": 2}),
+    "dropped": (PAIRS, {"max_length": 30, "untrained_rows": "drop"}),
+    "kept column": ([{"text": "It is blue.", "weight": 0.5}], {"keep_columns": ("weight",)}),
+}
+
+
+@pytest.mark.parametrize(("rows", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_streaming_gives_the_rows_and_counts_of_a_stored_data_set(rows: list[dict], settings: dict) -> None:
+    stored, counted = prepare(rows, **settings)
+    stream, passing = prepare(rows, streaming=True, **settings)
+    assert list(stream) == list(stored)
+    passing.is_streaming = False
+    assert passing == counted
+
+
+def test_columns_are_the_agreed_ones() -> None:
+    columns = {name: prepare(rows, **settings)[0].column_names for name, (rows, settings) in SETTINGS.items()}
+    assert columns["text"] == columns["messages"] == columns["pairs trained whole"] == ["input_ids"]
+    assert columns["pairs"] == columns["tokens"] == ["input_ids", "completion_mask"]
+    assert columns["assistant only"] == ["input_ids", "assistant_masks"]
+    assert columns["chat pairs"] == ["input_ids", "completion_mask", "assistant_masks"]
+    assert columns["packed"] == ["input_ids", "completion_mask", "seq_lengths"]
+    assert columns["wrapped"] == ["input_ids", "completion_mask"]
+    assert columns["kept column"] == ["weight", "input_ids"]
+
+
+def test_report_counts_truncation_and_untrained_rows(caplog: pytest.LogCaptureFixture) -> None:
+    whole, _ = prepare(PAIRS)
+    lengths = [len(ids) for ids in whole["input_ids"]]
+    limit = lengths[0]
+    with caplog.at_level(logging.WARNING):
+        rows, report = prepare(PAIRS, max_length=limit)
+    removed = sum(max(length - limit, 0) for length in lengths)
+    assert (report.rows, report.truncated_rows, report.removed_tokens) == (3, 2, removed)
+    assert report.tokens == sum(lengths) - removed == sum(len(ids) for ids in rows["input_ids"])
+    assert (report.untrained_rows, report.dropped_rows) == (1, 0)
+    assert "1 of 3 rows have no trained token left" in caplog.text
+    assert report.summary() == (
+        f"train dataset: 3 rows, {report.tokens} tokens, 2 truncated ({removed} tokens removed), 1 with nothing trained"
+    )
+
+
+def test_policies_for_untrained_rows() -> None:
+    kept, _ = prepare(PAIRS, max_length=30)
+    assert len(kept) == 3
+    rows, report = prepare(PAIRS, max_length=30, untrained_rows="drop")
+    assert list(rows) == [kept[0], kept[2]]
+    assert (report.untrained_rows, report.dropped_rows) == (1, 1)
+    for streaming in (False, True):
+        with pytest.raises(
+            ValueError, match=r"train dataset, row 1, column 'input_ids': none .* Raise max_length"
+        ):
+            prepare(PAIRS, max_length=30, untrained_rows="error", streaming=streaming)
+    with pytest.raises(ValueError, match="untrained_rows must be"):
+        SFTPreparation(untrained_rows="ignore")  # type: ignore[arg-type]
+
+
+def test_the_first_token_of_a_row_is_not_a_trained_one() -> None:
+    columns = {
+        "input_ids": ragged_of([[7, 8, 9], [7], [7, 8]]),
+        "completion_mask": ragged_of([[1, 1, 0], [1], [0, 1]]),
+    }
+    counts = count_rows(columns, max_length=2, name="train")
+    assert counts.lengths.tolist() == [3, 1, 2]
+    assert counts.kept.tolist() == [2, 1, 2]
+    assert counts.trained.tolist() == [1, 0, 1]
+
+
+def test_dropped_rows_take_their_tokens_out_of_the_report() -> None:
+    counts = RowCounts(np.array([3, 5]), np.array([3, 4]), np.array([0, 2]))
+    report = PreparationReport(tokens=7)
+    assert apply_policy(counts, report, "drop").tolist() == [1]
+    assert (report.tokens, report.dropped_rows) == (4, 1)
+
+
+def test_packing_loses_no_token() -> None:
+    whole, _ = prepare(PAIRS)
+    for strategy in ("bfd", "wrapped"):
+        packed, report = prepare(PAIRS, max_length=150, packing=True, packing_strategy=strategy)
+        assert sorted(chain(*packed["input_ids"])) == sorted(chain(*whole["input_ids"]))
+        assert sum(map(sum, packed["completion_mask"])) == sum(map(sum, whole["completion_mask"]))
+        assert report.truncated_rows == 0
+
+
+def test_prepared_twice_is_read_from_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    for _ in range(2):
+        dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+        prepared = [
+            prepare_sft_dataset(dataset, tiny_tokenizer(), SFTPreparation(max_length=30)) for _ in range(2)
+        ]
+        assert len({rows._fingerprint for rows, _ in prepared}) == 1
+        assert prepared[0][1] == prepared[1][1]
+    other, _ = prepare_sft_dataset(dataset, tiny_tokenizer("marked"), SFTPreparation(max_length=30))
+    assert other._fingerprint != prepared[0][0]._fingerprint
+
+
+def test_two_processes_count_and_number_rows_as_one() -> None:
+    rows = [{"text": f"Look up {number}."} for number in range(20)]
+    alone, counted = prepare(rows)
+    together, report = prepare(rows, num_proc=2)
+    assert (together["input_ids"][:], report) == (alone["input_ids"][:], counted)
+    with pytest.raises(ValueError, match="row 15, column 'text'"):
+        prepare([*rows[:15], {"text": ""}, *rows[16:]], num_proc=2)
+
+
+def by_row(row: dict) -> str:
+    return f"Q: {row['question']} A: {row['answer']}"
+
+
+def by_batch(batch: dict) -> list[str]:
+    return [f"Q: {q} A: {a}" for q, a in zip(batch["question"], batch["answer"])]  # noqa: B905
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_formatting_functions_of_rows_and_of_batches(streaming: bool) -> None:
+    rows = [{"question": "And then", "answer": "Look up"}, {"question": "a", "answer": "b"}]
+    expected, _ = prepare([{"text": by_row(row)} for row in rows])
+    for function in (by_row, by_batch):
+        prepared, _ = prepare(rows, formatting_func=function, streaming=streaming)
+        assert list(prepared) == list(expected)
+
+
+def test_another_eos_token_is_used_without_changing_the_tokenizer() -> None:
+    tokenizer = tiny_tokenizer()
+    rows, _ = prepare_sft_dataset(
+        Dataset.from_dict({"text": ["Blue."]}), tokenizer, SFTPreparation(eos_token="<|stop|>")
+    )
+    assert rows[0]["input_ids"][-1] == tokenizer.convert_tokens_to_ids("<|stop|>")
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_skipped_preparation_returns_the_data_set() -> None:
+    dataset = Dataset.from_dict({"anything": [1]})
+    assert prepare_sft_dataset(dataset, tiny_tokenizer(), SFTPreparation(skip_prepare=True))[0] is dataset
+
+
+def test_tools_and_template_kwargs_columns_reach_the_template() -> None:
+    look = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+    rows = [
+        {"prompt": TALK[:1], "completion": TALK[1:2], "tools": json.dumps([look])},
+        {"prompt": TALK[:1], "completion": TALK[1:2], "tools": json.dumps([])},
+    ]
+    prepared, _ = prepare(rows, template="qwen3_like")
+    texts = [tiny_tokenizer().decode(ids) for ids in prepared["input_ids"]]
+    assert '"name": "look"' in texts[0]
+    assert "# Tools" not in texts[1]
+
+
+def test_marks_without_stop_token_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    for streaming in (False, True):
+        caplog.clear()
+        rows, report = prepare(
+            [{"messages": TALK}] * 200,
+            template="marked_without_stop",
+            assistant_only_loss=True,
+            streaming=streaming,
+        )
+        assert len(list(rows)) == 200
+        assert report.unstopped_rows == 200
+        assert caplog.text.count("ends without a stop token") == 1
+
+
+def test_streams_that_do_not_know_their_columns() -> None:
+    def rows() -> Iterator[dict]:
+        yield from PAIRS
+
+    stream: Any = IterableDataset.from_generator(rows)
+    prepared, _ = prepare_sft_dataset(stream, tiny_tokenizer(), SFTPreparation(max_length=30))
+    assert list(prepared) == list(prepare(PAIRS, max_length=30)[0])
+
+
+def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
+    rows = [{"text": "Blue."}] * 1000 + [{"text": ""}]
+    stream, _ = prepare(rows, streaming=True)
+    with pytest.raises(ValueError, match="train dataset, row 1000, column 'text': an empty string"):
+        list(stream)
+
+
+def test_a_stream_goes_on_after_a_checkpoint() -> None:
+    rows = [{"text": f"Look up {number}."} for number in range(150)]
+    stream, _ = prepare(rows, streaming=True)
+    iterator = iter(stream)
+    for _ in range(70):
+        next(iterator)
+    state, expected = stream.state_dict(), list(iterator)
+    again, _ = prepare(rows, streaming=True)
+    again.load_state_dict(state)
+    assert list(again) == expected
+
+
+# Tokens of the first rows in the recorded runs (shared/golden): data set, rows, settings, tokens of one step.
+RECORDED = [
+    ("lm_text", 4, {}, 128),
+    ("lm_text", 4, {"max_length": 14}, 55),
+    ("lm_messages", 4, {}, 203),
+    ("lm_multiturn", 4, {}, 327),
+    ("lm_multiturn", 4, {"assistant_only_loss": True, "max_length": 40}, 160),
+    ("pc_text", 4, {}, 162),
+    ("pc_chat", 4, {}, 203),
+    ("pc_text", 6, {"packing": True, "max_length": 96}, 247),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "settings", "tokens"), RECORDED)
+def test_token_counts_of_the_recorded_runs(
+    shared: Path, name: str, count: int, settings: dict, tokens: int
+) -> None:
+    assets = shared / "golden" / "assets_public"
+    rows = [
+        json.loads(line) for line in (assets / "datasets" / f"{name}.jsonl").read_text().splitlines()[:count]
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
+    prepared, report = prepare_sft_dataset(Dataset.from_list(rows), tokenizer, SFTPreparation(**settings))
+    assert report.tokens == sum(map(len, prepared["input_ids"])) == tokens
+
+
+def test_unpaired_preferences_are_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    rows, _ = prepare([{**row, "label": False} for row in PAIRS])
+    assert rows.column_names == ["input_ids", "completion_mask"]
+    assert "Filter the false ones, or train with KTOTrainer" in caplog.text

@@ -1,0 +1,146 @@
+"""Trained-token masks of conversations: marked, derived, and refused where they cannot be proven right."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from transformers import AutoTokenizer
+
+from trl.data.rendering import Chat, TemplateRefusal
+from trl.data.spans import assistant_tokens, encode, token_boundaries
+from trl.data.templates import get_training_chat_template
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What colour is the sky?"},
+    {"role": "assistant", "content": "It is blue."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Look up."},
+]
+
+
+def trained_text(template: str, messages: list[dict], **special: str | None) -> str:
+    """The trained tokens of a conversation, decoded, untrained stretches as `|`."""
+    tokenizer = tiny_tokenizer(template, **special)
+    tokens = assistant_tokens(tokenizer, Chat(messages))
+    assert len(tokens.mask) == len(tokens.input_ids)
+    kept = [tokenizer.decode([i]) if m else "\0" for i, m in zip(tokens.input_ids, tokens.mask, strict=True)]
+    return "|".join(part for part in "".join(kept).split("\0") if part)
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked", "begin", "stop_in_next"])
+def test_turns_are_trained_with_their_stop_token_and_nothing_else(template: str) -> None:
+    assert trained_text(template, TALK) == "It is blue.<|im_end|>|Look up.<|im_end|>"
+
+
+def test_a_special_token_that_closes_turns_counts_as_their_stop_token() -> None:
+    assert trained_text("other_stop", TALK) == "It is blue.<|stop|>|Look up.<|stop|>"
+
+
+def test_pad_as_eos_stays_trained() -> None:
+    assert trained_text("chatml", TALK, pad_token="<|im_end|>") == "It is blue.<|im_end|>|Look up.<|im_end|>"
+
+
+def test_stop_token_in_the_next_message_is_added_after_the_last() -> None:
+    tokenizer = tiny_tokenizer("stop_in_next")
+    tokens = assistant_tokens(tokenizer, Chat(TALK))
+    rendered = encode(tokenizer, [tokenizer.apply_chat_template(TALK, tokenize=False)])[0]  # type: ignore[list-item]
+    assert tokens.input_ids == [*rendered, tokenizer.eos_token_id]
+    unfinished = assistant_tokens(tokenizer, Chat(TALK[:4]))
+    assert unfinished.input_ids[-1] != tokenizer.eos_token_id
+
+
+def test_marked_and_derived_masks_agree_on_the_recorded_conversations(shared: Path) -> None:
+    assets = shared / "golden" / "assets_public"
+    plain, marked = (AutoTokenizer.from_pretrained(assets / name) for name in ("tok", "tok_gen"))
+    for name in ("lm_messages", "lm_multiturn"):
+        for line in (assets / "datasets" / f"{name}.jsonl").read_text().splitlines():
+            messages = json.loads(line)["messages"]
+            derived = assistant_tokens(plain, Chat(messages))
+            theirs = marked.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+            assert derived == assistant_tokens(marked, Chat(messages))
+            assert (derived.input_ids, derived.mask) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+def test_marked_and_derived_masks_agree_on_awkward_text() -> None:
+    awkward = [
+        "  two spaces",
+        "ünïcode — 東京 🙂",
+        "trailing space ",
+        "a\n\nb\n",
+        "12345",
+        "<think>\nx\n</think>\ny",
+    ]
+    for answer in awkward:
+        messages = [*TALK[1:2], {"role": "assistant", "content": answer}, *TALK[3:]]
+        derived = assistant_tokens(tiny_tokenizer("chatml"), Chat(messages))
+        assert derived == assistant_tokens(tiny_tokenizer("marked"), Chat(messages))
+        assert derived.unstopped == derived.shifted == 0
+
+
+def test_conversation_that_the_assistant_opens() -> None:
+    assert trained_text("chatml", TALK[2:]) == "It is blue.<|im_end|>|Look up.<|im_end|>"
+
+
+def test_marks_without_the_stop_token_are_counted() -> None:
+    tokens = assistant_tokens(tiny_tokenizer("marked_without_stop"), Chat(TALK))
+    assert tokens.unstopped == 2
+    assert trained_text("marked_without_stop", TALK) == "It is blue.|Look up."
+
+
+def test_marks_that_mark_nothing_give_an_empty_mask() -> None:
+    assert sum(assistant_tokens(tiny_tokenizer("marked_nowhere"), Chat(TALK)).mask) == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("no_stop", "no stop token closes it"),
+        ("no_generation_prompt", "no generation prompt"),
+        ("opens_thought", "does not continue the generation prompt"),
+        ("qwen3_like", "renders it differently once more messages follow"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused(template: str, reason: str) -> None:
+    with pytest.raises(TemplateRefusal, match=f"message 2: .*{reason}"):
+        assistant_tokens(tiny_tokenizer(template), Chat(TALK))
+
+
+def test_a_start_inside_a_token_is_refused_when_derived_and_trained_when_marked() -> None:
+    # "assistant\n" + "\nBlue": make the two line breaks one token, as the vocabularies of large models do.
+    merged = tiny_tokenizer("chatml")
+    merged.add_tokens(["\n\n"])
+    messages = [*TALK[:2], {"role": "assistant", "content": "\nBlue."}]
+    with pytest.raises(TemplateRefusal, match=r"message 2: .*start falls inside a token.*prompt-completion"):
+        assistant_tokens(merged, Chat(messages))
+    merged.chat_template = TEMPLATES["marked"]
+    tokens = assistant_tokens(merged, Chat(messages))
+    kept = [i for i, m in zip(tokens.input_ids, tokens.mask, strict=True) if m]
+    assert merged.decode(kept) == "\n\nBlue.<|im_end|>"
+    assert tokens.shifted == 1
+
+
+def test_qwen3_conversations_train_with_the_training_template() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    tokenizer.chat_template = get_training_chat_template(tokenizer)
+    tokens = assistant_tokens(tokenizer, Chat(TALK))
+    kept = [i for i, m in zip(tokens.input_ids, tokens.mask, strict=True) if m]
+    empty = "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(kept) == f"{empty}It is blue.<|im_end|>{empty}Look up.<|im_end|>"
+
+
+def test_boundaries_are_token_counts_or_none() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "It is blue."
+    ids, counts = token_boundaries(tokenizer, text, [2, 5, len(text)])
+    assert ids == encode(tokenizer, [text])[0]
+    for cut, count in zip([2, 5, len(text)], counts, strict=True):
+        assert count is not None
+        assert tokenizer.decode(ids[:count]) == text[:cut]
+    whole = tiny_tokenizer()
+    whole.add_tokens(["blue"])
+    assert token_boundaries(whole, text, [2, 8, 10])[1][1:] == [
+        None,
+        len(token_boundaries(whole, text, [])[0]) - 1,
+    ]

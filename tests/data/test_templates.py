@@ -1,0 +1,272 @@
+"""Chat templates applied to rows, their properties, training stand-ins, and answers parsed back."""
+
+import json
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tests.tiny_tokenizers import tiny_tokenizer
+
+from trl.data.rendering import Chat, TemplateRefusal, read_tools, render, render_with_marks
+from trl.data.templates import (
+    CHATML_TRAINING_TEMPLATE,
+    QWEN3_TRAINING_TEMPLATE,
+    add_response_schema,
+    apply_chat_template,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    maybe_apply_chat_template,
+    parse_response,
+)
+
+USER = [{"role": "user", "content": "And then?"}]
+BLUE = [{"role": "assistant", "content": "Blue."}]
+GREEN = [{"role": "assistant", "content": "Green."}]
+ASKED = "<|im_start|>user\nAnd then?<|im_end|>\n"
+OPENED = ASKED + "<|im_start|>assistant\n"
+LOOK = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": USER + BLUE}, {"text": OPENED + "Blue.<|im_end|>\n"}),
+        ({"prompt": USER}, {"prompt": OPENED}),
+        ({"prompt": USER + BLUE}, {"prompt": OPENED + "Blue."}),
+        ({"prompt": USER, "completion": BLUE}, {"prompt": OPENED, "completion": "Blue.<|im_end|>\n"}),
+        (
+            {"prompt": USER, "chosen": BLUE, "rejected": GREEN},
+            {"prompt": OPENED, "chosen": "Blue.<|im_end|>\n", "rejected": "Green.<|im_end|>\n"},
+        ),
+        (
+            {"chosen": USER + BLUE, "rejected": USER + GREEN},
+            {"chosen": OPENED + "Blue.<|im_end|>\n", "rejected": OPENED + "Green.<|im_end|>\n"},
+        ),
+        (
+            {"prompt": USER, "completion": BLUE, "label": True},
+            {"prompt": OPENED, "completion": "Blue.<|im_end|>\n", "label": True},
+        ),
+    ],
+)
+def test_apply_chat_template(row: dict[str, Any], expected: dict[str, Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    assert apply_chat_template(row, tokenizer) == expected
+    assert maybe_apply_chat_template(row, tokenizer) == expected
+
+
+def test_standard_rows_pass_and_unknown_columns_do_not() -> None:
+    tokenizer = tiny_tokenizer()
+    assert maybe_apply_chat_template({"prompt": "a", "completion": "b"}, tokenizer) == {  # type: ignore[dict-item]
+        "prompt": "a",
+        "completion": "b",
+    }
+    with pytest.raises(KeyError, match="no known type"):
+        apply_chat_template({"completion": BLUE}, tokenizer)
+
+
+def test_a_tool_result_opens_for_generation_and_an_assistant_is_continued() -> None:
+    tokenizer = tiny_tokenizer()
+    tool = [{"role": "tool", "content": "blue"}]
+    assert apply_chat_template({"prompt": USER + tool}, tokenizer)["prompt"].endswith(
+        "<|im_start|>assistant\n"
+    )
+    rendered = apply_chat_template({"prompt": USER + BLUE, "completion": USER}, tokenizer)
+    assert rendered == {"prompt": OPENED + "Blue.", "completion": "<|im_end|>\n" + ASKED}
+
+
+def test_cut_where_the_generation_prompt_writes_more_than_the_conversation_keeps() -> None:
+    tokenizer = tiny_tokenizer("opens_thought")
+    assert apply_chat_template({"prompt": USER}, tokenizer) == {"prompt": OPENED + "<think>\n"}
+    rendered = apply_chat_template({"prompt": USER, "chosen": BLUE, "rejected": GREEN}, tokenizer)
+    assert rendered == {"prompt": OPENED, "chosen": "Blue.<|im_end|>\n", "rejected": "Green.<|im_end|>\n"}
+
+
+def test_one_prompt_for_both_answers_even_if_one_agrees_longer_with_the_generation_prompt() -> None:
+    tokenizer = tiny_tokenizer("opens_thought")
+    thought = [{"role": "assistant", "content": "<think>\nHm.</think>"}]
+    rendered = apply_chat_template({"prompt": USER, "chosen": thought, "rejected": GREEN}, tokenizer)
+    assert rendered["prompt"] == OPENED
+    assert rendered["chosen"] == "<think>\nHm.</think><|im_end|>\n"
+    assert rendered["rejected"] == "Green.<|im_end|>\n"
+
+
+def test_a_completion_that_changes_the_prompt_is_refused() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    prompt = [*USER, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nBlue."}, *USER]
+    # The thought of the first answer is dropped in both renderings: the prompt stays a prefix.
+    assert "Hm." not in apply_chat_template({"prompt": prompt, "completion": BLUE}, tokenizer)["prompt"]
+    # Cut after the answer instead, the next question takes the thought out of what was the prompt.
+    with pytest.raises(TemplateRefusal, match=r"renders the prompt differently.*get_training_chat_template"):
+        apply_chat_template({"prompt": prompt[:2], "completion": USER + BLUE}, tokenizer)
+
+
+def test_tools_from_argument_column_and_json_string() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+
+    def look(where: str) -> str:
+        """Look somewhere.
+
+        Args:
+            where: The direction.
+        """
+        return where
+
+    as_list = apply_chat_template({"prompt": USER, "tools": [LOOK]}, tokenizer)["prompt"]  # type: ignore[dict-item]
+    assert '"name": "look"' in as_list
+    assert apply_chat_template({"prompt": USER, "tools": json.dumps([LOOK])}, tokenizer)["prompt"] == as_list  # type: ignore[dict-item]
+    assert apply_chat_template({"prompt": USER}, tokenizer, tools=[LOOK])["prompt"] == as_list
+    assert "The direction." in apply_chat_template({"prompt": USER}, tokenizer, tools=[look])["prompt"]
+    assert "# Tools" not in apply_chat_template({"prompt": USER, "tools": []}, tokenizer)["prompt"]
+
+
+def test_nones_that_storage_adds_to_tool_calls_and_schemas_do_not_reach_the_template() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    arguments = [{"where": "up"}, {"far": True}]
+    calls = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": a}}]}
+        for a in arguments
+    ]
+    rows = [{"prompt": USER, "completion": [call], "tools": [LOOK]} for call in calls]
+    stored = Dataset.from_list(rows)
+    for row, original in zip(stored, rows, strict=True):
+        assert apply_chat_template(row, tokenizer) == apply_chat_template(original, tokenizer)  # type: ignore[arg-type]
+        assert "null" not in apply_chat_template(row, tokenizer)["completion"]  # type: ignore[arg-type]
+
+
+def test_template_kwargs_come_from_the_row_and_the_call() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    row = {"prompt": USER, "chat_template_kwargs": {"enable_thinking": False}}
+    quiet = apply_chat_template(row, tokenizer)["prompt"]  # type: ignore[arg-type]
+    assert quiet == OPENED + "<think>\n\n</think>\n\n"
+    assert apply_chat_template({"prompt": USER}, tokenizer, enable_thinking=False)["prompt"] == quiet
+
+
+def test_read_tools_refuses_other_things() -> None:
+    assert read_tools(None) is None
+    assert read_tools([json.dumps(LOOK)]) == [LOOK]
+    with pytest.raises(ValueError, match="not JSON"):
+        read_tools("{look}")
+    with pytest.raises(TypeError, match="is a int"):
+        read_tools(3)
+    with pytest.raises(TypeError, match="holds a int"):
+        read_tools([3])
+
+
+def test_marks_are_character_ranges_of_the_rendering() -> None:
+    tokenizer = tiny_tokenizer("marked")
+    text, spans = render_with_marks(tokenizer, Chat([*USER, *BLUE]))
+    assert text == render(tokenizer, Chat([*USER, *BLUE]))
+    assert [text[start:end] for start, end in spans] == ["Blue.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("chatml", True),
+        ("marked", True),
+        ("stop_in_next", True),
+        ("opens_thought", False),
+        ("qwen3_like", False),
+    ],
+)
+def test_prefix_preserving(template: str, expected: bool) -> None:
+    assert is_chat_template_prefix_preserving(tiny_tokenizer(template)) is expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("chatml", CHATML_TRAINING_TEMPLATE),
+        ("qwen3_like", QWEN3_TRAINING_TEMPLATE),
+        ("marked", None),
+        ("other_stop", None),
+        ("begin", None),
+        ("none", None),
+    ],
+)
+def test_training_template(template: str, expected: str | None) -> None:
+    tokenizer = tiny_tokenizer(template)
+    found = get_training_chat_template(tokenizer)
+    assert found == expected
+    if found is not None:
+        tokenizer.chat_template = found
+        assert is_chat_template_prefix_preserving(tokenizer)
+        assert get_training_chat_template(tokenizer) is None
+
+
+def test_qwen3_training_template_keeps_every_thought_and_marks_it() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    tokenizer.chat_template = QWEN3_TRAINING_TEMPLATE
+    call = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Up.",
+        "tool_calls": [{"function": {"name": "look", "arguments": {"where": "up"}}}],
+    }
+    results = [{"role": "tool", "content": "blue"}, {"role": "tool", "content": "clear"}]
+    text, spans = render_with_marks(
+        tokenizer, Chat([*USER, call, *results, *BLUE, *USER, *GREEN], read_tools([LOOK]))
+    )
+    assert [text[start:end] for start, end in spans] == [
+        '<think>\nUp.\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nBlue.<|im_end|>",
+        "<think>\n\n</think>\n\nGreen.<|im_end|>",
+    ]
+    assert (
+        "<|im_start|>user\n<tool_response>\nblue\n</tool_response>\n<tool_response>\nclear\n</tool_response><|im_end|>\n"
+        in text
+    )
+
+
+ANSWERS = {
+    "plain": ("Blue.<|im_end|>", {"role": "assistant", "content": "Blue."}),
+    "cut off": ("Blue", {"role": "assistant", "content": "Blue"}),
+    "thought": (
+        "<think>\nLook up.\n</think>\n\nBlue.<|im_end|>",
+        {"role": "assistant", "content": "Blue.", "reasoning_content": "Look up."},
+    ),
+    "call": (
+        '<tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call><|im_end|>',
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"where": "up"}}}],
+        },
+    ),
+    "thought, text and two calls": (
+        "<think>\n\n</think>\n\nSee.\n<tool_call>\n{}\n</tool_call>\n<tool_call>\n{}\n</tool_call><|im_end|>".format(
+            '{"name": "look", "arguments": {}}', '{"name": "wait", "arguments": {"s": 1}}'
+        ),
+        {
+            "role": "assistant",
+            "content": "See.",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "look", "arguments": {}}},
+                {"type": "function", "function": {"name": "wait", "arguments": {"s": 1}}},
+            ],
+        },
+    ),
+    "broken call": (
+        '<tool_call>\n{"name": look}\n</tool_call><|im_end|>',
+        {"role": "assistant", "content": '<tool_call>\n{"name": look}\n</tool_call>'},
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), ANSWERS.values(), ids=ANSWERS)
+def test_parse_response(text: str, expected: dict) -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    tokenizer.chat_template = QWEN3_TRAINING_TEMPLATE
+    add_response_schema(tokenizer)
+    assert parse_response(tokenizer, tokenizer(text)["input_ids"]) == expected  # type: ignore[arg-type]
+
+
+def test_parsing_needs_rules() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    with pytest.raises(ValueError, match="add_response_schema"):
+        parse_response(tokenizer, [1, 2])
+    with pytest.raises(ValueError, match="not of a family"):
+        add_response_schema(tokenizer)

@@ -1,0 +1,168 @@
+"""Flat rows of segments give what each sequence gives alone, for every architecture that claims so."""
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from trl.models.attention import (
+    FLAT_ATTENTION,
+    FLAT_MODEL_TYPES,
+    flat_attention,
+    flat_obstacle,
+    is_segment_table,
+    use_flat_attention,
+)
+from trl.tensors.segments import Segments
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # their grouped products take no float64
+DENSE = sorted(FLAT_MODEL_TYPES - set(MIXTURES))
+# The others' norms compute in float32 whatever the model's dtype, so their gradients depend on the order of a
+# float32 sum over tokens.
+ALL_FLOAT64 = ("gpt2", "gpt_neox", "opt")
+
+
+def flat_logits(model, ids, segments):
+    return model(
+        input_ids=ids,
+        position_ids=segments.position_ids(),
+        attention_mask=segments.to_table(),
+        use_cache=False,
+    ).logits[0]
+
+
+def alone(model, ids, segments, number):
+    start, length, prefix_start, prefix = list(segments)[number]
+    row = torch.cat([ids[:, prefix_start : prefix_start + prefix], ids[:, start : start + length]], dim=1)
+    return model(input_ids=row, use_cache=False).logits[0, prefix:]
+
+
+SHAPES = {
+    "plain": Segments.from_lengths([5, 3, 7, 1]),
+    "tree": Segments.from_trees([(5, [3, 2, 1]), (1, [3]), (1, [])]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("architecture", [*DENSE, *MIXTURES])
+def test_segments_give_the_logits_and_gradients_of_sequences_alone(architecture, shape):
+    exact = architecture not in MIXTURES
+    dtype, tolerance = (torch.float64, 1e-12) if exact else (torch.float32, 2e-5)
+    gradient_tolerance = 1e-11 if architecture in ALL_FLOAT64 else 1e-4
+    overrides = {"attn_logit_softcapping": None} if architecture == "gemma2" else {}
+    flat = tiny_model(architecture, dtype=dtype, **overrides).eval()
+    plain = tiny_model(architecture, dtype=dtype, **overrides).eval()
+    plain.set_attn_implementation("sdpa")
+    assert use_flat_attention(flat)
+    segments = SHAPES[shape]
+    ids = torch.randint(3, 60, (1, segments.total))
+
+    found = flat_logits(flat, ids, segments)
+    expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments))])
+    scale = expected.abs().max()
+    assert (found - expected).abs().max() <= tolerance * scale
+
+    weights = torch.sin(torch.arange(found.numel(), dtype=dtype)).view_as(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, one), other in zip(flat.named_parameters(), plain.parameters(), strict=True):
+        if other.grad is None:
+            assert one.grad is None or not one.grad.any(), name
+        else:
+            size = other.grad.abs().max().clamp(min=1e-3)
+            assert (one.grad - other.grad).abs().max() <= gradient_tolerance * size, name
+
+
+def test_soft_capped_scores_agree_with_eager_attention():
+    flat, eager = (tiny_model("gemma2", attn_logit_softcapping=2.0).eval() for _ in range(2))
+    eager.set_attn_implementation("eager")
+    use_flat_attention(flat)
+    segments = SHAPES["plain"]
+    ids = torch.randint(3, 60, (1, segments.total))
+    found = flat_logits(flat, ids, segments)
+    expected = torch.cat([alone(eager, ids, segments, number) for number in range(len(segments))])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    padded = flat(input_ids=ids[:, :5], attention_mask=torch.ones(1, 5, dtype=torch.int64)).logits
+    torch.testing.assert_close(padded, eager(input_ids=ids[:, :5]).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_sliding_windows_shorter_than_a_segment_are_kept():
+    flat, plain = (tiny_model("mistral", dtype=torch.float64, sliding_window=4).eval() for _ in range(2))
+    plain.set_attn_implementation("sdpa")
+    use_flat_attention(flat)
+    segments = Segments.from_trees([(6, [5, 3]), (9, [])])
+    ids = torch.randint(3, 60, (1, segments.total))
+    found = flat_logits(flat, ids, segments)
+    expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments))])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_table_it_is_sdpa_also_while_generating():
+    flat, plain = (tiny_model("llama").eval() for _ in range(2))
+    use_flat_attention(flat)
+    ids = torch.randint(3, 60, (2, 6))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    one, other = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (flat, plain))
+    assert torch.equal(one, other)
+    settings = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
+    assert torch.equal(flat.generate(ids, **settings), plain.generate(ids, **settings))
+
+
+def test_gradient_checkpointing_runs_a_layer_again_over_the_same_segments():
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny_model("llama", dtype=torch.float64).train()
+        use_flat_attention(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        segments = SHAPES["tree"]
+        torch.manual_seed(1)
+        ids = torch.randint(3, 60, (1, segments.total))
+        flat_logits(model, ids, segments).square().sum().backward()
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_acts_in_training():
+    model = tiny_model("llama", attention_dropout=0.5).train()
+    use_flat_attention(model)
+    segments = SHAPES["plain"]
+    ids = torch.randint(3, 60, (1, segments.total))
+    assert not torch.equal(flat_logits(model, ids, segments), flat_logits(model, ids, segments))
+
+
+def test_obstacles_are_named():
+    assert flat_obstacle(tiny_model("llama")) is None
+    assert "bloom" in flat_obstacle(tiny_model("bloom"))
+    falcon = tiny_model("falcon")
+    assert "not among those checked" in flat_obstacle(falcon)
+
+
+def test_flash_attention_chosen_by_the_user_stays():
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert flat_obstacle(model) is None
+    assert use_flat_attention(model) is False
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_the_implementation_is_not_written_into_a_saved_config(tmp_path):
+    model = tiny_model("llama")
+    use_flat_attention(model)
+    model.save_pretrained(tmp_path)
+    assert FLAT_ATTENTION not in (tmp_path / "config.json").read_text()
+
+
+def test_a_segment_table_is_told_from_a_mask():
+    assert is_segment_table(Segments.from_lengths([2, 3]).to_table())
+    assert not is_segment_table(torch.ones(1, 1, 4, 4, dtype=torch.bool))
+    assert not is_segment_table(torch.ones(2, 4, dtype=torch.int64))
+    assert not is_segment_table(None)
+
+
+def test_the_function_alone_on_hand_worked_values():
+    # Two tokens of one sequence, then one alone: with equal keys, attention averages what it sees.
+    query = key = torch.zeros(1, 1, 3, 2)
+    value = torch.tensor([[[[1.0, 0.0], [3.0, 0.0], [8.0, 4.0]]]])
+    table = Segments.from_lengths([2, 1]).to_table()
+    output, _ = flat_attention(torch.nn.Module(), query, key, value, table)
+    assert output[0, :, 0].tolist() == [[1.0, 0.0], [2.0, 0.0], [8.0, 4.0]]

@@ -1,0 +1,276 @@
+"""The scoring forward gives what a model's own logits give, in either layout, for every architecture."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.modeling_outputs import CausalLMOutput
+
+from tests.tiny import tiny_model
+from trl.models.attention import FLAT_MODEL_TYPES
+from trl.models.forward import ScoreOptions, Scorer, causal_core
+from trl.models.layout import flat_batch
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+ALL_FLOAT64 = ("gpt2", "gpt_neox", "opt")
+
+
+def padded(lengths=(6, 3, 8), vocab=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    mask = torch.stack([(torch.arange(width) < length).long() for length in lengths])
+    ids = torch.randint(3, vocab, (len(lengths), width), generator=generator) * mask
+    labels = torch.where(mask.bool(), ids, -100)
+    labels[:, :2] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def own_logps(model, batch):
+    """Log-probs of the trained tokens from the model's own logits."""
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
+    logps = logits.log_softmax(-1)[:, :-1]
+    keep = batch["labels"][:, 1:] != -100
+    return logps[keep].gather(1, batch["labels"][:, 1:][keep][:, None])[:, 0]
+
+
+def nll(denominator=1.0):
+    return ScoreOptions(loss_of=lambda logps, _: -logps / denominator)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("architecture", [*sorted(FLAT_MODEL_TYPES), "bloom", "falcon"])
+def test_scores_and_gradients_are_those_of_the_models_own_logits(architecture, flat):
+    exact = architecture not in MIXTURES
+    dtype, tolerance = (torch.float64, 1e-10) if exact else (torch.float32, 2e-5)
+    gradient_tolerance = 1e-10 if architecture in ALL_FLOAT64 else 1e-4
+    overrides = {"attn_logit_softcapping": None} if architecture == "gemma2" else {}
+    model = tiny_model(architecture, dtype=dtype, **overrides).eval()
+    plain = copy.deepcopy(model)
+    scorer = Scorer(model, flat=None if flat else False)
+    assert scorer.uses_head
+    assert scorer.flat == (flat and architecture in FLAT_MODEL_TYPES)
+    batch = padded()
+
+    expected = own_logps(plain, batch)
+    torch.testing.assert_close(scorer.score(model, batch).logps, expected, rtol=tolerance, atol=tolerance)
+
+    scored = scorer.score(model, batch, nll(7.0))
+    torch.testing.assert_close(scored.total, -expected.sum() / 7, rtol=tolerance, atol=tolerance)
+    scored.total.backward()
+    (-expected.sum() / 7).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if other.grad is None or one.grad is None:
+            assert not any(p.grad is not None and p.grad.any() for p in (one, other)), name
+            continue
+        size = other.grad.abs().max().clamp(min=1e-2)
+        assert (one.grad - other.grad).abs().max() <= gradient_tolerance * size, name
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model("llama")
+    scorer = Scorer(model)
+    scorer.score(model, padded())
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.lm_head)
+    assert copy.deepcopy(model)(input_ids=torch.tensor([[3, 4]])).logits.shape == (
+        1,
+        2,
+        model.config.vocab_size,
+    )
+
+
+def test_temperature_divides_the_logits():
+    model = tiny_model("gemma2").eval()
+    scorer = Scorer(model)
+    batch = padded()
+    logits = model(input_ids=batch["input_ids"][:1], use_cache=False).logits[0, 1:5] / 0.5
+    expected = logits.log_softmax(-1).gather(1, batch["input_ids"][0, 2:6, None])[:, 0]
+    found = scorer.score(model, batch, ScoreOptions(temperature=0.5)).logps[:4]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flat", [None, False])
+def test_entropies_and_hits(flat):
+    model = tiny_model("llama", dtype=torch.float64).eval()
+    scorer = Scorer(model, flat=flat)
+    batch = padded()
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    keep = batch["labels"][:, 1:] != -100
+    scored = scorer.score(model, batch, ScoreOptions(entropy="all", correct=True))
+    torch.testing.assert_close(scored.entropies, entropy[:, :-1][keep], rtol=1e-9, atol=1e-9)
+    everywhere = entropy[batch["attention_mask"].bool()]
+    torch.testing.assert_close(scored.entropy.total, everywhere.sum(), rtol=1e-9, atol=1e-9)
+    assert scored.entropy.count == everywhere.numel()
+    expected = (logits.argmax(-1)[:, :-1] == batch["labels"][:, 1:])[keep]
+    assert scored.correct.tolist() == expected.tolist()
+
+
+def test_router_loss_is_the_models_own():
+    for architecture in MIXTURES:
+        model = tiny_model(architecture, output_router_logits=True).eval()
+        batch = padded(lengths=(6, 6))
+        own = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True
+        )
+        for flat in (None, False):
+            scored = Scorer(model, flat=flat).score(model, batch, nll())
+            torch.testing.assert_close(scored.aux_loss, own.aux_loss, rtol=1e-5, atol=1e-6)
+        quiet = tiny_model(architecture)
+        assert Scorer(quiet).score(quiet, batch).aux_loss is None
+
+
+def test_router_loss_leaves_padding_out_in_both_layouts():
+    model = tiny_model("mixtral", output_router_logits=True).eval()
+    batch = padded(lengths=(7, 3))
+    losses = [Scorer(model, flat=flat).score(model, batch, nll()).aux_loss for flat in (None, False)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+
+
+# ---- PEFT
+
+
+def lora(model, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    settings = {
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "init_lora_weights": False,
+        "task_type": "CAUSAL_LM",
+    }
+    return peft.get_peft_model(model, peft.LoraConfig(**{**settings, **options}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 4]}},
+    ],
+    ids=["attention", "head", "dora", "saved-head", "trained-tokens"],
+)
+def test_adapters_are_scored_and_trained(options):
+    model = lora(tiny_model("llama", dtype=torch.float64), **options).eval()
+    if "modules_to_save" in options:
+        with torch.no_grad():
+            causal_core(model).lm_head.modules_to_save["default"].weight.mul_(1.5)
+    batch = padded()
+    expected = own_logps(model, batch)
+    (-expected.sum()).backward()
+    trained = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    scorer = Scorer(model)
+    assert scorer.uses_head
+    assert scorer.flat
+    scored = scorer.score(model, batch, nll())
+    torch.testing.assert_close(scored.logps, expected.detach(), rtol=1e-10, atol=1e-10)
+    scored.total.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == trained.keys()
+    for name in trained:
+        torch.testing.assert_close(found[name], trained[name], rtol=1e-4, atol=1e-6, msg=name)
+    with model.disable_adapter():
+        base = scorer.score(model, batch).logps
+        torch.testing.assert_close(base, own_logps(model, batch), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(base, expected)
+
+
+def test_prompt_tuning_is_scored_from_its_own_logits():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    scorer = Scorer(model)
+    assert not scorer.uses_head
+    assert "virtual tokens" in scorer.fallbacks[0]
+    batch = padded()
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 3:]
+    keep = batch["labels"][:, 1:] != -100
+    expected = logits.log_softmax(-1)[:, :-1][keep].gather(1, batch["labels"][:, 1:][keep][:, None])[:, 0]
+    scored = scorer.score(model, batch, nll())
+    torch.testing.assert_close(scored.logps, expected, rtol=1e-5, atol=1e-6)
+    scored.total.backward()
+    assert model.prompt_encoder.default.embedding.weight.grad.abs().sum() > 0
+
+
+# ---- models that are not what they seem
+
+
+def test_a_model_that_changes_its_logits_is_found_out():
+    model = tiny_model("llama").eval()
+    inner = type(model).forward
+
+    class Odd(type(model)):
+        def forward(self, *args, **kwargs):
+            return CausalLMOutput(logits=inner(self, *args, **kwargs).logits * 0.5)
+
+    model.__class__ = Odd
+    scorer = Scorer(model)
+    assert not scorer.uses_head
+    assert not scorer.flat
+    assert "not what its output head" in scorer.fallbacks[0]
+    batch = padded()
+    expected = own_logps(model, batch)
+    torch.testing.assert_close(scorer.score(model, batch).logps, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        Scorer(torch.nn.Linear(2, 2))
+
+
+# ---- noise on embeddings
+
+
+def test_neftune_noise_has_the_size_of_the_paper_for_each_sequence():
+    model = tiny_model("llama").train()
+    scorer = Scorer(model)
+    scorer.neftune_alpha = 5.0
+    seen = {}
+    handle = model.model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(hidden=args[0] if args else kwargs["hidden_states"]),
+        with_kwargs=True,
+    )
+    batch = padded(lengths=(16, 4))
+    scorer.score(model, batch)
+    handle.remove()
+    clean = model.get_input_embeddings()(flat_batch(batch, with_table=True).inputs["input_ids"])
+    noise = (seen["hidden"] - clean)[0]
+    width = clean.shape[-1]
+    for rows, length in ((slice(0, 16), 16), (slice(16, 20), 4)):
+        bound = 5.0 / (length * width) ** 0.5
+        assert 0.9 * bound < noise[rows].abs().max() <= bound
+        assert abs(noise[rows].std() / (bound / 3**0.5) - 1) < 0.15
+    model.eval()
+    one, other = scorer.score(model, batch).logps, scorer.score(model, batch).logps
+    assert torch.equal(one, other)
+
+
+def test_an_empty_micro_batch_gives_zero_gradients_for_every_parameter():
+    model = tiny_model("llama").train()
+    batch = padded()
+    batch["labels"][:] = -100
+    scored = Scorer(model).score(model, batch, nll())
+    assert scored.total == 0
+    scored.total.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_plain_cross_entropy_on_one_row():
+    model = tiny_model("gpt2", dtype=torch.float64).eval()
+    ids = torch.tensor([[5, 9, 14, 22]])
+    batch = {
+        "input_ids": ids,
+        "position_ids": torch.arange(4)[None],
+        "labels": torch.tensor([[-100, 9, 14, 22]]),
+    }
+    expected = F.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+    found = Scorer(model).score(model, batch, nll(3)).total
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

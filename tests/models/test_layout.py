@@ -1,0 +1,90 @@
+"""The two layouts of a batch hold the same tokens and score the same targets."""
+
+import pytest
+import torch
+
+from trl.models.layout import count_scored, count_tokens, flat_batch, is_flat, padded_batch, padded_rows
+from trl.tensors.segments import Segments
+
+PADDED = {
+    "input_ids": torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11], [0, 0, 12, 13]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 1]]),
+    "labels": torch.tensor([[-100, 6, 7, -100], [8, 9, -100, 11], [-100, -100, 12, 13]]),
+}
+FLAT = {
+    "input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13]]),
+    "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]]),
+    "labels": torch.tensor([[-100, 6, 7, -100, 9, -100, 11, -100, 13]]),
+}
+
+
+def test_layouts_are_told_apart():
+    assert is_flat(FLAT)
+    assert not is_flat(PADDED)
+
+
+def test_padding_on_either_side_is_taken_out():
+    flat = flat_batch(PADDED, with_table=True)
+    assert flat.inputs["input_ids"].tolist() == FLAT["input_ids"].tolist()
+    assert flat.inputs["position_ids"].tolist() == FLAT["position_ids"].tolist()
+    assert Segments.from_table(flat.inputs["attention_mask"]).length == (3, 4, 2)
+    assert flat.scored.target.tolist() == [6, 7, 9, 11, 13]
+    assert flat.scored.source.tolist() == [0, 1, 3, 5, 7]
+    assert flat.scored.sequence.tolist() == [0, 0, 1, 1, 2]
+    assert flat.sequence_lengths.tolist() == [3, 3, 3, 4, 4, 4, 4, 2, 2]
+
+
+def test_flat_rows_stay_as_they_are():
+    flat = flat_batch(FLAT, with_table=False)
+    assert "attention_mask" not in flat.inputs
+    assert flat.inputs["input_ids"] is FLAT["input_ids"]
+    assert flat.scored.target.tolist() == [6, 7, 9, 11, 13]
+
+
+def test_flat_rows_become_padded_ones():
+    padded = padded_batch(FLAT, pad_token_id=0)
+    assert padded.inputs["input_ids"].tolist() == [[5, 6, 7, 0], [8, 9, 10, 11], [12, 13, 0, 0]]
+    assert padded.inputs["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+    assert padded.scored.target.tolist() == [6, 7, 9, 11, 13]
+    assert padded.scored.source.tolist() == [0, 1, 4, 6, 8]
+    assert padded.real_tokens.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+
+
+def test_branches_become_rows_with_their_prompt():
+    segments = Segments.from_trees([(2, [1, 2])])
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 3, 4, 5]]),
+        "labels": torch.tensor([[-100, -100, 3, 4, 5]]),
+        "segment_table": segments.to_table(),
+    }
+    rows = padded_rows(batch, pad_token_id=0)
+    assert rows["input_ids"].tolist() == [[1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 4, 5]]
+    assert rows["labels"].tolist() == [[-100] * 4, [-100, -100, 3, -100], [-100, -100, 4, 5]]
+    assert flat_batch(batch, with_table=True).inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3]]
+
+
+def test_counts_leave_out_the_first_token_and_the_padding():
+    # 8 and 12 are the first tokens of their rows: nothing predicts them.
+    assert count_scored(PADDED) == count_scored(FLAT) == 5
+    assert count_tokens(PADDED) == count_tokens(FLAT) == 9
+
+
+def test_a_first_token_behind_padding_is_not_predicted_from_the_padding():
+    padded = padded_batch(PADDED, pad_token_id=0)
+    assert padded.scored.target.tolist() == [6, 7, 9, 11, 13]
+
+
+def test_other_inputs_go_through():
+    batch = {**PADDED, "token_type_ids": torch.zeros(3, 4), "completion_mask": torch.ones(3, 4)}
+    inputs = padded_batch(batch, pad_token_id=0).inputs
+    assert "token_type_ids" in inputs
+    assert "completion_mask" not in inputs
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"), [([[0, 1], [0, 1]], r"shape \(1, N\)"), ([[3, 4]], "begin with 0")]
+)
+def test_positions_that_say_nothing_are_an_error(positions, message):
+    batch = {"input_ids": torch.tensor(positions), "position_ids": torch.tensor(positions)}
+    with pytest.raises(ValueError, match=message):
+        flat_batch(batch, with_table=True)

@@ -1,0 +1,148 @@
+"""Loading by path: dtype, class, safetensors, adapters, special tokens."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
+
+from tests.models.words import word_tokenizer
+from tests.tiny import tiny_model
+from trl.models.dtypes import resolve_dtype
+from trl.models.loading import (
+    apply_special_tokens,
+    create_model_from_path,
+    get_config_model_id,
+    load_processing_class,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a bfloat16 Llama and a tokenizer that has eos and no pad."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(folder)
+    word_tokenizer(eos_token="</s>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, "auto"),
+        ("auto", "auto"),
+        ("bfloat16", torch.bfloat16),
+        ("torch.float16", torch.float16),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_resolve_dtype(given, expected):
+    assert resolve_dtype(given) == expected
+
+
+@pytest.mark.parametrize("given", ["float7", "int32", "nn", 16])
+def test_resolve_dtype_names_what_is_allowed(given):
+    with pytest.raises(ValueError, match=r"'auto'.*'float32'"):
+        resolve_dtype(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"dtype": torch.float64}, torch.float64),
+        ({"torch_dtype": "float16"}, torch.float16),
+    ],
+)
+def test_dtype_is_the_checkpoints_own_unless_given(saved, options, dtype):
+    assert create_model_from_path(saved, **options).dtype == dtype
+
+
+def test_two_dtypes_that_disagree(saved):
+    with pytest.raises(ValueError, match="disagree"):
+        create_model_from_path(saved, dtype="float32", torch_dtype="float16")
+
+
+def test_class_comes_from_the_config_or_the_caller(saved):
+    model = create_model_from_path(saved)
+    assert type(model) is LlamaForCausalLM
+    assert get_config_model_id(model.config) == saved
+    torch.testing.assert_close(model.lm_head.weight, tiny_model("llama", dtype=torch.bfloat16).lm_head.weight)
+    scorer = create_model_from_path(saved, AutoModelForSequenceClassification, num_labels=1)
+    assert scorer.score.out_features == 1
+    assert get_config_model_id(tiny_model("llama").config) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/folder", "./no-such-folder", "outputs/run/no-such-checkpoint", "owner/no-such"]
+)
+def test_missing_models(name):
+    with pytest.raises(FileNotFoundError, match=r"no-such|/no/such"):
+        create_model_from_path(name)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    model = tiny_model("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin.*safetensors"):
+        create_model_from_path(str(tmp_path))
+
+
+def test_device_map_over_all_devices_needs_one_process(saved, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="Leave device_map out"):
+        create_model_from_path(saved, device_map="auto")
+
+
+def test_unknown_architecture(tmp_path):
+    model = tiny_model("llama")
+    model.config.architectures = ["NoSuchForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"NoSuchForCausalLM.*trust_remote_code"):
+        create_model_from_path(str(tmp_path))
+
+
+def test_an_adapter_folder_loads_ready_to_train(saved, tmp_path):
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(create_model_from_path(saved, dtype="float32"), config)
+    adapted.save_pretrained(tmp_path)
+    loaded = create_model_from_path(str(tmp_path), dtype="float32")
+    assert isinstance(loaded, PeftModel)
+    assert {name.split(".")[-3] for name, p in loaded.named_parameters() if p.requires_grad} == {
+        "lora_A",
+        "lora_B",
+    }
+    ids = torch.tensor([[4, 5, 6]])
+    torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-6, rtol=0)
+
+
+def test_eos_pads_where_there_is_no_pad_token(saved, caplog):
+    with caplog.at_level(logging.INFO, logger="trl.models.loading"):
+        tokenizer = load_processing_class(saved)
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("</s>", "</s>")
+    assert caplog.text.count("no pad token") == 1
+
+
+def test_special_tokens_can_be_chosen(saved):
+    tokenizer = load_processing_class(create_model_from_path(saved), eos_token="<s>", pad_token="<pad>")
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+
+
+@pytest.mark.parametrize("field", ["eos_token", "pad_token"])
+def test_special_tokens_must_be_in_the_vocabulary(field):
+    with pytest.raises(
+        ValueError, match=rf"{field} '<\|im_end\|>' is not in the vocabulary.*11 tokens.*add_special_tokens"
+    ):
+        apply_special_tokens(word_tokenizer(), **{field: "<|im_end|>"})
+
+
+def test_no_tokenizer_beside_the_model(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="processing_class"):
+        load_processing_class(str(tmp_path))
+    with pytest.raises(ValueError, match="processing_class"):
+        load_processing_class(tiny_model("llama"))

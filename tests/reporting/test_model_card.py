@@ -1,0 +1,102 @@
+"""Model cards name the base, the data, the method, the versions, and read back as cards."""
+
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import ModelCard
+
+from trl.reporting.model_card import card_of_trainer, generate_model_card
+
+FIELDS = {
+    "base_model": "owner/base",
+    "model_name": "my-model",
+    "hub_model_id": "me/my-model",
+    "dataset_name": "owner/data",
+    "tags": ["trl", "sft"],
+    "wandb_url": "https://wandb.test/run",
+    "trainer_name": "SFT",
+    "trainer_citation": "@article{x, title = {{A {Title}}}}",
+    "paper_title": "A paper",
+    "paper_id": "2402.03300",
+    "comet_url": None,
+}
+
+
+def test_everything_is_in_the_card(tmp_path):
+    generate_model_card(**FIELDS).save(tmp_path / "README.md")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == "owner/base"
+    assert card.data.datasets == ["owner/data"]
+    assert card.data.model_name == "my-model"
+    assert card.data.tags == ["generated_from_trainer", "trl", "sft"]
+    for text in (
+        "A fine-tune of [owner/base](https://huggingface.co/owner/base) on [owner/data]",
+        'model="me/my-model"',
+        "Method: SFT, from [A paper](https://huggingface.co/papers/2402.03300).",
+        "https://wandb.test/run",
+        "@article{x, title = {{A {Title}}}}",
+        "- transformers: ",
+        "@misc{trl,",
+    ):
+        assert text in card.text
+    assert "Comet" not in card.text
+    assert "VERSION" not in card.text
+
+
+@pytest.mark.parametrize("base", [None, "/models/base"])
+def test_local_and_absent_names_are_not_linked(base):
+    card = generate_model_card(**{**FIELDS, "base_model": base, "dataset_name": ["a.jsonl", "/data/x"]})
+    assert card.data.base_model is None
+    expected = f"in `{base}`" if base else "from its initial weights"
+    assert expected in card.text
+    assert "`/data/x`" in card.text
+
+
+def test_another_template(tmp_path):
+    file = tmp_path / "card.md"
+    file.write_text("---\n{{ card_data }}\n---\n{{ trainer_name }} of {{ base_model }}")
+    assert "SFT of owner/base" in generate_model_card(**FIELDS, template_file=str(file)).text
+
+
+def test_the_card_of_a_trainer(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(run=SimpleNamespace(url="https://wandb.test/2"))
+    )
+    args = SimpleNamespace(
+        output_dir=str(tmp_path / "run7"),
+        hub_model_id=None,
+        learning_rate=2e-5,
+        lr_scheduler_type="linear",
+        max_length=None,
+        seed=3,
+        bf16=False,
+        fp16=False,
+        train_batch_size=4,
+        gradient_accumulation_steps=2,
+        world_size=3,
+    )
+    trainer = SimpleNamespace(
+        args=args,
+        state=SimpleNamespace(
+            global_step=9, log_history=[{"loss": 2.0}, {"loss": 1.23456}, {"train_loss": 1.5}]
+        ),
+        model=SimpleNamespace(config=SimpleNamespace(_name_or_path="")),
+        _name="SFT",
+        _paper={},
+        _tag_names=["trl", "sft"],
+    )
+    card = card_of_trainer(trainer, tags=["sft", "mine"])
+    assert card.data.tags == ["generated_from_trainer", "trl", "sft", "mine"]
+    for text in (
+        "# run7",
+        "| rows per optimiser step | 24 |",
+        "| optimiser steps | 9 |",
+        "| last training loss | 1.235 |",
+        "| seed | 3 |",
+        "https://wandb.test/2",
+        "Method: SFT.",
+    ):
+        assert text in card.text
+    assert "bf16" not in card.text

@@ -1,0 +1,52 @@
+"""Tables in the terminal show what they were given, and nothing is read as markup."""
+
+import pandas as pd
+
+from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
+
+ROWS = 6
+
+
+def sample(num_samples):
+    print_prompt_completions_sample(
+        [f"p{i}" for i in range(ROWS)],
+        [[{"role": "assistant", "content": f"c{i}"}] for i in range(ROWS)],
+        {"length": [None, 1.0, 2.0, 3.0, 4.0, 5.0]},
+        [0.125] * ROWS,
+        step=42,
+        num_samples=num_samples,
+    )
+
+
+def test_rich_table(capsys):
+    print_rich_table(pd.DataFrame({"step": [1, 2], "text": ["[bold]a[/bold]", "b"]}))
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("step", "text", "[bold]a[/bold]", "2"))
+
+
+def test_every_row_is_printed(capsys):
+    sample(None)
+    out = capsys.readouterr().out
+    assert all(f"p{i}" in out and f"c{i}" in out for i in range(ROWS))
+    assert all(word in out for word in ("Step 42", "length", "5.00", "Assistant", "0.12", "-"))
+
+
+def test_a_sample_is_printed(capsys):
+    sample(2)
+    out = capsys.readouterr().out
+    assert sum(f"p{i} " in out for i in range(ROWS)) == 2
+    sample(2)
+    assert capsys.readouterr().out == out
+    sample(0)
+    assert capsys.readouterr().out == ""
+
+
+def test_messages_of_every_kind(capsys):
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": "look"}, {"type": "image"}],
+        "tool_calls": [{"function": {"name": "add", "arguments": "1"}}],
+    }
+    print_prompt_completions_sample([[message]], ["[red]x"], {}, [0.0], 1)
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("User", "look", "<image>", "add(1)", "[red]x"))

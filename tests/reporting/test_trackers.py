@@ -1,0 +1,116 @@
+"""Tables and times go to the trackers that a run reports to and that are active, and nowhere else."""
+
+import sys
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from trl.extras.profiling import profiling_context, profiling_decorator
+from trl.reporting import trackers
+from trl.reporting.trackers import get_comet_experiment_url, log_table, log_table_to_comet_experiment
+
+TABLE = pd.DataFrame({"prompt": ["a|b"], "completion": ["x\ny"]})
+
+
+class Calls(list):
+    def __call__(self, *args, **kwargs):
+        self.append((args, kwargs))
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    calls = Calls()
+    module = SimpleNamespace(
+        run=SimpleNamespace(url="u"), log=calls, Table=lambda dataframe: ("table", dataframe)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
+
+
+@pytest.fixture
+def comet(monkeypatch):
+    calls = Calls()
+    experiment = SimpleNamespace(url="https://comet.test/1", log_table=calls)
+    monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(get_running_experiment=lambda: experiment))
+    return calls
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    calls = Calls()
+    module = SimpleNamespace(active_run=lambda: object(), log_table=calls, log_metrics=calls)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return calls
+
+
+def test_nothing_is_loaded_or_sent_without_a_run():
+    assert get_comet_experiment_url() is None
+    assert trackers.get_wandb_run_url() is None
+    log_table_to_comet_experiment("x.csv", TABLE)
+    assert (
+        log_table("x", TABLE, ["wandb", "comet_ml", "mlflow", "trackio", "tensorboard", "codecarbon"]) == []
+    )
+
+
+def test_tables_reach_every_active_tracker(wandb, comet, mlflow):
+    writer = SimpleNamespace(add_text=Calls())
+    reported = ["wandb", "comet_ml", "mlflow", "tensorboard"]
+    assert log_table("completions", TABLE, reported, step=5, tensorboard_writer=writer) == reported
+    assert wandb[0][0][0]["completions"][0] == "table"
+    assert comet == [((), {"tabular_data": TABLE, "filename": "completions.csv"})]
+    assert mlflow == [((TABLE,), {"artifact_file": "completions_5.json"})]
+    assert writer.add_text == [
+        (("completions", "| prompt | completion |\n| --- | --- |\n| a\\|b | x<br>y |", 5), {})
+    ]
+    assert get_comet_experiment_url() == "https://comet.test/1"
+
+
+def test_only_where_the_run_reports_to(wandb, comet):
+    assert log_table("x", TABLE, ["comet_ml"]) == ["comet_ml"]
+    assert wandb == []
+
+
+def test_a_table_reaches_trackio(monkeypatch, tmp_path):
+    trackio = pytest.importorskip("trackio")
+    from trackio import context_vars
+
+    assert log_table("x", TABLE, ["trackio"]) == []
+    calls = Calls()
+    monkeypatch.setattr(trackio, "log", calls)
+    token = context_vars.current_run.set(object())
+    try:
+        assert log_table("x", TABLE, ["trackio"], step=3) == ["trackio"]
+    finally:
+        context_vars.current_run.reset(token)
+    assert calls[0][1] == {"step": 3}
+
+
+class Trainer:
+    def __init__(self, *report_to):
+        self.args = SimpleNamespace(report_to=list(report_to))
+        self.state = SimpleNamespace(global_step=7)
+        self.accelerator = SimpleNamespace(is_main_process=True)
+
+    @profiling_decorator
+    def work(self, value):
+        """Doubles."""
+        return 2 * value
+
+
+def test_times_are_logged_by_trainer_and_method(wandb, mlflow):
+    assert Trainer("wandb", "mlflow").work(4) == 8
+    ((name, seconds),) = wandb[0][0][0].items()
+    assert name == "profiling/Time taken: Trainer.work"
+    assert 0 <= seconds < 5
+    assert mlflow[0][1] == {"step": 7}
+    assert (Trainer.work.__name__, Trainer.work.__doc__) == ("work", "Doubles.")
+
+
+def test_no_times_without_a_tracker_or_off_the_main_process(wandb):
+    Trainer("tensorboard").work(1)
+    other = Trainer("wandb")
+    other.accelerator.is_main_process = False
+    with profiling_context(other, "x"):
+        pass
+    assert wandb == []

@@ -1,0 +1,59 @@
+import pytest
+
+from trl.scripts.config_file import read_config, take_config_option
+
+
+def written(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_values_lines_and_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_TEST_A", "old")
+    path = written(tmp_path, "seed: 3\nenv:\n  TRL_TEST_A: 1\n\nnames: [a, b]\n")
+    config = read_config(path)
+    assert config.values == {"seed": 3, "names": ["a", "b"]}
+    assert config.where("names") == f"{path}, line 5"
+    config.apply_env()
+    import os
+
+    assert os.environ["TRL_TEST_A"] == "1"
+
+
+def test_an_empty_file_has_no_options(tmp_path):
+    assert read_config(written(tmp_path, "# nothing\n")).values == {}
+
+
+def test_a_missing_file():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml does not exist"):
+        read_config("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2", "is not valid YAML"),
+        ("- a\n- b\n", "must hold `option: value` lines, got list"),
+        ("just text", "got str"),
+        ("1: a", "must hold `option: value` lines"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: `a` already stands on line 1"),
+        ("env: [A]", "`env` must map names"),
+        ("a: !!python/object/apply:os.system ['true']", "is not valid YAML"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(written(tmp_path, text))
+
+
+def test_take_config_option():
+    assert take_config_option(["--a", "1"]) == (None, ["--a", "1"])
+    assert take_config_option(["--a", "--config", "x.yaml", "b"]) == ("x.yaml", ["--a", "b"])
+    assert take_config_option(["--config=x.yaml"]) == ("x.yaml", [])
+
+
+@pytest.mark.parametrize("args", [["--config"], ["--config", "--seed"], ["--config", "a", "--config=b"]])
+def test_take_config_option_rejects(args):
+    with pytest.raises(ValueError, match="--config"):
+        take_config_option(args)

@@ -1,0 +1,30 @@
+import torch
+
+from trl.scripts import env
+
+
+def test_prints_versions_to_paste(capsys):
+    assert env.main([]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == "Copy-paste the following information when reporting an issue:"
+    entries = dict(line.removeprefix("- ").split(": ", 1) for line in lines[2:] if line.startswith("- "))
+    assert list(entries)[:5] == [
+        "Platform",
+        "Python version",
+        "TRL version",
+        "Accelerator(s)",
+        "PyTorch version",
+    ]
+    assert entries["PyTorch version"] == torch.__version__
+
+
+def test_missing_packages_are_said_to_be_missing():
+    assert env.version("no-such-package-at-all") == "not installed"
+
+
+def test_the_saved_accelerate_config_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert env.accelerate_config() == "not found"
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text("num_processes: 2\n")
+    assert env.accelerate_config() == "\n  - num_processes: 2"

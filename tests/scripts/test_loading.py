@@ -1,0 +1,67 @@
+import json
+
+import pytest
+
+from trl.data.mixtures import DatasetConfig, DatasetMixtureConfig
+from trl.scripts.arguments import ScriptArguments
+from trl.scripts.loading import load_train_and_eval
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(10)))
+    return str(path)
+
+
+def load(script_args, mixture=None, *, evaluate=False, renames=None):
+    return load_train_and_eval(
+        script_args, mixture or DatasetMixtureConfig(), renames=renames or {}, evaluate=evaluate
+    )
+
+
+def test_a_file_with_renamed_columns(file):
+    train, test = load(ScriptArguments(file), renames={"question": "prompt", "answer": "completion"})
+    assert (len(train), train[0], test) == (10, {"prompt": "0?", "completion": "0"}, None)
+
+
+def test_slices_are_splits_too(file):
+    script_args = ScriptArguments(file, dataset_train_split="train[:8]", dataset_test_split="train[8:]")
+    train, test = load(script_args, evaluate=True, renames={"question": "prompt"})
+    assert (len(train), len(test)) == (8, 2)
+    assert test[0] == {"prompt": "8?", "answer": "8"}
+
+
+def test_streaming(file):
+    train, _ = load(ScriptArguments(file, dataset_streaming=True), renames={"question": "prompt"})
+    assert next(iter(train)) == {"prompt": "0?", "answer": "0"}
+
+
+def test_a_missing_test_split_lists_those_there_are_and_the_way_out(file):
+    with pytest.raises(ValueError, match=r"dataset_test_split: .*'test'.*\['train'\].*--eval_strategy no"):
+        load(ScriptArguments(file), evaluate=True)
+
+
+def test_mixtures(file):
+    mixture = DatasetMixtureConfig([DatasetConfig(file), DatasetConfig(file)], test_split_size=0.25)
+    train, test = load(ScriptArguments(), mixture, evaluate=True)
+    assert (len(train), len(test)) == (15, 5)
+
+
+def test_a_mixture_without_a_test_split(file):
+    with pytest.raises(ValueError, match="the mixture has no split 'test', it has 'train'"):
+        load(ScriptArguments(), DatasetMixtureConfig([DatasetConfig(file)]), evaluate=True)
+
+
+def test_exactly_one_source(file):
+    with pytest.raises(ValueError, match="No dataset"):
+        load(ScriptArguments())
+    with pytest.raises(ValueError, match="both given"):
+        load(ScriptArguments(file), DatasetMixtureConfig([DatasetConfig(file)]))
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        load(ScriptArguments("nowhere.jsonl"))

@@ -1,0 +1,206 @@
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from trl.data.mixtures import DatasetConfig, DatasetMixtureConfig
+from trl.scripts.arguments import SFTScriptArguments
+from trl.scripts.parser import TrlParser
+
+
+@dataclass
+class Model:
+    path: str
+    use_adapter: bool = False
+    names: list[str] | None = None
+    extra: dict | str | None = None
+
+
+@dataclass
+class Training:
+    rate: float = field(default=0.1, metadata={"help": "Rate."})
+    steps: int = 10
+    loss: Literal["nll", "dft"] = "nll"
+    save: Literal["no", "steps"] = "steps"
+    verbose: bool = True
+    half: bool | None = None
+
+    def __post_init__(self):
+        if self.steps < 0:
+            raise ValueError(f"steps must be >= 0, got {self.steps}")
+
+
+def parser():
+    return TrlParser((Model, Training), prog="toy")
+
+
+@pytest.fixture
+def run(tmp_path):
+    def parse(*line, config=None, **kwargs):
+        if config is not None:
+            path = tmp_path / "run.yaml"
+            path.write_text(config)
+            line = ("--config", str(path), *line)
+        return parser().parse_args_and_config(line, **kwargs)
+
+    return parse
+
+
+def test_the_command_line_alone(run):
+    model, training = run(
+        "--path", "m", "--rate", "2e-5", "--use_adapter", "--names", "a", "b", "--no_verbose"
+    )
+    assert model == Model("m", use_adapter=True, names=["a", "b"])
+    assert training == Training(rate=2e-5, verbose=False)
+
+
+def test_the_file_gives_defaults_and_required_options(run):
+    model, training = run("--steps", "7", config="path: m\nsteps: 3\nrate: 0.5\n")
+    assert (model.path, training.steps, training.rate) == ("m", 7, 0.5)
+
+
+def test_yaml_values_become_what_the_command_line_would_have_read(run):
+    model, training = run(
+        config="path: 7\nrate: 2e-5\nsave: no\nnames: one\nextra: {a: {b: 1}}\nhalf: true\nuse_adapter: 'yes'\n"
+    )
+    assert (training.rate, training.save, training.half) == (2e-5, "no", True)
+    assert (model.path, model.names, model.extra, model.use_adapter) == ("7", ["one"], {"a": {"b": 1}}, True)
+
+
+def test_the_file_can_set_the_environment(run, monkeypatch):
+    monkeypatch.setenv("TRL_TEST_B", "old")
+    run(config="path: m\nenv: {TRL_TEST_B: new}\n")
+    assert os.environ["TRL_TEST_B"] == "new"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("path: m\nstps: 3\n", r"run\.yaml, line 2: unknown option `stps`\. Did you mean steps\?"),
+        ("path: m\nsteps: many\n", r"line 2: `steps` must be a whole number, got 'many'"),
+        ("path: m\nsteps: 1.5\n", r"`steps` must be a whole number, got 1\.5"),
+        ("path: m\nsteps: true\n", "`steps` must be a whole number, got True"),
+        ("path: m\nrate: [1]\n", r"`rate` must be a number, got \[1\]"),
+        ("path: m\nverbose: 3\n", "`verbose` must be true or false, got 3"),
+        ("path: m\nloss: dtf\n", r"`loss` must be one of nll, dft; got 'dtf'\. Did you mean dft\?"),
+        ("path: {a: 1}\n", "`path` must be a plain value"),
+        ("path: m\nsteps: -1\n", "steps must be >= 0, got -1"),
+    ],
+)
+def test_bad_files(run, config, message):
+    with pytest.raises(ValueError, match=message):
+        run(config=config)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--path", "m", "--step", "3"], r"Unknown option --step\. Did you mean --steps\?"),
+        (["--path", "m", "--use-adaptr"], r"Did you mean --use_adapter\?"),
+        (["--path", "m", "--zzz=3"], r"^Unknown option --zzz\.$"),
+        (["--path", "m", "stray"], "Unexpected arguments: stray"),
+    ],
+)
+def test_unknown_options_suggest_the_nearest(run, line, message):
+    with pytest.raises(ValueError, match=message):
+        run(*line)
+
+
+def test_options_of_others_are_suggested_too():
+    instance = parser()
+    instance.other_options.add("num_processes")
+    with pytest.raises(ValueError, match="Did you mean --num_processes"):
+        instance.parse_args_and_config(["--path", "m", "--num_proceses", "2"])
+
+
+def test_unknown_options_can_be_returned(run):
+    *_, remaining = run("--b", "2", config="path: m\na: [1, 2]\nflag: true\n", return_remaining_strings=True)
+    assert remaining == ["--a", "1", "2", "--flag", "True", "--b", "2"]
+
+
+def test_unknown_options_can_be_passed_over_with_a_warning(run):
+    with pytest.warns(UserWarning, match="Ignored: Unknown option --b"):
+        model, _ = run("--path", "m", "--b", "2", fail_with_unknown_args=False)
+    assert model.path == "m"
+
+
+def test_set_defaults_with_config():
+    instance = parser()
+    assert instance.set_defaults_with_config(path="m", rate=3, other=1) == ["--other", "1"]
+    assert instance.parse_args_and_config([]) == (Model("m"), Training(rate=3))
+
+
+def test_wrong_types_on_the_command_line_exit_with_2_and_no_usage(run, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--path", "m", "--steps", "many")
+    assert stop.value.code == 2
+    assert (
+        capsys.readouterr().err.splitlines()[0] == "toy: error: argument --steps: invalid int value: 'many'"
+    )
+
+
+def test_a_missing_required_option_exits_with_2(run, capsys):
+    with pytest.raises(SystemExit):
+        run("--steps", "1")
+    assert "the following arguments are required: --path" in capsys.readouterr().err
+
+
+def test_two_dataclasses_must_not_share_a_field():
+    @dataclass
+    class Other:
+        steps: int = 1
+
+    with pytest.raises(ValueError, match="`steps` is a field of both Training and Other"):
+        TrlParser((Training, Other))
+
+
+def test_a_field_must_not_be_called_config():
+    @dataclass
+    class Other:
+        config: str = ""
+
+    with pytest.raises(ValueError, match="field `config`"):
+        TrlParser(Other)
+
+
+def test_no_dataclass_at_all_and_a_single_one():
+    assert TrlParser().parse_args_and_config([]) == ()
+    assert TrlParser(Training).parse_args_and_config(["--steps", "2"]) == (Training(steps=2),)
+
+
+def mixture(tmp_path, text):
+    path = tmp_path / "mixture.yaml"
+    path.write_text(text)
+    return TrlParser((SFTScriptArguments, DatasetMixtureConfig)).parse_args_and_config(
+        ["--config", str(path)]
+    )
+
+
+def test_mixtures_and_column_mappings(tmp_path):
+    script, mixed = mixture(
+        tmp_path,
+        "column_mapping: {question: prompt, answer: completion}\ntest_split_size: 0.1\n"
+        "datasets:\n  - path: a.jsonl\n  - path: b\n    data_files: [x.csv]\n    columns: [text]\n",
+    )
+    assert script.renames() == {"question": "prompt", "answer": "completion"}
+    assert mixed.datasets == [
+        DatasetConfig("a.jsonl"),
+        DatasetConfig("b", data_files=["x.csv"], columns=["text"]),
+    ]
+    assert mixed.test_split_size == 0.1
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            "{path: a, splt: train}",
+            r"`datasets` has an entry with an unknown key `splt`\. Did you mean split\?",
+        ),
+        ("{name: a}", "`datasets` has an entry without `path`"),
+    ],
+)
+def test_bad_mixtures(tmp_path, entry, message):
+    with pytest.raises(ValueError, match=message):
+        mixture(tmp_path, f"datasets:\n  - {entry}\n")

@@ -1,0 +1,58 @@
+from dataclasses import dataclass
+
+import pytest
+
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import CommandError, reporting_input_errors, run_script
+
+
+@dataclass
+class Options:
+    size: int = 1
+
+    def __post_init__(self):
+        if self.size < 0:
+            raise ValueError(f"size must be >= 0, got {self.size}")
+
+
+def run(main, *line):
+    return run_script(TrlParser(Options, prog="toy"), main, line)
+
+
+def test_main_gets_the_dataclasses():
+    seen = []
+    assert run(seen.append, "--size", "3") == 0
+    assert seen == [Options(3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--size", "-1"], "toy: error: size must be >= 0, got -1"),
+        (["--sise", "1"], "toy: error: Unknown option --sise. Did you mean --size?"),
+        (["--config", "nowhere.yaml"], "toy: error: The config file nowhere.yaml does not exist"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(capsys, line, message):
+    assert run(lambda options: None, *line) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_input_errors_before_training_are_reported_and_others_are_not(capsys):
+    def before(options):
+        with reporting_input_errors():
+            raise FileNotFoundError("no such model")
+
+    def during(options):
+        raise ValueError("a bug")
+
+    assert run(before) == 2
+    assert capsys.readouterr().err == "toy: error: no such model\n"
+    with pytest.raises(ValueError, match="a bug"):
+        run(during)
+
+
+def test_the_traceback_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv("TRL_TRACEBACK", "1")
+    with pytest.raises(CommandError, match="got -1"):
+        run(lambda options: None, "--size", "-1")

@@ -1,0 +1,153 @@
+"""Gradients taken in the scoring pass against autograd through plain logits."""
+
+import pytest
+import torch
+
+from tests.tensors.test_logprobs import (
+    RULES,
+    LargestTensor,
+    assert_close,
+    gradients,
+    inputs,
+    plain_scores,
+)
+from trl.tensors.local_loss import local_loss
+from trl.tensors.softmax_rows import LogitRule
+
+COUNT = 13
+WEIGHTS = torch.linspace(0.0, 1.0, COUNT, dtype=torch.float64)
+OLD_LOGPS = torch.linspace(-9.0, -0.5, COUNT, dtype=torch.float64)
+ADVANTAGES = torch.linspace(-1.0, 1.0, COUNT, dtype=torch.float64)
+
+
+def nll(logps, rows):
+    return -logps * WEIGHTS[rows]
+
+
+def dft(logps, rows):
+    return -logps.detach().exp() * logps * WEIGHTS[rows]
+
+
+def clipped(logps, rows):
+    ratio = (logps - OLD_LOGPS[rows]).exp()
+    return -torch.min(ratio * ADVANTAGES[rows], ratio.clamp(0.8, 1.2) * ADVANTAGES[rows])
+
+
+def with_entropy(logps, rows, entropies):
+    return -logps * WEIGHTS[rows] - 0.1 * entropies * (1 - WEIGHTS[rows])
+
+
+LOSSES = {"nll": nll, "dft": dft, "clipped": clipped, "entropy": with_entropy}
+
+
+def plain_loss(loss_of, hidden, weight, targets, bias, rule):
+    logps, entropies, _ = plain_scores(hidden, weight, targets, bias, rule)
+    return loss_of(logps, slice(0, COUNT), *([entropies] if loss_of is with_entropy else []))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("chunk_size", [1, 5, None])
+def test_equals_plain_logits(loss, rule, chunk_size):
+    hidden, weight, targets, bias = inputs(COUNT)
+    values = plain_loss(LOSSES[loss], hidden, weight, targets, bias, RULES[rule])
+    expected = gradients(3.0 * values.sum(), hidden, weight, bias)
+    found = local_loss(
+        hidden,
+        weight,
+        targets,
+        LOSSES[loss],
+        bias=bias,
+        rule=RULES[rule],
+        correct=True,
+        entropy_in_loss=loss == "entropy",
+        chunk_size=chunk_size,
+    )
+    assert_close(found.values, values.detach(), 1e-10)
+    assert_close(found.total, values.sum(), 1e-10)
+    assert not found.values.requires_grad and not found.scores.logps.requires_grad
+    for ours, theirs in zip(gradients(3.0 * found.total, hidden, weight, bias), expected, strict=True):
+        assert_close(ours, theirs, 1e-10)
+
+
+@pytest.mark.parametrize("loss", ["nll", "entropy"])
+def test_float32_to_1e6(loss):
+    hidden, weight, targets, bias = inputs(COUNT, dtype=torch.float32)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    values = plain_loss(LOSSES[loss], wide[0], wide[1], targets, wide[2], LogitRule())
+    found = local_loss(
+        hidden, weight, targets, LOSSES[loss], bias=bias, entropy_in_loss=loss == "entropy", chunk_size=4
+    )
+    assert_close(found.total.double(), values.sum(), 1e-6)
+    for ours, theirs in zip(
+        gradients(found.total, hidden, weight, bias), gradients(values.sum(), *wide), strict=True
+    ):
+        assert_close(ours.double(), theirs, 1e-6)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_inputs_without_gradient_get_none(frozen):
+    hidden, weight, targets, bias = inputs(COUNT)
+    {"weight": weight, "hidden": hidden}[frozen].requires_grad_(False)
+    expected = gradients(
+        plain_loss(nll, hidden, weight, targets, bias, LogitRule()).sum(),
+        *(x for x in (hidden, weight) if x.requires_grad),
+    )
+    local_loss(hidden, weight, targets, nll, bias=bias).total.backward()
+    trained, other = (hidden, weight) if frozen == "weight" else (weight, hidden)
+    assert other.grad is None
+    assert_close(trained.grad, expected[0], 1e-10)
+
+
+def test_no_grad_takes_one_product_per_chunk():
+    hidden, weight, targets, _ = inputs(COUNT, bias=False)
+    with torch.no_grad(), LargestTensor() as seen:
+        found = local_loss(hidden, weight, targets, nll)
+    assert not found.total.requires_grad
+    assert "addmm_" not in seen.names and "scatter_add_" not in seen.names
+
+
+@pytest.mark.parametrize("rule", ["plain", "all"])
+def test_never_builds_tokens_times_vocabulary(rule):
+    hidden, weight, targets, bias = inputs(60, 8, 50)
+    with LargestTensor() as seen:
+        local_loss(
+            hidden, weight, targets, lambda x, rows: -x, bias=bias, rule=RULES[rule], chunk_size=10
+        ).total.backward()
+    assert seen.largest <= 10 * 50
+
+
+def test_no_rows():
+    hidden, weight, targets, bias = inputs(0)
+    found = local_loss(hidden, weight, targets, lambda x, rows: -x, bias=bias)
+    assert found.total.item() == 0.0
+    assert all(x.abs().sum() == 0 for x in gradients(found.total, hidden, weight, bias))
+
+
+def test_a_loss_that_reads_no_logps_has_zero_gradient():
+    hidden, weight, targets, _ = inputs(COUNT, bias=False)
+    found = local_loss(hidden, weight, targets, lambda x, rows: torch.ones_like(x))
+    assert found.total.item() == COUNT
+    assert gradients(found.total, hidden)[0].abs().sum() == 0
+
+
+def test_second_backward_and_summed_losses_are_refused():
+    hidden, weight, targets, _ = inputs(COUNT, bias=False)
+    found = local_loss(hidden, weight, targets, nll)
+    found.total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="local_loss can go backward once"):
+        found.total.backward()
+    with pytest.raises(ValueError, match=r"one loss per token, shape \(13,\), got \(\)"):
+        local_loss(hidden, weight, targets, lambda x, rows: x.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_survive_a_small_share(dtype):
+    """Slopes of 1e-7 per token, as in a mean over a large step, must not vanish in the head's sums."""
+    hidden, weight, targets, _ = inputs(64, 32, 101, dtype=dtype, bias=False)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = gradients(-plain_scores(wide[0], wide[1], targets, None, LogitRule())[0].sum(), *wide)
+    total = local_loss(hidden, weight, targets, lambda x, rows: -1e-7 * x).total
+    for ours, theirs in zip(gradients(1e7 * total, hidden, weight), expected, strict=True):
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).norm() / theirs.norm() < 0.05

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from trl.tensors.segments import Segments
+
+
+def test_plain_sequences_by_hand():
+    row = Segments.from_lengths([3, 1, 2])
+    assert row.start == (0, 3, 4)
+    assert row.prefix_length == (0, 0, 0)
+    assert row.total == 6
+    assert not row.has_branches
+    assert row.position_ids().tolist() == [[0, 1, 2, 0, 0, 1]]
+
+
+def test_trees_by_hand():
+    row = Segments.from_trees([(3, [2, 1]), (2, []), (1, [2])])
+    assert list(row) == [(0, 3, 0, 0), (3, 2, 0, 3), (5, 1, 0, 3), (6, 2, 0, 0), (8, 1, 0, 0), (9, 2, 8, 1)]
+    assert row.position_ids().tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 0, 1, 2]]
+    assert row.has_branches
+
+
+def test_table_keeps_everything():
+    row = Segments.from_trees([(4, [3, 1, 2]), (5, [])])
+    table = row.to_table()
+    assert table.shape == (1, 1, 5, 4)
+    assert table.dtype == torch.int64
+    assert table[0, 0, 1].tolist() == [4, 3, 0, 4]
+    assert Segments.from_table(table) == row
+    assert hash(Segments.from_table(table)) == hash(row)
+
+
+def test_empty_row():
+    row = Segments.from_lengths([])
+    assert row.total == 0
+    assert row.position_ids().shape == (1, 0)
+    assert Segments.from_table(row.to_table()) == row
+    assert Segments.from_trees([]) == row
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_branch_is_the_sequence_it_would_be_alone(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    trees = [(draw(1, 9), [draw(1, 7) for _ in range(draw(0, 5))]) for _ in range(draw(1, 6))]
+    row = Segments.from_trees(trees)
+    visible, positions = row.visible(), row.position_ids()[0]
+    assert row.total == sum(prompt + sum(branches) for prompt, branches in trees)
+    for start, length, prefix_start, prefix_length in row:
+        own = [*range(prefix_start, prefix_start + prefix_length), *range(start, start + length)]
+        assert positions[own].tolist() == list(range(len(own)))
+        causal = torch.ones(len(own), len(own), dtype=torch.bool).tril()
+        assert torch.equal(visible[own][:, own][prefix_length:], causal[prefix_length:])
+        assert visible[start : start + length].sum() == causal[prefix_length:].sum()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (((0, 4), (3, 2), (0, 0), (0, 0)), "segment 1 has start 4"),
+        (((0, 3), (3, 0), (0, 0), (0, 0)), "length 0"),
+        (((0, 3), (3, 2), (0, 0), (0, 2)), r"prefix \[0, 2\)"),
+        (((0, 2, 4), (2, 2, 2), (0, 0, 2), (0, 2, 2)), r"segment 2 has the prefix \[2, 4\)"),
+        (((0,), (1, 2), (0,), (0,)), "equally long"),
+    ],
+)
+def test_what_is_no_row_is_refused(columns, message: str):
+    with pytest.raises(ValueError, match=message):
+        Segments(*columns)
+
+
+def test_a_table_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="4 numbers per segment"):
+        Segments.from_table(torch.zeros(1, 1, 2, 3, dtype=torch.int64))

@@ -1,0 +1,238 @@
+"""Every public name resolves, says the same to type checkers as at run time, and has the signature of the 0.26 table."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "trl"
+SURFACE = ROOT.parent / "shared" / "spec" / "api" / "surface_0.26.md"
+
+
+def lazy_modules() -> list[str]:
+    """Dotted names of the modules of trl that hand out names through `trl._lazy.attach`."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "= attach(__name__" in path.read_text(encoding="utf-8"):
+            parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return found
+
+
+LAZY_NAMES = [(module, name) for module in lazy_modules() for name in importlib.import_module(module).__all__]
+
+
+@pytest.mark.parametrize(("module", "name"), LAZY_NAMES, ids=[".".join(pair) for pair in LAZY_NAMES])
+def test_every_lazy_name_resolves(module, name):
+    assert getattr(importlib.import_module(module), name) is not None
+
+
+@pytest.mark.parametrize("module", lazy_modules())
+def test_type_checkers_see_the_same_names(module):
+    """The imports under `if TYPE_CHECKING:` are those of `_NAMES`, from the same modules."""
+    loaded = importlib.import_module(module)
+    blocks = [
+        node
+        for node in ast.parse(inspect.getsource(loaded)).body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]
+    if not blocks:
+        pytest.skip(f"{module} has no block for type checkers")
+    seen = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in ast.walk(blocks[0])
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == {n: p if ":" in p else f"{p}:{n}" for n, p in loaded._NAMES.items()}
+
+
+def test_an_unknown_name_suggests_a_known_one():
+    import trl
+
+    with pytest.raises(AttributeError, match="Did you mean SFTTrainer"):
+        _ = trl.SFTTrianer
+    with pytest.raises(ImportError):
+        from trl import NoSuchTrainer  # noqa: F401
+
+
+def test_dir_lists_lazy_names_and_submodules_resolve():
+    import trl
+
+    assert {"SFTTrainer", "get_dataset", "__version__"} <= set(dir(trl))
+    assert trl.data is importlib.import_module("trl.data")
+
+
+def test_import_trl_loads_nothing_heavy():
+    probe = "import sys, trl; print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# --- the table of the 0.26 surface ---------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """One heading of the table: where the name lives, how it is called, and the lines below it."""
+
+    module: str
+    heading: str
+    body: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return re.match(r"`?(\w+)", self.heading).group(1)
+
+
+def surface() -> Iterator[Entry]:
+    for section in re.split(r"^## ", SURFACE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, *entries = re.split(r"^### ", section, flags=re.MULTILINE)
+        for entry in entries:
+            heading, *body = entry.strip().splitlines()
+            yield Entry(title.strip().strip("`"), heading, tuple(body))
+
+
+def built(entry: Entry) -> bool:
+    """Whether the name exists in this version; a name whose method is not built yet is simply absent."""
+    return find_module(entry.module) is not None and hasattr(find_module(entry.module), entry.name)
+
+
+def find_module(name: str) -> ModuleType | None:
+    parents = [name.rsplit(".", depth)[0] for depth in range(name.count("."), 0, -1)]
+    if any(find_spec(parent) is None for parent in parents) or find_spec(name) is None:
+        return None
+    return importlib.import_module(name)
+
+
+def split(text: str, separator: str) -> list[str]:
+    """Parts of `text` between separators that stand outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{<":
+            depth += 1
+        elif char in ")]}>" and text[at - 1] != "-":
+            depth -= 1
+        elif depth == 0 and text.startswith(separator, at):
+            parts.append(text[start:at])
+            start = at + len(separator)
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def closing_bracket(text: str, start: int) -> int:
+    depth = 1
+    for at in range(start, len(text)):
+        depth += (text[at] in "([{") - (text[at] in ")]}")
+        if depth == 0:
+            return at
+    raise ValueError(f"no closing bracket in {text!r}")
+
+
+def documented_parameters(signature: str) -> dict[str, str | None]:
+    """Parameter names, with their stars, and the text of their defaults: `f(a, *b, c: int = 3) -> d`."""
+    start = signature.index("(") + 1
+    inside = signature[start : closing_bracket(signature, start)]
+    parameters = {}
+    for part in split(inside, ","):
+        declaration, *default = split(part, " = ")
+        parameters[declaration.split(":")[0].strip()] = default[0] if default else None
+    return {name: default for name, default in parameters.items() if name not in ("*", "/", "self", "cls")}
+
+
+def actual_parameters(function: Callable) -> dict[str, str | None]:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return {
+        stars.get(parameter.kind, "") + name: None
+        if parameter.default is inspect.Parameter.empty
+        else repr(parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in ("self", "cls")
+    }
+
+
+def assert_signature(function: Callable, signature: str) -> None:
+    """Documented parameters come first, in order, with their defaults; what we add has a default or is starred."""
+    expected, actual = documented_parameters(signature), actual_parameters(function)
+    if list(expected) in (["*args", "**kwargs"], ["*args", "**kwds"]):
+        return  # a wrapper in the reference: says nothing about its parameters
+    ours = [name for name in actual if name in expected]
+    assert ours == list(expected)
+    required = {name for name, default in expected.items() if default is None}  # may have a default here
+    assert {name: None if name in required else actual[name] for name in expected} == expected
+    extra = [name for name in actual if name not in expected]
+    assert all(actual[name] is not None or name.startswith("*") for name in extra), extra
+
+
+def assert_fields(cls: type, rows: list[str]) -> None:
+    fields = {field.name: field for field in dataclasses.fields(cls)} if rows else {}
+    for row in rows:
+        name, _, default = (cell.strip().strip("`") for cell in re.split(r" \| (?=`)", row.strip("| ")))
+        assert name in fields, f"{cls.__name__} has no field {name}"
+        if not default.startswith("<"):  # enums and objects, whose repr is not their value
+            assert default_of(fields[name]) == default, f"{cls.__name__}.{name}"
+
+
+def default_of(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default)
+    return "required" if field.default_factory is dataclasses.MISSING else repr(field.default_factory())
+
+
+def assert_members(cls: type, lines: list[str]) -> None:
+    for line in lines:
+        kind, signature = re.fullmatch(r"- (static |classmethod |property )?`(.*)`", line).groups()
+        name = re.match(r"\w+", signature).group(0)
+        assert hasattr(cls, name), f"{cls.__name__} has no {name}"
+        raw: Any = inspect.getattr_static(cls, name)
+        if kind == "property ":
+            assert isinstance(raw, property)
+        else:
+            assert kind != "static " or isinstance(raw, staticmethod)
+            assert_signature(getattr(cls, name), signature)
+
+
+# Two levels of the reference disagree about these; `trl.PPOTrainer` is the step-level class (spec/README.md).
+LEVELS_DISAGREE = {("trl", "PPOConfig"), ("trl", "PPOTrainer")}
+ENTRIES = list(surface()) if SURFACE.exists() else []
+
+
+@pytest.mark.skipif(not ENTRIES, reason=f"{SURFACE} is not present on this machine")
+def test_the_table_is_read():
+    assert len(ENTRIES) > 200
+    assert documented_parameters("f(a: dict[str, int] | None = None, *b, c = (1, 2), **d: Any) -> x") == {
+        "a": "None",
+        "*b": None,
+        "c": "(1, 2)",
+        "**d": None,
+    }
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=[f"{entry.module}.{entry.name}" for entry in ENTRIES])
+def test_signature_is_that_of_the_table(entry):
+    if (entry.module, entry.name) in LEVELS_DISAGREE:
+        pytest.skip("the step-level API stands here")
+    if not built(entry):
+        pytest.skip("not built yet")
+    value = getattr(find_module(entry.module), entry.name)
+    if "alias kept" in entry.heading:
+        home, _, name = re.search(r"= `([\w.]+)`", entry.heading).group(1).rpartition(".")
+        assert value is getattr(importlib.import_module(home), name)
+    elif entry.heading.startswith(f"`{entry.name}("):
+        assert_signature(value, entry.heading.strip("`"))
+    else:
+        assert_fields(value, [line for line in entry.body if line.startswith("| `")])
+        assert_members(value, [line for line in entry.body if line.startswith("- ")])

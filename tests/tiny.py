@@ -1,0 +1,102 @@
+"""Tiny decoder models built from configs, a few tens of thousands of parameters each: nothing is downloaded.
+
+The initial weights are wide (`initializer_range=0.3`), so that logits differ clearly from token to token and a test that
+compares outputs would notice a wrong mask or position.
+"""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+_HEADS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_NO_HEAD_DIM = {key: value for key, value in _HEADS.items() if key != "head_dim"}
+_NO_GROUPS = {key: value for key, value in _HEADS.items() if key not in ("num_key_value_heads", "head_dim")}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# architecture -> fields of its config; every architecture also gets _SHARED.
+_FIELDS: dict[str, dict] = {
+    "llama": _HEADS,
+    "qwen2": _NO_HEAD_DIM,
+    "qwen3": _HEADS,
+    "mistral": {**_HEADS, "sliding_window": None},
+    "gemma": _HEADS,
+    "gemma2": {**_HEADS, "query_pre_attn_scalar": 8, "sliding_window": 256},
+    "gemma3_text": {**_HEADS, "query_pre_attn_scalar": 8, "sliding_window": 256},
+    "phi3": _NO_HEAD_DIM,
+    "cohere": {**_NO_HEAD_DIM, "logit_scale": 0.25},
+    "olmo2": _NO_HEAD_DIM,
+    "granite": {**_NO_HEAD_DIM, "logits_scaling": 2.0},
+    "mixtral": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **_NO_HEAD_DIM,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_moe": {**_HEADS, **_EXPERTS},
+    "gpt_neox": {**_NO_GROUPS, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_std": 0.3,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "falcon": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
+_SHARED = {
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+ARCHITECTURES = tuple(_FIELDS)
+MIXTURES_OF_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")  # their grouped products take no float64
+NO_ATTENTION_INTERFACE = ("bloom", "falcon")  # these compute attention themselves
+
+
+def tiny_config(architecture: str, **overrides) -> PretrainedConfig:
+    """The config of a two-layer, 32-wide decoder: vocabulary 96, 256 positions, no dropout.
+
+    `architecture` is a `model_type` of transformers, one of `ARCHITECTURES`; `overrides` win over every field.
+    """
+    fields = {**_SHARED, **_FIELDS[architecture], **overrides}
+    return AutoConfig.for_model(architecture, **fields)
+
+
+def tiny_model(
+    architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
+) -> PreTrainedModel:
+    """A model of `tiny_config`, in eval mode, whose weights depend on `seed` only; the global generator is left alone."""
+    config = tiny_config(architecture, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(dtype).eval()

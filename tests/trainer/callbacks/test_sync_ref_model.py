@@ -1,0 +1,47 @@
+"""The reference moves towards the policy by alpha, when it is due."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl.trainer.callbacks import SyncRefModelCallback
+
+
+def pair():
+    policy, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    for value, model in ((4.0, policy), (2.0, reference)):
+        torch.nn.init.constant_(model.weight, value)
+        torch.nn.init.constant_(model.bias, -value)
+    return policy, reference
+
+
+def test_by_hand():
+    policy, reference = pair()
+    SyncRefModelCallback.sync_target_model(policy, reference, 0.75)
+    assert (reference.weight.item(), reference.bias.item()) == (3.5, -3.5)
+    assert policy.weight.item() == 4.0
+    SyncRefModelCallback.sync_target_model(policy, reference, 1.0)
+    assert torch.equal(reference.weight, policy.weight)
+
+
+def test_dtypes_may_differ():
+    policy, reference = pair()
+    SyncRefModelCallback.sync_target_model(policy.double(), reference.bfloat16(), 0.5)
+    assert (reference.weight.item(), reference.weight.dtype) == (3.0, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, 2.0), (2, 3.0), (3, 2.0), (4, 3.0)])
+def test_only_when_due(step, expected):
+    policy, reference = pair()
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    args = SimpleNamespace(ref_model_sync_steps=2, ref_model_mixup_alpha=0.5)
+    callback = SyncRefModelCallback(reference, accelerator)
+    callback.on_step_end(args, SimpleNamespace(global_step=step), None, model=policy)
+    assert reference.weight.item() == expected
+    SyncRefModelCallback(None, None).on_step_end(args, SimpleNamespace(global_step=2), None, model=policy)
+
+
+def test_other_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"bias.*sync_ref_model"):
+        SyncRefModelCallback.sync_target_model(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False), 0.5)

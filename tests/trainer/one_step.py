@@ -1,0 +1,72 @@
+"""The gradient and the log of optimiser steps of SFT on eight fixed rows, in this process or under torchrun.
+
+As a program: `torchrun --nproc_per_node 2 -m tests.trainer.one_step OUT.pt '{"per_device_train_batch_size": 4}'`.
+"""
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from tests.tiny import tiny_model
+from tests.trainer.resume_worker import tokenizer
+from trl import SFTConfig, SFTTrainer
+
+SETTINGS = {
+    "per_device_train_batch_size": 8, "max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+    "save_strategy": "no", "gradient_checkpointing": False, "seed": 11,
+}  # fmt: skip
+LENGTHS = (9, 3, 14, 5, 7, 11, 4, 6)
+
+
+def fixed_rows() -> list[dict[str, list[int]]]:
+    """Eight rows of different lengths; completions of different lengths, one with a single token."""
+    generator = torch.Generator().manual_seed(2)
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
+        prompt = (2 * number) % (length - 1) if number else length - 1
+        rows.append({"input_ids": ids, "completion_mask": [0] * prompt + [1] * (length - prompt)})
+    return rows
+
+
+class KeepGradients(TrainerCallback):
+    """Copies the gradients of each optimiser step before it is made."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        named = {
+            name.removeprefix("module."): p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+        self.steps.append(named)
+
+
+def run(model: Any = None, data: Any = None, **settings: Any) -> tuple[SFTTrainer, KeepGradients]:
+    """Train with `settings` over the defaults above; the trainer, and the gradients of every step."""
+    keep = KeepGradients()
+    model = tiny_model("gpt2", dtype=torch.float64) if model is None else model
+    args = SFTConfig(tempfile.mkdtemp(), **{**SETTINGS, **settings})
+    data = Dataset.from_list(fixed_rows()) if data is None else data
+    trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer(), callbacks=[keep])
+    trainer.train()
+    return trainer, keep
+
+
+def main(out: str, settings: str) -> None:
+    torch.set_num_threads(1)
+    trainer, keep = run(**json.loads(settings))
+    if trainer.is_world_process_zero():
+        torch.save({"gradients": keep.steps, "logs": trainer.state.log_history}, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

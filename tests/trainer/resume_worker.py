@@ -1,0 +1,148 @@
+"""Trains a tiny model, kills itself with SIGKILL where it is told to, and writes what the run ended in.
+
+Run as `python -m tests.trainer.resume_worker OUT KIND [KILL]`; a run goes on from the newest checkpoint in OUT.
+KILL: `micro:N` before the N-th micro-batch of this process, `write:N` within the N-th file of a checkpoint.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.tiny import tiny_model
+from trl import SFTConfig, SFTTrainer
+
+VOLATILE = ("runtime", "per_second", "time")
+KINDS = {
+    "packing": {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2},
+    "accumulation": {
+        "gradient_accumulation_steps": 3,
+        "neftune_noise_alpha": 5.0,
+        "lr_scheduler_type": "cosine",
+    },
+    "streaming": {"gradient_accumulation_steps": 2, "max_steps": 9},
+    "padding_free": {"padding_free": True, "num_train_epochs": 3},
+}
+
+
+def rows(count: int = 23) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(4, 12, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, 60, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def stream():
+    yield from rows()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillBefore(TrainerCallback):
+    """Kill the process before its N-th micro-batch: also in the middle of an accumulated step."""
+
+    def __init__(self, trainer: SFTTrainer, number: int) -> None:
+        inner = trainer.training_step
+        left = [number]
+
+        def training_step(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+            return inner(*args, **kwargs)
+
+        trainer.training_step = training_step
+
+
+def kill_while_writing(number: int) -> None:
+    """Kill the process within the N-th file that a checkpoint is made of, half of it written."""
+    left = [number]
+
+    def wrap(module, name):
+        inner = getattr(module, name)
+
+        def save(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                target = next(a for a in [*args, *kwargs.values()] if isinstance(a, (str, os.PathLike)))
+                Path(target).write_bytes(b"half")
+                die()
+            return inner(*args, **kwargs)
+
+        setattr(module, name, save)
+
+    wrap(torch, "save")
+    wrap(safetensors.torch, "save_file")
+    import transformers.modeling_utils as modeling
+
+    wrap(modeling, "safe_save_file")
+
+
+def main(out: str, kind: str, kill: str = "") -> None:
+    torch.set_num_threads(1)
+    settings = {"num_train_epochs": 2, **KINDS[kind]}
+    args = SFTConfig(
+        out, per_device_train_batch_size=3, learning_rate=1e-2, save_steps=2, logging_steps=3, report_to="none",
+        use_cpu=True, disable_tqdm=True, gradient_checkpointing=False, save_total_limit=2, seed=7, **settings,
+    )  # fmt: skip
+    data = IterableDataset.from_generator(stream) if kind == "streaming" else Dataset.from_list(rows())
+    if kind == "streaming":
+        data = data.shuffle(seed=3, buffer_size=8)
+    trainer = SFTTrainer(
+        tiny_model("llama", attention_dropout=0.1), args, train_dataset=data, processing_class=tokenizer()
+    )
+    what, _, number = kill.partition(":")
+    if what == "micro":
+        KillBefore(trainer, int(number))
+    elif what == "write":
+        kill_while_writing(int(number))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(out) is not None)
+    Path(out, "end.json").write_text(json.dumps(ending(trainer), indent=1))
+
+
+def tokenizer():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 64)}}
+    inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def ending(trainer: SFTTrainer) -> dict:
+    """Digests of weights and optimiser state, and the whole log without its clocks."""
+    logs = [
+        {name: value for name, value in entry.items() if not any(word in name for word in VOLATILE)}
+        for entry in trainer.state.log_history
+    ]
+    moments = trainer.optimizer.state_dict()["state"]
+    return {
+        "weights": digest(trainer.model.state_dict()),
+        "optimizer": digest({f"{i}.{k}": v for i, s in moments.items() for k, v in s.items()}),
+        "schedule": trainer.lr_scheduler.state_dict()["last_epoch"],
+        "logs": logs,
+    }
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(torch.as_tensor(tensors[name]).contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

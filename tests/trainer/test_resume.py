@@ -1,0 +1,50 @@
+"""Killed at any moment and resumed, a run ends in the same bits as one that was not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.resume_worker import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGKILLED = -9
+# Between two checkpoints, in the middle of an accumulated step, at the end of an epoch, and within the files of the
+# first and the third checkpoint (weights, optimiser, scheduler, random state: 4-6 files each).
+KILLS = {
+    "packing": ["micro:2", "micro:6", "write:1"],
+    "accumulation": ["micro:8", "write:2", "micro:5"],
+    "streaming": ["micro:6", "write:3", "micro:9"],
+    "padding_free": ["micro:9", "write:9", "micro:3"],
+}
+
+
+def work(out: Path, kind: str, kill: str = "") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tests.trainer.resume_worker", str(out), kind, *([kill] if kill else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_ends_in_the_same_bits(kind, tmp_path):
+    whole = work(tmp_path / "whole", kind)
+    assert whole.returncode == 0, whole.stderr
+    killed = tmp_path / "killed"
+    for kill in KILLS[kind]:
+        run = work(killed, kind, kill)
+        assert run.returncode == SIGKILLED, (kill, run.stderr)
+        assert not (killed / "end.json").exists()
+    last = work(killed, kind)
+    assert last.returncode == 0, last.stderr
+    assert not list(killed.glob("incomplete-*"))
+    expected, found = (
+        json.loads((folder / "end.json").read_text()) for folder in (tmp_path / "whole", killed)
+    )
+    assert found["logs"] == expected["logs"]
+    assert found == expected

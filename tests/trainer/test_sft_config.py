@@ -1,0 +1,187 @@
+import copy
+import dataclasses
+import json
+import pickle
+import warnings
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from trl.trainer.sft_config import SFTConfig
+
+# The whole table of level 0.26: field -> default, as declared.
+DEFAULTS = {
+    "learning_rate": 2e-5,
+    "logging_steps": 10,
+    "bf16": None,
+    "gradient_checkpointing": True,
+    "model_init_kwargs": None,
+    "chat_template_path": None,
+    "dataset_text_field": "text",
+    "dataset_kwargs": None,
+    "dataset_num_proc": None,
+    "eos_token": None,
+    "pad_token": None,
+    "max_length": 1024,
+    "shuffle_dataset": False,
+    "packing": False,
+    "packing_strategy": "bfd",
+    "padding_free": False,
+    "pad_to_multiple_of": None,
+    "eval_packing": None,
+    "completion_only_loss": None,
+    "assistant_only_loss": False,
+    "loss_type": "nll",
+    "activation_offloading": False,
+}
+OLDER = {"max_seq_length": None}
+
+
+def declared(kind):
+    defaults = {}
+    for field in dataclasses.fields(kind):
+        factory = field.default_factory
+        defaults[field.name] = field.default if factory is dataclasses.MISSING else factory()
+    return defaults
+
+
+def config(tmp_path, **given):
+    return SFTConfig(str(tmp_path), use_cpu=True, **given)
+
+
+def test_every_default():
+    base = declared(TrainingArguments)
+    ours = {
+        name: value for name, value in declared(SFTConfig).items() if name not in base or base[name] != value
+    }
+    assert ours == {**DEFAULTS, **OLDER}
+
+
+def test_values_of_a_config_on_a_cpu(tmp_path):
+    args = config(tmp_path)
+    resolved = {**DEFAULTS, "bf16": False}
+    assert {name: getattr(args, name) for name in resolved} == resolved
+
+
+def test_every_field_has_a_help_text_and_stands_in_the_docstring():
+    base = declared(TrainingArguments)
+    for field in dataclasses.fields(SFTConfig):
+        assert field.metadata.get("help"), field.name
+        if field.name not in base:
+            assert f"    {field.name} (`" in (SFTConfig.__doc__ or "")
+
+
+def test_the_first_positional_argument_is_output_dir(tmp_path):
+    base = [field.name for field in dataclasses.fields(TrainingArguments)]
+    assert [field.name for field in dataclasses.fields(SFTConfig)][: len(base)] == base
+    assert SFTConfig(str(tmp_path), use_cpu=True).output_dir == str(tmp_path)
+
+
+def test_unknown_arguments_are_a_type_error(tmp_path):
+    with pytest.raises(TypeError, match="max_lenght"):
+        config(tmp_path, max_lenght=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"max_length": 0}, ValueError, "max_length must be a whole number >= 1 or None, got 0"),
+        ({"max_length": "512"}, TypeError, "max_length must be a whole number"),
+        (
+            {"pad_to_multiple_of": 0},
+            ValueError,
+            "pad_to_multiple_of must be a whole number >= 1 or None, got 0",
+        ),
+        ({"dataset_num_proc": -1}, ValueError, "dataset_num_proc must be"),
+        (
+            {"packing_strategy": "ffd"},
+            ValueError,
+            "packing_strategy must be one of 'bfd', 'wrapped', got 'ffd'",
+        ),
+        ({"loss_type": "mse"}, ValueError, "loss_type must be one of 'nll', 'dft', got 'mse'"),
+        ({"packing": True, "max_length": None}, ValueError, "packing=True needs max_length"),
+        ({"eval_packing": True, "max_length": None}, ValueError, "eval_packing=True needs max_length"),
+        ({"model_init_kwargs": "{oops"}, ValueError, "model_init_kwargs must be a JSON object"),
+        ({"dataset_kwargs": "[1]"}, ValueError, "dataset_kwargs must be a JSON object"),
+        ({"max_seq_length": 64, "max_length": 32}, ValueError, "disagree"),
+    ],
+)
+def test_bad_values(tmp_path, given, error, message):
+    with pytest.raises(error, match=message):
+        config(tmp_path, **given)
+
+
+def test_max_seq_length_moves_with_one_warning(tmp_path):
+    with pytest.warns(FutureWarning, match="pass max_length instead") as caught:
+        args = config(tmp_path, max_seq_length=64)
+    assert (args.max_length, args.max_seq_length) == (64, None)
+    assert [entry.filename for entry in caught if entry.category is FutureWarning] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dataclasses.replace(args, seed=1).max_length == 64
+
+
+def test_checkpointing_is_non_reentrant_unless_told_otherwise(tmp_path):
+    given = {"every_n_layers": 2}
+    assert config(tmp_path).gradient_checkpointing_kwargs == {"use_reentrant": False}
+    merged = config(tmp_path, gradient_checkpointing_kwargs=given).gradient_checkpointing_kwargs
+    assert merged == {"use_reentrant": False, "every_n_layers": 2}
+    assert given == {"every_n_layers": 2}
+    reentrant = config(tmp_path, gradient_checkpointing_kwargs='{"use_reentrant": true}')
+    assert reentrant.gradient_checkpointing_kwargs == {"use_reentrant": True}
+    assert config(tmp_path, gradient_checkpointing=False).gradient_checkpointing_kwargs is None
+
+
+def test_dicts_survive_to_dict_and_vocabulary_tokens_are_not_secret(tmp_path):
+    import torch
+
+    args = config(
+        tmp_path,
+        model_init_kwargs={"dtype": torch.bfloat16},
+        pad_token="<pad>",
+        eos_token="<eos>",
+        hub_token="secret",
+    )
+    plain = args.to_dict()
+    assert args.model_init_kwargs == {"dtype": torch.bfloat16}
+    assert plain["model_init_kwargs"] == {"dtype": "bfloat16"}
+    assert (plain["pad_token"], plain["eos_token"], plain["hub_token"]) == ("<pad>", "<eos>", "<HUB_TOKEN>")
+    assert json.loads(args.to_json_string())["max_length"] == 1024
+
+
+def test_copies(tmp_path):
+    args = config(tmp_path, model_init_kwargs={"a": {"b": 1}})
+    deep = copy.deepcopy(args)
+    deep.model_init_kwargs["a"]["b"] = 2  # pyright: ignore
+    assert args.model_init_kwargs == {"a": {"b": 1}}
+    assert pickle.loads(pickle.dumps(args)).to_dict() == args.to_dict()
+    assert dataclasses.replace(args, max_length=7).max_length == 7
+
+
+def parse(*line):
+    parser = HfArgumentParser(SFTConfig)  # pyright: ignore[reportArgumentType]
+    return parser.parse_args_into_dataclasses(["--use_cpu", *line], look_for_args_file=False)[0]
+
+
+def test_parses_from_a_command_line(tmp_path):
+    args = parse(
+        *("--output_dir", str(tmp_path), "--logging_steps", "0.5", "--max_length", "64"),
+        *("--packing", "--packing_strategy", "wrapped", "--no_gradient_checkpointing"),
+        *("--model_init_kwargs", '{"dtype": "float32"}', "--completion_only_loss", "--eval_packing", "false"),
+    )
+    assert (args.logging_steps, args.max_length, args.packing, args.packing_strategy) == (
+        0.5,
+        64,
+        True,
+        "wrapped",
+    )
+    assert (args.completion_only_loss, args.eval_packing, args.gradient_checkpointing) == (True, False, False)
+    assert args.model_init_kwargs == {"dtype": "float32"}
+    assert parse("--bf16").bf16 is True
+
+
+def test_a_bad_choice_on_the_command_line_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--loss_type", "mse")
+    assert stop.value.code == 2
+    assert "invalid choice: 'mse'" in capsys.readouterr().err
