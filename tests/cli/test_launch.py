@@ -68,6 +68,33 @@ def test_bad_input_is_one_message_and_status_2(capsys, monkeypatch, line, messag
     assert capsys.readouterr().err.startswith(f"trl toy: error: {message}")
 
 
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (["--accelerate_config", "fsdp1"], "FSDP"),
+        (["--accelerate_config", "fsdp2", "--num_processes", "2"], "FSDP"),
+        (["--accelerate_config", "zero3"], "DEEPSPEED"),
+        (["--accelerate_config", "multi_gpu"], "MULTI_GPU"),
+        (["--use_fsdp", "--num_processes", "2"], "FSDP"),
+    ],
+)
+def test_what_needs_accelerators_is_refused_on_a_cpu(capsys, monkeypatch, line, kind):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("was launched"))
+    assert launch("toy", TOY, line) == 2
+    assert f"{kind} training needs accelerators" in capsys.readouterr().err
+
+
+def test_sharding_is_left_to_accelerate_where_there_are_accelerators(monkeypatch):
+    launched = []
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
+    assert launch("toy", TOY, ["--accelerate_config", "fsdp2", "--num_processes", "2", "--size", "4"]) == 0
+    (args,) = launched
+    assert (args.module, args.training_script, args.training_script_args) == (True, TOY, ["--size", "4"])
+    assert args.config_file.endswith("fsdp2.yaml") and "ACCELERATE_USE_CPU" not in os.environ
+
+
 def test_exit_status():
     assert [exit_status(code) for code in (0, 3, -9)] == [0, 3, 137]
 

@@ -70,3 +70,15 @@ def test_any_head_without_gradient_and_without_rows():
     assert scores.correct.tolist() == expected[2].tolist()
     nothing = local_loss_through(head, hidden[:0], targets[:0], nll)
     assert nothing.total.item() == 0.0 and nothing.values.shape == (0,)
+
+
+def test_any_head_under_autocast_keeps_its_statistics_exact():
+    _, _, targets, _ = inputs(COUNT)
+    products = torch.randn(COUNT, 37, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = token_scores_through(torch.nn.Identity(), products, targets, entropy=True)
+        found = gradients(scores.entropies.sum(), products)[0]
+    logps = products.log_softmax(-1)
+    entropies = -(logps.exp() * logps).sum(-1)
+    assert_close(scores.entropies, entropies, 1e-6)
+    assert_close(found, gradients(entropies.sum(), products)[0], 1e-6)

@@ -101,7 +101,11 @@ def run_through_accelerate(module: str, plan: Plan) -> int:
     with config_arguments(plan.config) as from_file:
         command = [*plan.launch, "--module", module, *from_file, *plan.script]
         args = launch_command_parser().parse_args(command)
-        spread_over_cpu(args)
+        try:
+            spread_over_cpu(args)
+        except ValueError as error:
+            print(f"trl: error: {error}", file=sys.stderr)
+            return 2
         try:
             launch_command(args)
         except subprocess.CalledProcessError as error:
@@ -126,19 +130,27 @@ def config_arguments(config: ConfigFile | None) -> Iterator[list[str]]:
 def spread_over_cpu(args: Any) -> None:
     """Start several CPU processes with torchrun (they talk over gloo); accelerate itself would ask for MPI.
 
-    Changes the parsed launch arguments. Applies to plain data-parallel runs on a CPU.
+    Changes the parsed launch arguments, for data-parallel runs on a CPU.
+
+    Raises:
+        ValueError: for GPU or sharded training on a CPU. accelerate (1.15) would start processes that each train a
+            model of their own, or train with plain data parallelism, and report success.
     """
     import torch
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     path = args.config_file or (default_config_file if Path(default_config_file).is_file() else None)
     saved: Any = None if path is None else load_config_from_file(path)
+    if not (args.cpu or (saved is not None and saved.use_cpu) or torch.accelerator.device_count() == 0):
+        return
+    asked = requested_kind(args, saved)
+    if asked is not None:
+        raise ValueError(
+            f"{asked} training needs accelerators, and this run is on the CPU. Use --accelerate_config cpu, with "
+            "--num_processes for several processes."
+        )
     processes = args.num_processes or (saved.num_processes if saved else 1)
-    on_cpu = args.cpu or (saved is not None and saved.use_cpu) or torch.accelerator.device_count() == 0
-    sharded = (
-        args.use_fsdp or args.use_deepspeed or (saved is not None and saved.distributed_type in _SHARDED)
-    )
-    if processes < 2 or not on_cpu or sharded or args.mpirun_hostfile:
+    if processes < 2 or args.mpirun_hostfile:
         return
     args.num_processes, args.cpu, args.multi_gpu = processes, False, True
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -146,7 +158,17 @@ def spread_over_cpu(args: Any) -> None:
         args.num_cpu_threads_per_process = max(1, (os.cpu_count() or 1) // processes)
 
 
-_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+def requested_kind(args: Any, saved: Any) -> str | None:
+    """The kind of distributed training that only accelerators can do, if that was asked for."""
+    flags = {
+        "FSDP": args.use_fsdp,
+        "DEEPSPEED": args.use_deepspeed,
+        "MEGATRON_LM": args.use_megatron_lm,
+        "MULTI_GPU": args.multi_gpu,
+    }
+    flagged = next((kind for kind, on in flags.items() if on), None)
+    kind = flagged or (saved.distributed_type.value if saved is not None else "NO")
+    return None if kind in ("NO", "MULTI_CPU") else kind
 
 
 def exit_status(returncode: int) -> int:

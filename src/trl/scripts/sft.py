@@ -59,8 +59,10 @@ def build_trainer(
     from trl.models.peft import get_peft_config
     from trl.scripts.loading import load_train_and_eval
     from trl.scripts.model_loading import model_init_kwargs
+    from trl.scripts.processes import check_processes
     from trl.trainer.sft_trainer import SFTTrainer
 
+    check_processes(training_args)
     if model_args.model_name_or_path is None:
         raise ValueError(
             "model_name_or_path is missing. Give the directory of a model or its name on the Hub with "

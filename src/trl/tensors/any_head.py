@@ -108,7 +108,8 @@ class _ScoreProducts(torch.autograd.Function):
     def forward(ctx: Any, products: Tensor, targets: Tensor, scoring: Scoring) -> tuple[Tensor | None, ...]:
         logits = scoring.rule.apply_(products.to(scoring.exact_dtype, copy=True))
         space = scoring.workspace(logits, logits.shape[1], own_logits=False)
-        scores = scoring.score(space._replace(logits=logits), targets)
+        with torch.autocast(logits.device.type, enabled=False):
+            scores = scoring.score(space._replace(logits=logits), targets)
         ctx.scoring, ctx.dtype = scoring, products.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, targets)
@@ -123,9 +124,11 @@ class _ScoreProducts(torch.autograd.Function):
         scoring = ctx.scoring.for_slopes(slopes[1])
         space = scoring.workspace(logits, logits.shape[1], own_logits=False, for_gradient=True)
         space = space._replace(logits=logits)
+        with torch.autocast(logits.device.type, enabled=False):
+            scores = scoring.score(space, targets)
         factors = row_slopes_(
             space,
-            scoring.score(space, targets),
+            scores,
             targets,
             scoring.rule,
             logps_slope=logits.new_zeros(len(logits)) if slopes[0] is None else slopes[0],

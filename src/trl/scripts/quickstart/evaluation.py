@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from transformers import GenerationMixin, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trl.data.rendering import Chat, render_prompt
 from trl.scripts.quickstart.task import Problem, Task
 
 MAX_ANSWER_TOKENS = 8
@@ -19,7 +20,7 @@ class Evaluation(NamedTuple):
 
 
 def exact_match(
-    model: GenerationMixin,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     batch_size: int,
@@ -31,26 +32,23 @@ def exact_match(
     A reply that does not stop within 8 tokens counts as it stands. The model is left in the mode it was in.
     """
     replies: list[str] = []
-    training = model.training  # type: ignore[attr-defined]
-    model.eval()  # type: ignore[attr-defined]
+    training = model.training
+    model.eval()
     for start in range(0, len(problems), batch_size):
         replies += _greedy_replies(model, tokenizer, task, problems[start : start + batch_size])
-    model.train(training)  # type: ignore[attr-defined]
+    model.train(training)
     right = sum(task.is_correct(problem, reply) for problem, reply in zip(problems, replies, strict=True))
     return Evaluation(right / len(problems), replies)
 
 
 @torch.no_grad()
 def _greedy_replies(
-    model: GenerationMixin, tokenizer: PreTrainedTokenizerBase, task: Task, problems: Sequence[Problem]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, problems: Sequence[Problem]
 ) -> list[str]:
-    prompts = [task.prompt_messages(problem) for problem in problems]
-    texts = [
-        tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in prompts
-    ]
+    texts = [render_prompt(tokenizer, Chat(list(task.prompt_messages(problem)))) for problem in problems]
     batch = tokenizer(
         texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
     ).to(model.device)
-    output = model.generate(**batch, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+    output = model.generate(**batch, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)  # type: ignore[operator]
     width = batch["input_ids"].shape[1]
     return tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)

@@ -55,8 +55,8 @@ def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> LlamaForCau
         tie_word_embeddings=True,
         initializer_range=0.08,  # at the usual 0.02 a model this narrow takes several times longer to learn
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.get_vocab()[END],
+        pad_token_id=tokenizer.get_vocab()[PAD],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from trl.scripts.quickstart.report import Report
 from trl.scripts.quickstart.stages import STAGES, Context
-from trl.scripts.quickstart.task import make_task
+from trl.scripts.quickstart.task import Task, make_task
 
-LARGEST_NUMBER = 99
+LARGEST_SUM = 99
 HELD_OUT = 300
 MOST_THREADS = 8  # a model this small gains nothing from more
 
@@ -37,11 +37,9 @@ def run(
     """
     started = time.perf_counter() if started is None else started
     report = Report(Console(no_color=not color, highlight=False))
-    task = make_task(largest=LARGEST_NUMBER, held_out=HELD_OUT, seed=seed)
+    task = default_task(seed=seed)
     context = Context(output_dir, seed, max_steps, task, report)
-    report.say(
-        f"A small model learns to add numbers up to {LARGEST_NUMBER}. Everything goes to {output_dir}/"
-    )
+    report.say(f"A small model learns to add, up to {LARGEST_SUM}. Everything goes to {output_dir}/")
     report.overwriting(_earlier_files(output_dir))
     output_dir.mkdir(parents=True, exist_ok=True)
     with _no_foreign_bars(), _threads():
@@ -58,6 +56,11 @@ def run(
     report.files(model_dir, output_dir, files)
     report.say(f"{seconds:.0f} seconds in all.")
     return context
+
+
+def default_task(*, seed: int) -> Task:
+    """The sums that the quickstart trains on and holds out."""
+    return make_task(largest_sum=LARGEST_SUM, held_out=HELD_OUT, seed=seed)
 
 
 def _data_files(output_dir: Path) -> list[Path]:

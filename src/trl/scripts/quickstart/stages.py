@@ -97,7 +97,7 @@ class SupervisedFineTuning:
     """`SFTTrainer` on the conversations, training on the assistant's tokens alone."""
 
     name: str = "sft"
-    steps: int = 1200
+    steps: int = 1000
     batch_size: int = 64
     learning_rate: float = 3e-3
 

@@ -74,13 +74,13 @@ class Task:
         return [{"messages": self.messages(problem)} for problem in problems]
 
 
-def make_task(*, largest: int, held_out: int, seed: int) -> Task:
-    """All sums of two numbers from 0 to `largest`, `held_out` of them kept back; order and phrasings follow `seed`.
+def make_task(*, largest_sum: int, held_out: int, seed: int) -> Task:
+    """All sums of two numbers that come to `largest_sum` at most, `held_out` of them kept back; `seed` shuffles.
 
     A held-out sum of two different numbers is kept back in both orders and asked in one of them.
     """
     draw = random.Random(seed)
-    keys = [(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]
+    keys = [(left, right) for left in range(largest_sum + 1) for right in range(left, largest_sum - left + 1)]
     draw.shuffle(keys)
     if not 0 < held_out < len(keys):
         raise ValueError(f"held_out must lie between 1 and {len(keys) - 1}, got {held_out}. Choose fewer.")

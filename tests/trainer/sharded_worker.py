@@ -1,0 +1,69 @@
+"""Three SFT steps of two processes with sharded parameters, over gloo: `torchrun ... -m tests.trainer.sharded_worker OUT HOW`.
+
+HOW: `fsdp2` or `zero3`. The process with rank 0 writes the gathered weights and the log.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+KINDS = ("fsdp2", "zero3")
+DEEPSPEED = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
+    "zero_allow_untested_optimizer": True,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}},
+}  # fmt: skip
+STEPS = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 1e-2,
+    "optim": "adamw_torch", "max_grad_norm": 1.0, "adam_epsilon": 1e-4,
+}  # fmt: skip
+
+
+def use_fsdp_on_cpu() -> None:
+    """accelerate (1.15) switches FSDP on for accelerators only: let it do the same for processes on CPUs."""
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_RESHARD_AFTER_FORWARD="true", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_CPU_RAM_EFFICIENT_LOADING="false",
+    )  # fmt: skip
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    inner, seen = AcceleratorState.__init__, []
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        inner(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        seen.extend([fsdp_plugin] if fsdp_plugin is not None else [])
+        if seen:  # the state is shared, and every later look at it comes through here
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, seen[-1]
+
+    AcceleratorState.__init__ = init
+
+
+def main(out: str, how: str) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    settings = dict(STEPS)
+    if how == "fsdp2":
+        use_fsdp_on_cpu()
+    else:
+        settings["deepspeed"] = DEEPSPEED
+    import torch
+
+    from tests.tiny import tiny_model
+    from tests.trainer.one_step import run
+
+    torch.set_num_threads(1)
+    trainer, _ = run(tiny_model("llama"), **settings)
+    assert how == "zero3" or type(trainer.model).__name__.startswith("FSDP")
+    assert how == "fsdp2" or trainer.deepspeed.zero_optimization_partition_weights()
+    trainer.save_model(out)
+    if trainer.is_world_process_zero():
+        Path(out, "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
