@@ -9,8 +9,11 @@ PyTorch's own kernel: no mask as large as the row, no padding, no prompt compute
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,7 +119,7 @@ def flat_attention(
 
     plan = _Plan.of(attention_mask)
     window = _binding_window(plan.segments, sliding_window)
-    if _takes_variable_length(query, dropout, softcap):
+    if _takes_variable_length(query, dropout, softcap, window):
         return _variable_length(query, key, value, attention_mask, plan, scaling, window), None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -186,9 +189,27 @@ def _binding_window(segments: Segments, window: int | None) -> int | None:
 # ---- one kernel for all segments on a GPU
 
 
-def _takes_variable_length(query: Tensor, dropout: float, softcap: float | None) -> bool:
+def _takes_variable_length(query: Tensor, dropout: float, softcap: float | None, window: int | None) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and dropout == 0.0 and softcap is None and query.shape[-1] <= 256
+    if not (query.is_cuda and half and dropout == 0.0 and softcap is None and query.shape[-1] <= 256):
+        return False
+    kernel = _variable_length_kernel()
+    return kernel is not None and (window is None or "window_size" in _options_of(kernel))
+
+
+@cache
+def _variable_length_kernel() -> Callable[..., Any] | None:
+    """PyTorch's variable-length attention (2.10 and later), or None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@cache
+def _options_of(kernel: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)
 
 
 def _variable_length(
@@ -196,22 +217,34 @@ def _variable_length(
     window: int | None,
 ) -> Tensor:  # fmt: skip
     """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    kernel = _variable_length_kernel()
+    assert kernel is not None
     bounds = _VARLEN.get(table)
     if bounds is None:
         bounds = _VARLEN[table] = _variable_length_bounds(plan, query.device)
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     if bounds["gather"] is not None:
         key, value = key[bounds["gather"]], value[bounds["gather"]]
-    window_size = (-1 if window is None else window - 1, 0)
-    heads: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    output = varlen_attn(
+    options = _causal_option(kernel, window)
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in _options_of(kernel):
+            options["enable_gqa"] = True
+        else:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    output = kernel(
         query.contiguous(), key.contiguous(), value.contiguous(), bounds["queries"], bounds["keys"],
-        bounds["longest_query"], bounds["longest_key"], scale=scaling, window_size=window_size, **heads,
+        bounds["longest_query"], bounds["longest_key"], scale=scaling, **options,
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output[None]
+
+
+def _causal_option(kernel: Callable[..., Any], window: int | None) -> dict[str, Any]:
+    """How this version of the kernel is told to be causal (torch 2.10 had a flag, later ones a window)."""
+    if "window_size" in _options_of(kernel):
+        return {"window_size": (-1 if window is None else window - 1, 0)}
+    return {"is_causal": True}
 
 
 def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]:
