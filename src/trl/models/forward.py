@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -100,7 +100,7 @@ class Scorer:
         options = options or ScoreOptions()
         laid_out = self.lay_out(batch)
         if not self.uses_head:
-            return self._score_logits(model, laid_out, options)[0]
+            return self.score_outputs(self.outputs(model, laid_out), laid_out, options)
 
         def forward(**inputs: Any) -> dict[str, Tensor | None]:
             return self._forward(inputs, laid_out, options)
@@ -113,9 +113,25 @@ class Scorer:
         self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
     ) -> tuple[Scored, Tensor]:
         """The same, and the model's own logits `(B, T, V)` of the padded rows: for those who ask for logits."""
-        return self._score_logits(
-            model, padded_batch(batch, pad_token_id=self.pad_token_id), options or ScoreOptions()
-        )
+        rows = padded_batch(batch, pad_token_id=self.pad_token_id)
+        outputs = self.outputs(model, rows)
+        return self.score_outputs(outputs, rows, options or ScoreOptions()), self.row_logits(outputs, rows)
+
+    def outputs(self, model: nn.Module, rows: ModelBatch) -> Any:
+        """The model's own outputs for padded rows, with all their logits."""
+        with self._embedding_noise(rows):
+            return model(**rows.inputs, **_router_inputs(self.core), use_cache=False)
+
+    def row_logits(self, outputs: Any, rows: ModelBatch) -> Tensor:
+        """The logits `(B, T, V)` of the rows' own tokens; prompt tuning puts virtual tokens in front."""
+        return outputs.logits[:, -rows.inputs["input_ids"].shape[1] :]
+
+    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
+        """Score padded rows from the model's own outputs."""
+        logits = self.row_logits(outputs, rows).flatten(0, 1)
+        found = _score_hidden(nn.Identity(), logits, rows, LogitRule(), options)
+        found["aux_loss"] = getattr(outputs, "aux_loss", None)
+        return self._scored(rows, found)
 
     def padded_inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """A batch of either layout as padded `input_ids`, `attention_mask` and `labels`, each `(B, T)`."""
@@ -133,8 +149,7 @@ class Scorer:
             name: value for name, value in inputs.items() if value is not None and name != "return_dict"
         }
         router = _router_inputs(self.core)
-        noise = self._embedding_noise(batch) if self.core.training else nullcontext()
-        with noise:
+        with self._embedding_noise(batch):
             outputs = decoder_of(self.core)(**inputs, **router, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         head = self.core.get_output_embeddings()
@@ -143,17 +158,6 @@ class Scorer:
         if router:
             found["aux_loss"] = _router_loss(self.core, outputs.router_logits, inputs.get("attention_mask"))
         return found
-
-    def _score_logits(
-        self, model: nn.Module, batch: ModelBatch, options: ScoreOptions
-    ) -> tuple[Scored, Tensor]:
-        """The fallback: the model's own logits, `(B, T, V)`, as it computes them."""
-        outputs = model(**batch.inputs, **_router_inputs(self.core), use_cache=False)
-        width = batch.inputs["input_ids"].shape[1]
-        logits = outputs.logits[:, -width:]  # prompt tuning puts virtual tokens in front
-        found = _score_hidden(nn.Identity(), logits.flatten(0, 1), batch, LogitRule(), options)
-        found["aux_loss"] = getattr(outputs, "aux_loss", None)
-        return self._scored(batch, found), logits
 
     def _scored(self, batch: ModelBatch, found: dict[str, Any]) -> Scored:
         entropy = None
@@ -167,7 +171,7 @@ class Scorer:
     @contextmanager
     def _embedding_noise(self, batch: ModelBatch) -> Iterator[None]:
         """NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length."""
-        if not self.neftune_alpha:
+        if not self.neftune_alpha or not self.core.training:
             yield
             return
         alpha = self.neftune_alpha

@@ -23,7 +23,7 @@ from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, move_onto_config
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, ScoreOptions, Scorer
-from trl.models.layout import is_flat
+from trl.models.layout import padded_batch
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
 from trl.models.setup import load_model, pad_token_id, take_chat_template
@@ -158,56 +158,77 @@ class SFTTrainer(BaseTrainer):
         the loss is the mean over this batch. `return_outputs` also gives the logits, of padded rows.
         """
         self.count_seen(inputs)
-        if self.compute_loss_func is not None or self.label_smoother is not None:
-            return self._loss_from_outputs(model, inputs, return_outputs, num_items_in_batch)
         count = self.count_units(inputs)
         denominator = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            loss, logits = self._loss_from_outputs(model, inputs, count, denominator)
+        else:
+            loss, logits = self._loss_of_tokens(model, inputs, count, denominator, with_logits=return_outputs)
+        if num_items_in_batch is not None:
+            loss = self.scale(loss)
+        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+    def _loss_of_tokens(
+        self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor, denominator: Tensor | int, *,
+        with_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The objective's loss, straight from hidden states unless the logits are wanted as well."""
         options = ScoreOptions(
             loss_of=lambda logps, _: self._token_losses(logps) / denominator,
             entropy="all" if self.statistics_due() else "none",
             correct=True,
         )
-        if return_outputs:
+        if with_logits:
             with self.accelerator.autocast():
                 scored, logits = self.scorer.score_with_logits(model, inputs, options)
         else:
             scored, logits = self.score(model, inputs, options), None
-        loss = self._with_router_loss(scored, count, denominator)
-        self._record(scored, count, denominator)
-        if num_items_in_batch is not None:
-            loss = self.scale(loss)
-        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+        assert scored.total is not None
+        loss = self._with_router_loss(scored.total, scored.aux_loss, count, denominator)
+        self._record(scored, loss, count, denominator)
+        return loss, logits
 
     def _token_losses(self, logps: Tensor) -> Tensor:
         terms = self.objective(logps, torch.ones_like(logps))
         return terms.values * terms.weights
 
-    def _with_router_loss(self, scored: Scored, count: Tensor, denominator: Tensor | int) -> Tensor:
+    def _with_router_loss(
+        self, loss: Tensor, aux_loss: Tensor | None, count: Tensor, denominator: Tensor | int
+    ) -> Tensor:
         """Add the router's loss of a mixture of experts, by this batch's share of the step's trained tokens."""
-        assert scored.total is not None
-        if scored.aux_loss is None:
-            return scored.total
-        self.record("aux_loss", Weighted(scored.aux_loss.detach(), torch.ones(())))
+        if aux_loss is None:
+            return loss
+        self.record("aux_loss", Weighted(aux_loss.detach(), torch.ones(())))
         weight = self.scorer.core.config.get_text_config().router_aux_loss_coef
-        return scored.total + weight * scored.aux_loss * (count / denominator)
+        return loss + weight * aux_loss * (count / denominator)
 
-    def _record(self, scored: Scored, count: Tensor, denominator: Tensor | int) -> None:
+    def _record(self, scored: Scored, loss: Tensor, count: Tensor, denominator: Tensor | int) -> None:
         if scored.entropy is not None:
             self.record("entropy", scored.entropy)
         if scored.correct is not None:
             self.record("mean_token_accuracy", Weighted(scored.correct.sum(), count))
         if self.mode == "eval":
-            assert scored.total is not None
-            self.record("loss", Weighted(scored.total.detach() * denominator, count))
+            self.record("loss", Weighted(loss.detach() * denominator, count))
 
     def _loss_from_outputs(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, count: Tensor | int | None
-    ) -> Any:
-        """The user's own loss, or label smoothing: both want the logits, of padded rows."""
-        return super().compute_loss(model, self._padded(inputs), return_outputs, count)
-
-    def _padded(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return self.scorer.padded_inputs(inputs) if is_flat(inputs) else dict(inputs)
+        self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor, denominator: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """The user's own loss, or label smoothing: both want the model's outputs, with the logits of padded rows."""
+        rows = padded_batch(inputs, pad_token_id=self.scorer.pad_token_id)
+        labels = self.scorer.padded_inputs(inputs)["labels"]
+        with self.accelerator.autocast():
+            outputs = self.scorer.outputs(model, rows)
+        logits = self.scorer.row_logits(outputs, rows)
+        with torch.no_grad():
+            options = ScoreOptions(entropy="all" if self.statistics_due() else "none", correct=True)
+            scored = self.scorer.score_outputs(outputs, rows, options)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=denominator)
+        else:
+            smoothed = self.label_smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=denominator)  # type: ignore[misc]  # fmt: skip
+            loss = self._with_router_loss(smoothed, scored.aux_loss, count, denominator)
+        self._record(scored, loss, count, denominator)
+        return loss, logits
 
     def prediction_step(
         self,
@@ -218,10 +239,12 @@ class SFTTrainer(BaseTrainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, and on request logits and labels, of one evaluation batch."""
         inputs = self._prepare_inputs(inputs)
-        if prediction_loss_only:
-            with torch.no_grad():
+        with torch.no_grad():
+            if prediction_loss_only:
                 return self.compute_loss(model, inputs).detach(), None, None
-        return super().prediction_step(model, self._padded(inputs), prediction_loss_only, ignore_keys)
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        labels = self.scorer.padded_inputs(inputs)["labels"]
+        return loss.detach(), outputs["logits"].detach(), labels
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
