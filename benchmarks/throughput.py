@@ -16,14 +16,27 @@ def useful_flops(config: Any, rows: Sequence[Row]) -> float:
     Two per multiply-add, backward twice the forward; attention is causal within each row. The same for all variants,
     so that padding and prompt logits show as lost utilisation.
     """
+    return sum(
+        _flops(
+            config,
+            len(row["input_ids"]),
+            pairs=len(row["input_ids"]) ** 2 / 2,
+            scored=sum(row["completion_mask"]),
+        )
+        for row in rows
+    )
+
+
+def padded_flops(config: Any, rows: Sequence[Row]) -> float:
+    """The same where every row is padded to the longest, attends to a whole square and has logits everywhere."""
+    width = max(len(row["input_ids"]) for row in rows)
+    return len(rows) * _flops(config, width, pairs=width**2, scored=width)
+
+
+def _flops(config: Any, length: int, *, pairs: float, scored: int) -> float:
     width, layers = config.hidden_size, config.num_hidden_layers
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = head * config.num_attention_heads, head * config.num_key_value_heads
     per_layer = width * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    forward = 0.0
-    for row in rows:
-        length, trained = len(row["input_ids"]), sum(row["completion_mask"])
-        forward += 2 * length * layers * per_layer
-        forward += 2 * length**2 * queries * layers
-        forward += 2 * trained * width * config.vocab_size
-    return 3 * forward
+    products = layers * (length * per_layer + 2 * pairs * queries) + scored * width * config.vocab_size
+    return 3 * 2 * products

@@ -200,10 +200,12 @@ def _bare_attention(
         )
         return output[None], None
     parts = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped).transpose(
+            1, 2
+        )
         for q, k, v in zip(*(part.split(bare.lengths, dim=2) for part in (query, key, value)), strict=True)
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    return torch.cat(parts, dim=1), None
 
 
 # No mask function under this name: transformers then builds no mask.

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from trl.models.layout import count_scored, count_tokens, flat_batch, is_flat, padded_batch, padded_rows
+from trl.models.layout import (
+    count_scored,
+    count_tokens,
+    first_rows,
+    flat_batch,
+    is_flat,
+    padded_batch,
+    padded_rows,
+)
 from trl.tensors.segments import Segments
 
 PADDED = {
@@ -72,6 +80,14 @@ def test_counts_leave_out_the_first_token_and_the_padding():
 def test_a_first_token_behind_padding_is_not_predicted_from_the_padding():
     padded = padded_batch(PADDED, pad_token_id=0)
     assert padded.scored.target.tolist() == [6, 7, 9, 11, 13]
+
+
+def test_the_first_rows_of_either_layout():
+    for batch in (PADDED, FLAT):
+        kept = flat_batch(first_rows(batch, 2, of=3), with_table=False)
+        assert kept.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
+        assert kept.scored.target.tolist() == [6, 7, 9, 11]
+    assert first_rows(FLAT, 1, of=2) == FLAT  # packed: its segments are not its rows
 
 
 def test_other_inputs_go_through():

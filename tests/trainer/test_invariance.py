@@ -127,7 +127,7 @@ def test_evaluation_does_not_depend_on_the_batch_size():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("settings", [SPLITS["2x4"] | {"gradient_accumulation_steps": 1}, SPLITS["8x1"] | {"gradient_accumulation_steps": 4, "padding_free": True}], ids=["2x4", "2x1x4"])  # fmt: skip
+@pytest.mark.parametrize("settings", [SPLITS["2x4"] | {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 2}, SPLITS["8x1"] | {"gradient_accumulation_steps": 4, "padding_free": True, "per_device_eval_batch_size": 3}], ids=["2x4", "2x1x4"])  # fmt: skip
 def test_two_processes(settings, whole, tmp_path):
     out = tmp_path / "out.pt"
     command = [
@@ -141,6 +141,9 @@ def test_two_processes(settings, whole, tmp_path):
     assert done.returncode == 0, done.stderr
     found = torch.load(out, weights_only=False)
     assert_same_gradients(found["gradients"][0], whole["nll"])
-    expected = run()[0].state.log_history[0]
+    trainer, _ = run(packing=False)
     for name in METRICS:
-        assert found["logs"][0][name] == pytest.approx(expected[name], rel=1e-6), name
+        assert found["logs"][0][name] == pytest.approx(trainer.state.log_history[0][name], rel=1e-6), name
+    expected = trainer.evaluate(Dataset.from_list(fixed_rows()[:7]))
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert found["logs"][-1][name] == pytest.approx(expected[name], rel=1e-9), name

@@ -29,7 +29,9 @@ def test_three_steps_equal_those_of_one_process(how, tmp_path):
         "-m", "tests.trainer.sharded_worker", str(tmp_path), how,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
     single, _ = run(tiny_model("llama"), **{**STEPS, "per_device_train_batch_size": 4})

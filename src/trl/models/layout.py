@@ -80,6 +80,17 @@ def count_tokens(batch: Mapping[str, Any]) -> Tensor:
     return torch.as_tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
 
 
+def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any]:
+    """The first `kept` of a batch's rows; a flat batch is left whole unless its segments are its rows."""
+    if not is_flat(batch):
+        return {name: value[:kept] for name, value in batch.items()}
+    segments = _segments(batch)
+    if len(segments) != of or kept == of:
+        return dict(batch)
+    end = segments.start[kept]
+    return {name: value[:, :end] for name, value in batch.items()}
+
+
 def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
     """The batch as one flat row of real tokens, `input_ids (1, N)`.
 

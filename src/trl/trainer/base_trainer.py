@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from trl.data.streams import RepeatedStream, is_stream
 from trl.models.forward import Scored, ScoreOptions, Scorer
-from trl.models.layout import count_scored, count_tokens
+from trl.models.layout import count_scored, count_tokens, first_rows
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted
@@ -59,6 +59,27 @@ class BaseTrainer(Trainer):
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
         """What a batch's loss is counted in (trained tokens, unless a method says otherwise): an int64 scalar."""
         return count_scored(batch)
+
+    def evaluation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of an evaluation batch; what it recorded is the batch's own rows only.
+
+        With several processes accelerate repeats the first rows until every process has a whole last batch. Counted
+        twice, they would bend the means. (Repeats of packed rows cannot be told from the batch and stay.)
+        """
+        state = self.accelerator.gradient_state
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return self.compute_loss(model, inputs)
+        rows = self.args.per_device_eval_batch_size
+        own = min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+        if own:
+            return self.compute_loss(model, first_rows(inputs, own, of=rows))
+        kept, self._sums["eval"] = (
+            self._sums["eval"],
+            MetricSums(),
+        )  # run for the collectives of a sharded model only
+        loss = self.compute_loss(model, inputs)
+        self._sums["eval"] = kept
+        return loss
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -181,6 +202,7 @@ class BaseTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
+        self.create_model_card(model_name=Path(self.args.output_dir or "model").name)
         writer = CheckpointWriter(super()._get_output_dir(trial), self.state, self.args, self.accelerator)
         self._checkpoint_writer = writer
         try:

@@ -241,7 +241,7 @@ class SFTTrainer(BaseTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
             if prediction_loss_only:
-                return self.compute_loss(model, inputs).detach(), None, None
+                return self.evaluation_loss(model, inputs).detach(), None, None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         labels = self.scorer.padded_inputs(inputs)["labels"]
         return loss.detach(), outputs["logits"].detach(), labels
