@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "cuda" not in sys.argv:
+if not any("cuda" in argument for argument in sys.argv):
     os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,9 +22,16 @@ from benchmarks.data import LONG_LENGTHS, Corpus, load_corpus, made_up_corpus
 from benchmarks.measure import OURS, Measured, free_memory, run_interleaved
 from benchmarks.memory import growth_in_subprocess
 from benchmarks.packing import time_import, time_packing
-from benchmarks.throughput import PEAK_FLOPS, useful_flops
+from benchmarks.throughput import PEAK_FLOPS, padded_flops, useful_flops
 from benchmarks.variants import SHAPES, Recipe, build_model
 
+LEGEND = """\
+/ bare, / padded: CPU seconds of our step over theirs, median of the steps (sums over all steps, logging included)
+operations: floating-point operations that our step needs, over those that the padded loop spends
+growth: peak resident memory of the steps over the level with model and optimiser state"""
+CPU_COLUMNS = [
+    "model", "vocabulary", "ours, s", "/ bare", "/ padded", "operations", "growth, MB", "/ bare", "/ padded",
+]  # fmt: skip
 Result = dict[str, Any]
 GPU_TURN = 5  # steps without waiting for the device
 
@@ -79,23 +86,8 @@ def on_cpu(args: Namespace) -> list[Result]:
     sizes = args.sizes or (["5m"] if args.quick else ["5m", "30m"])
     vocabularies = args.vocab or ([5000] if args.quick else [5000, 152_000])
     steps = args.steps or (10 if args.quick else 20)
-    print(
-        "ratios: CPU seconds of our step over the other's, median of the steps (over all steps, logging included)"
-    )
-    print(
-        "growth: peak resident memory over the level with model and optimiser state; ratio to the padded loop"
-    )
-    header = [
-        "model",
-        "vocabulary",
-        "ours, s",
-        "/ bare",
-        "/ padded",
-        "growth, MB",
-        "growth / padded",
-        "/ bare",
-    ]
-    print(table_row(header), table_row(["---"] * len(header)), sep="\n")
+    print(LEGEND)
+    print(table_row(CPU_COLUMNS), table_row(["---"] * len(CPU_COLUMNS)), sep="\n")
     results = [
         cpu_case(args, corpus, size, vocabulary, steps) for vocabulary in vocabularies for size in sizes
     ]
@@ -107,21 +99,30 @@ def cpu_case(args: Namespace, corpus: Corpus, size: str, vocabulary: int, steps:
     if vocabulary > 50_000 and not args.steps:
         steps = 10
     recipe = Recipe(steps=steps + 2)
-    found = run_interleaved(build_model(size, vocabulary), corpus, recipe, warmup=2)
+    model = build_model(size, vocabulary)
+    found = run_interleaved(model, corpus, recipe, warmup=2)
+    needed = sum(useful_flops(model.config, rows) for rows in found.batches)
+    padded = sum(padded_flops(model.config, rows) for rows in found.batches)
+    del model
     free_memory()
     asked = {"steps": 3 if args.quick else 6, "max_length": args.max_length, "data": args.data}
     growth = {name: growth_in_subprocess(name, size, vocabulary, **asked) for name in found.seconds}
     ours = growth[OURS]
-    print(
-        table_row(
-            [
-                size, vocabulary, f"{median(found.seconds[OURS]):.3f}", ratios(found, "bare"), ratios(found, "padded"),
-                f"{ours / 1e6:.0f}", f"{ours / growth['padded']:.2f}", f"{ours / growth['bare']:.2f}",
-            ]
+    cells = [
+        *(
+            size,
+            vocabulary,
+            f"{median(found.seconds[OURS]):.3f}",
+            ratios(found, "bare"),
+            ratios(found, "padded"),
         ),
-        flush=True,
-    )  # fmt: skip
-    return {"size": size, "vocabulary": vocabulary, **summary(found), "growth_bytes": growth}
+        *(f"{needed / padded:.2f}", f"{ours / 1e6:.0f}"),
+        *(f"{ours / growth[other]:.2f}" for other in ("bare", "padded")),
+    ]
+    print(table_row(cells), flush=True)
+    operations = {"needed": needed, "padded": padded}
+    case = {"size": size, "vocabulary": vocabulary, "operations": operations, "growth_bytes": growth}
+    return {**case, **summary(found)}
 
 
 def small_costs(*, rows: int) -> list[Result]:

@@ -6,6 +6,7 @@ Both know nothing of `trl`. `Bare` computes real tokens and completion logits on
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -174,6 +175,21 @@ def _bounds(lengths: list[int], device: str) -> _Bounds:
     return _Bounds(lengths, offsets)
 
 
+def _variable_length(
+    query: Tensor, key: Tensor, value: Tensor, bare: _Bounds, scaling: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups, longest = query.shape[1] // key.shape[1], max(bare.lengths)
+    parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
+    query, key, value = (part[0].transpose(0, 1).to(torch.bfloat16).contiguous() for part in parts)
+    known = inspect.signature(varlen_attn).parameters  # torch 2.10 says is_causal, later ones window_size
+    options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if scaling is not None and "scale" in known:
+        options["scale"] = scaling
+    return varlen_attn(query, key, value, bare.offsets, bare.offsets, longest, longest, **options)[None]
+
+
 def _bare_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, bare: _Bounds,
     scaling: float | None = None, dropout: float = 0.0, **_: Any,
@@ -181,24 +197,7 @@ def _bare_attention(
     """Causal attention of each sequence over itself: one call per sequence, or one variable-length kernel on a GPU."""
     grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn
-
-        if grouped:
-            key, value = (repeat_kv(part, query.shape[1] // part.shape[1]) for part in (key, value))
-        query, key, value = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-        longest = max(bare.lengths)
-        output = varlen_attn(
-            query,
-            key,
-            value,
-            bare.offsets,
-            bare.offsets,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1, 0),
-        )
-        return output[None], None
+        return _variable_length(query, key, value, bare, scaling), None
     parts = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped).transpose(
             1, 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
 from transformers import TrainingArguments
@@ -53,23 +54,40 @@ def move_onto_config(
 ) -> Moved:  # fmt: skip
     """Apply a trainer's table of older arguments, and make `args` an instance of `config_class`.
 
-    Raises: TypeError for an argument that no level of the interface knows.
+    Raises: TypeError for an argument that no level of the interface knows, ValueError for one given in both places.
     """
-    unknown = sorted(set(older) - set(table))
-    if unknown:
-        raise TypeError(
-            f"unexpected keyword arguments {unknown}. The older ones that are still understood are {sorted(table)}; "
-            f"everything else is a field of {config_class.__name__}."
-        )
+    _check_known(table, older, config_class)
+    for name, value in (("tokenizer", processing_class), ("model_init", model)):
+        if older.get(name) is not None and value is not None:
+            raise ValueError(
+                f"{name} and {table[name].to} were both given, expected one. Leave out {name}, the older of the two."
+            )
     fields = {table[name].to: value for name, value in older.items() if table[name].kind == "config"}
     args = _as_config(args, config_class, fields, model)
     if older:
-        warnings.warn(_advice(table, older, config_class), FutureWarning, stacklevel=4)
+        warnings.warn(_advice(table, older, config_class), FutureWarning, stacklevel=3)
     if model is None and "model_init" in older:
         model = older["model_init"]()
     if processing_class is None:
         processing_class = older.get("tokenizer")
     return Moved(model, args, processing_class)
+
+
+def _check_known(table: Mapping[str, Older], older: Mapping[str, Any], config_class: type) -> None:
+    for name in older:
+        if name in table:
+            continue
+        fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
+        near = get_close_matches(name, [*table, *fields], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        place = (
+            f"It is a field of {config_class.__name__}: set it there."
+            if name in fields
+            else (
+                f"Settings are fields of {config_class.__name__}; of older programs' arguments {sorted(table)} are understood."
+            )
+        )
+        raise TypeError(f"unexpected keyword argument {name!r}. {place}{'' if name in fields else hint}")
 
 
 def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model: Any) -> Any:
@@ -79,7 +97,8 @@ def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model:
         return dataclasses.replace(args, **changes) if changes else args
     if not isinstance(args, TrainingArguments):
         raise TypeError(
-            f"args must be a {config_class.__name__} or a TrainingArguments, got {type(args).__name__}."
+            f"args must be a {config_class.__name__} or a TrainingArguments, got {type(args).__name__}. "
+            f"Make one with {config_class.__name__}(output_dir, ...)."
         )
     own = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}

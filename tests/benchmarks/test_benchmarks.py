@@ -58,6 +58,21 @@ def test_interleaved_run_gives_all_variants_the_same_batches(corpus: Corpus, tur
     assert found.real_tokens == sum(len(row["input_ids"]) for rows in found.batches for row in rows)
 
 
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_losses_agree_under_autocast(corpus: Corpus, variant: str) -> None:
+    recipe = Recipe(steps=2, autocast=True)
+    model = build_model("tiny", 5000)
+    loop = VARIANTS[variant](model, recipe)
+    trainer = make_trainer(model, corpus, recipe)
+    batch = trainer.data_collator(corpus.rows[:8])
+
+    ours = trainer.compute_loss(model.train(), batch)
+
+    with recipe.precision():
+        theirs = loop.loss(corpus.rows[:8])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+
+
 def test_ratio_is_the_median_of_the_steps_and_the_total_that_of_the_sums() -> None:
     found = Measured({OURS: [1.0, 1.0, 4.0], "bare": [1.0, 2.0, 1.0]})
 

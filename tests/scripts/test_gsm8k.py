@@ -58,7 +58,9 @@ def test_killed_and_resumed_it_ends_in_the_same_weights(slice_of_gsm8k, tmp_path
 
     def run(out: Path, *more: str) -> subprocess.Popen:
         log = (tmp_path / f"{out.name}.log").open("a")
-        return subprocess.Popen([*command, "--output_dir", str(out), *more], env=environment(), stdout=log, stderr=log)
+        return subprocess.Popen(
+            [*command, "--output_dir", str(out), *more], env=environment(), stdout=log, stderr=log
+        )
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(whole).wait(timeout=500) == 0, (tmp_path / "whole.log").read_text()

@@ -1,7 +1,8 @@
 """Trains a tiny model, kills itself with SIGKILL where it is told to, and writes what the run ended in.
 
-Run as `python -m tests.trainer.resume_worker OUT KIND [KILL]`; a run goes on from the newest checkpoint in OUT.
-KILL: `micro:N` before the N-th micro-batch of this process, `write:N` within the N-th file of a checkpoint.
+`python -m tests.trainer.resume_worker JOBS` runs each job of a JSON list `[[OUT, KIND, KILL], ...]` in a fresh process
+of its own and prints how it ended; a run goes on from the newest checkpoint in OUT.
+KILL: `micro:N` before the N-th micro-batch of the process, `write:N` within the N-th file of a checkpoint, or nothing.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import safetensors.torch
@@ -144,5 +146,18 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
+def in_a_process(job: list[str]) -> int:
+    """Run one job in a fork (the imports are done once) and return how it ended, as `subprocess` counts it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            main(*job)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print("ended", json.dumps([in_a_process(job) for job in json.loads(sys.argv[1])]))

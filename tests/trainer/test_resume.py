@@ -22,29 +22,24 @@ KILLS = {
 }
 
 
-def work(out: Path, kind: str, kill: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tests.trainer.resume_worker", str(out), kind, *([kill] if kill else [])]
+def work(*jobs: list[str]) -> tuple[list[int], str]:
+    command = [sys.executable, "-m", "tests.trainer.resume_worker", json.dumps(jobs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("ended")[2]), done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_ends_in_the_same_bits(kind, tmp_path):
-    whole = work(tmp_path / "whole", kind)
-    assert whole.returncode == 0, whole.stderr
-    killed = tmp_path / "killed"
-    for kill in KILLS[kind]:
-        run = work(killed, kind, kill)
-        assert run.returncode == SIGKILLED, (kill, run.stderr)
-        assert not (killed / "end.json").exists()
-    last = work(killed, kind)
-    assert last.returncode == 0, last.stderr
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    jobs = [[str(killed), kind, kill] for kill in KILLS[kind]]
+    ends, log = work([str(whole), kind, ""], *jobs, [str(killed), kind, ""])
+    assert ends == [0, *[SIGKILLED] * len(jobs), 0], log
     assert not list(killed.glob("incomplete-*"))
-    expected, found = (
-        json.loads((folder / "end.json").read_text()) for folder in (tmp_path / "whole", killed)
-    )
+    expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found["logs"] == expected["logs"]
     assert found == expected

@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
@@ -108,15 +108,33 @@ def prepare_sft_dataset(
         tokenized = _only_tokens(dataset, columns, settings)
     else:
         tokenized = _tokenized(dataset, columns, row_type, processing_class, settings)
-    vocabulary = (
-        (settings.vocab_size or len(text_tokenizer(processing_class))) if row_type.kind == "tokens" else None
-    )
+    vocabulary = _vocabulary(settings, row_type, processing_class)
     if isinstance(tokenized, Dataset):
         counted = _count_stored(tokenized, report, settings, vocabulary)
         _log_warnings(report)
     else:
         counted = _count_passing(tokenized, report, settings, vocabulary)
     return _cut(counted, settings), report  # type: ignore[return-value]
+
+
+class Vocabulary(NamedTuple):
+    """The token ids that are allowed, 0 to `size - 1`, and why."""
+
+    size: int
+    words: str
+
+
+def _vocabulary(
+    settings: SFTPreparation, row_type: SFTRowType, processing_class: ProcessingClass
+) -> Vocabulary | None:
+    """The ids to hold rows to, or None where the tokenizer makes them and the model takes all that it makes."""
+    tokens = len(text_tokenizer(processing_class))
+    rows = settings.vocab_size
+    if rows is None:
+        return Vocabulary(tokens, f"the tokenizer has {tokens} tokens") if row_type.kind == "tokens" else None
+    if row_type.kind != "tokens" and tokens <= rows:
+        return None
+    return Vocabulary(rows, f"the model embeds {rows} token ids, the tokenizer has {tokens} tokens")
 
 
 def _with_eos(processing_class: ProcessingClass, eos_token: str | None) -> ProcessingClass:
@@ -229,7 +247,7 @@ def _only_tokens(dataset: Any, columns: Sequence[str], settings: SFTPreparation)
 
 
 def _count_stored(
-    dataset: Dataset, report: PreparationReport, settings: SFTPreparation, vocabulary: int | None
+    dataset: Dataset, report: PreparationReport, settings: SFTPreparation, vocabulary: "Vocabulary | None"
 ) -> Dataset:
     name = settings.dataset_name
     if vocabulary is not None:
@@ -246,7 +264,7 @@ def _count_stored(
     return dataset if len(kept) == len(counts.lengths) else dataset.select(kept)
 
 
-def _check_stored_ids(dataset: Dataset, vocabulary: int, name: str) -> None:
+def _check_stored_ids(dataset: Dataset, vocabulary: "Vocabulary", name: str) -> None:
     start = 0
     for table in dataset.with_format("numpy").select_columns("input_ids").iter(batch_size=1000):
         rows = table["input_ids"]  # type: ignore[index]
@@ -254,7 +272,7 @@ def _check_stored_ids(dataset: Dataset, vocabulary: int, name: str) -> None:
         start += len(rows)
 
 
-def _check_ids(rows: list, vocabulary: int, name: str, first_row: int) -> None:
+def _check_ids(rows: list, vocabulary: "Vocabulary", name: str, first_row: int) -> None:
     for index, row in enumerate(rows):
         ids = np.asarray(row)
         if ids.size == 0:
@@ -267,11 +285,12 @@ def _check_ids(rows: list, vocabulary: int, name: str, first_row: int) -> None:
                 f"{name} dataset, row {first_row + index}, column 'input_ids': values of type {ids.dtype}, expected "
                 "lists of integers. Tokenize the text, or rename the column."
             )
-        if ids.min() < 0 or ids.max() >= vocabulary:
+        if ids.min() < 0 or ids.max() >= vocabulary.size:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
             raise ValueError(
                 f"{name} dataset, row {first_row + index}, column 'input_ids': token id {wrong}, expected 0 to "
-                f"{vocabulary - 1}. Tokenize with the tokenizer that belongs to the model."
+                f"{vocabulary.size - 1} ({vocabulary.words}). Tokenize with the tokenizer that belongs to the model, or "
+                "grow it with model.resize_token_embeddings(len(tokenizer))."
             )
 
 
@@ -281,7 +300,7 @@ class PassingRows:
 
     report: PreparationReport
     settings: SFTPreparation
-    vocabulary: int | None
+    vocabulary: "Vocabulary | None"
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         counts = self.count(batch, indices[0])
@@ -301,7 +320,10 @@ class PassingRows:
 
 
 def _count_passing(
-    dataset: IterableDataset, report: PreparationReport, settings: SFTPreparation, vocabulary: int | None
+    dataset: IterableDataset,
+    report: PreparationReport,
+    settings: SFTPreparation,
+    vocabulary: "Vocabulary | None",
 ) -> IterableDataset:
     _check_first_rows(dataset, settings, vocabulary)
     features = dataset.features
@@ -317,7 +339,9 @@ def _count_passing(
     )
 
 
-def _check_first_rows(dataset: IterableDataset, settings: SFTPreparation, vocabulary: int | None) -> None:
+def _check_first_rows(
+    dataset: IterableDataset, settings: SFTPreparation, vocabulary: "Vocabulary | None"
+) -> None:
     rows = list(dataset.take(STREAM_BATCH))
     batch = {column: [row[column] for row in rows] for column in rows[0]}
     scratch = PreparationReport(settings.dataset_name)

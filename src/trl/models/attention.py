@@ -119,6 +119,7 @@ def flat_attention(
 
     plan = _Plan.of(attention_mask)
     window = _binding_window(plan.segments, sliding_window)
+    query, key, value = _in_autocast_dtype(query, key, value)
     if _takes_variable_length(query, dropout, softcap, window):
         return _variable_length(query, key, value, attention_mask, plan, scaling, window), None
     groups = query.shape[1] // key.shape[1]
@@ -134,6 +135,17 @@ def flat_attention(
             k, v = torch.cat([keys[prompt], k], dim=2), torch.cat([values[prompt], v], dim=2)
         outputs.append(_one_segment(q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
+
+
+def _in_autocast_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
+    """What autocast would make of them for SDPA, once for all segments.
+
+    Under autocast the rotary embedding leaves queries and keys in float32 beside values in bfloat16.
+    """
+    device = parts[0].device.type
+    if not torch.is_autocast_enabled(device) or parts[0].dtype == torch.float64:
+        return parts
+    return tuple(part.to(torch.get_autocast_dtype(device)) for part in parts)
 
 
 def _one_segment(

@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.models.chat_setup import clone_chat_template
+from trl.models.forward import causal_core
 from trl.models.loading import create_model_from_path
+from trl.models.peft import is_peft_model
 
 logger = logging.getLogger(__name__)
 
 TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
 def load_model(model: Any, init_kwargs: dict[str, Any] | None) -> Any:
     """The model itself, or the one of this name or path, loaded with `init_kwargs` (`model_init_kwargs` of a config).
 
-    Raises: ValueError without a model, or for `init_kwargs` with a model that is loaded already.
+    Raises: ValueError without a model, or for `init_kwargs` with a model that is loaded already; TypeError for what is
+    no model.
     """
-    if isinstance(model, str):
-        return create_model_from_path(model, **(init_kwargs or {}))
+    if isinstance(model, (str, os.PathLike)):
+        return create_model_from_path(os.fspath(model), **(init_kwargs or {}))
     if model is None:
         raise ValueError("model must be a name, a path or a model, got None. Pass it as the first argument.")
+    _check_head(causal_core(model))
     if init_kwargs:
         raise ValueError(
             f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Load it with these "
             "arguments yourself, or pass its name or path."
         )
     return model
+
+
+def _check_head(core: PreTrainedModel) -> None:
+    """Raise TypeError for a bare decoder, and for one with a classifier on top."""
+    if core.can_generate() or core.get_output_embeddings() is not None:
+        return
+    if "labels" in inspect.signature(type(core).forward).parameters and not hasattr(core, "num_labels"):
+        return
+    raise TypeError(
+        f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
+        "model. Load it with AutoModelForCausalLM."
+    )
+
+
+def check_processing_class(processing_class: Any) -> None:
+    """Raise TypeError for what is neither a tokenizer nor a processor."""
+    if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
+        return
+    given = repr(processing_class) if isinstance(processing_class, str) else "name"
+    raise TypeError(
+        f"processing_class must be a tokenizer or processor of transformers, got {type(processing_class).__name__}. "
+        f"Load one with AutoTokenizer.from_pretrained({given})."
+    )
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -40,23 +74,82 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def take_chat_template(
     model: Any, tokenizer: PreTrainedTokenizerBase, path: str | None, peft_config: Any = None
-) -> Any:
+) -> tuple[Any, Any]:
     """Take over the template of `chat_template_path`: a Jinja file, or another tokenizer with the tokens it adds.
 
-    Returns the model, its embeddings grown where tokens were added; with a `peft_config` the new embeddings are
-    trained beside the adapter (`trainable_token_indices`).
+    Returns the model, its embeddings grown where tokens were added, and the `peft_config`, which then also trains the
+    new tokens' embeddings beside the adapter (`trainable_token_indices`).
+
+    Raises: FileNotFoundError where there is neither.
     """
     if path is None:
-        return model
-    if Path(path).suffix in TEMPLATE_FILES:
-        if not Path(path).is_file():
-            raise FileNotFoundError(
-                f"chat_template_path={path!r}: there is no such file. Give a Jinja file's path."
-            )
-        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-        return model
-    model, _, added = clone_chat_template(model, tokenizer, path)
+        return model, peft_config
+    if Path(path).is_file() or Path(path).suffix in TEMPLATE_FILES:
+        tokenizer.chat_template = _read_template(Path(path))
+        return model, peft_config
+    try:
+        model, _, added = clone_chat_template(model, tokenizer, path)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"chat_template_path={path!r} is neither a Jinja file nor a folder or Hub name with a tokenizer "
+            f"({str(error).splitlines()[0]}). Check the path; without a network, give a local one."
+        ) from error
     if added and hasattr(peft_config, "trainable_token_indices") and not peft_config.trainable_token_indices:
-        peft_config.trainable_token_indices = {"embed_tokens": added}
+        peft_config = copy.copy(peft_config)
+        peft_config.trainable_token_indices = {_embedding_name(model): added}
         logger.warning("chat_template_path added %d tokens: they are trained beside the adapter.", len(added))
-    return model
+    elif added and (peft_config is not None or is_peft_model(model)):
+        logger.warning(
+            "chat_template_path added %d tokens, whose embeddings this adapter does not train: they stay at the mean "
+            "of the others. Add them before the adapter is made, with trainable_token_indices.",
+            len(added),
+        )
+    return model, peft_config
+
+
+def _read_template(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"chat_template_path={str(path)!r}: there is no such file. Give a Jinja file's path."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _embedding_name(model: Any) -> str:
+    """The last part of the input embeddings' name (`embed_tokens`, `wte`, ...), by which PEFT finds them."""
+    embeddings = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embeddings).rpartition(".")[2]
+
+
+def check_positions(model: Any, lengths: Sequence[int] | np.ndarray, *, dataset_name: str) -> None:
+    """Refuse sequences that are longer than a model's table of positions; warn of them where positions are computed.
+
+    `lengths` are those of the sequences after truncation, in tokens.
+
+    Raises: ValueError where a token would have no position.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or not len(lengths):
+        return
+    longer = int((np.asarray(lengths) > limit).sum())
+    if not longer:
+        return
+    found = (
+        f"{dataset_name} dataset: {longer} of {len(lengths)} sequences are longer than the {limit} positions of the model "
+        f"(max_position_embeddings), the longest has {int(np.max(lengths))} tokens"
+    )
+    if _has_table_of_positions(model):
+        raise ValueError(
+            f"{found}, expected at most {limit}: each position has a vector of its own. Set max_length={limit}, or less."
+        )
+    logger.warning(
+        "%s. What it computes there was not trained before: set max_length=%d to cut them.", found, limit
+    )
+
+
+def _has_table_of_positions(model: Any) -> bool:
+    """Whether positions are rows of an embedding (GPT-2, OPT), not computed (rotary, ALiBi)."""
+    return any(
+        isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
+        for name, module in model.named_modules()
+    )

@@ -25,7 +25,13 @@ from trl.models.layout import count_scored, count_tokens, first_rows
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted
-from trl.trainer.progress import CheckpointWriter, load_progress, remove_incomplete, save_progress
+from trl.trainer.progress import (
+    CheckpointWriter,
+    check_resumable,
+    load_progress,
+    remove_incomplete,
+    save_progress,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +57,23 @@ class BaseTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         # Noise on embeddings is added inside the scoring forward, which knows each sequence's own length.
         self.scorer.neftune_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        if self.args.device.type == "cpu":
+            self.args.dataloader_pin_memory = False  # there is no device to pin for; torch would warn
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)  # type: ignore[operator,union-attr]
 
     # ---- one optimiser step
 
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """What a batch's loss is counted in (trained tokens, unless a method says otherwise): an int64 scalar."""
+        """What a batch's loss is counted in (trained tokens, unless a method says otherwise): an int64 scalar.
+
+        Raises: ValueError for a batch without labels.
+        """
+        if batch.get("labels") is None and "scored_target" not in batch:
+            raise ValueError(
+                f"a batch has {sorted(batch)}, expected 'labels' too (-100 where nothing is trained). Let the "
+                "data_collator add them, or leave data_collator out."
+            )
         return count_scored(batch)
 
     def evaluation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -66,19 +82,18 @@ class BaseTrainer(Trainer):
         With several processes accelerate repeats the first rows until every process has a whole last batch. Counted
         twice, they would bend the means. (Repeats of packed rows cannot be told from the batch and stay.)
         """
-        state = self.accelerator.gradient_state
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return self.compute_loss(model, inputs)
-        rows = self.args.per_device_eval_batch_size
-        own = min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
-        if own:
-            return self.compute_loss(model, first_rows(inputs, own, of=rows))
-        kept, self._sums["eval"] = (
-            self._sums["eval"],
-            MetricSums(),
-        )  # run for the collectives of a sharded model only
+        state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
+        own = rows
+        if self.accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0:
+            own = min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+        if own < rows:
+            inputs = first_rows(inputs, max(own, 1), of=rows)
+        kept = self._sums["eval"]
+        if not own:  # this process runs a row for the collectives of a sharded model only
+            self._sums["eval"] = MetricSums()
         loss = self.compute_loss(model, inputs)
         self._sums["eval"] = kept
+        assert isinstance(loss, Tensor)
         return loss
 
     def get_batch_samples(
@@ -167,11 +182,15 @@ class BaseTrainer(Trainer):
         """Mean training loss of the whole run, also of what was trained before it was resumed."""
         return self._total_loss_scalar / max(self.state.global_step, 1)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits.
+
+        Raises: FileNotFoundError where there is nothing to resume from.
+        """
+        check_resumable(resume_from_checkpoint, self.args.output_dir)
         if self.args.should_save:
             remove_incomplete(self.args.output_dir)
-        output = super().train(*args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
         loss = self._mean_loss()
         return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss})
 
@@ -211,6 +230,7 @@ class BaseTrainer(Trainer):
         finally:
             self._checkpoint_writer = None
         final = writer.publish()
+        self.create_model_card()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 

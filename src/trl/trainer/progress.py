@@ -80,6 +80,23 @@ class CheckpointWriter:
             self._state.save_to_json(str(self.staging / self._name / TRAINER_STATE_NAME))
 
 
+def check_resumable(checkpoint: str | bool | None, output_dir: str | None) -> None:
+    """Raise FileNotFoundError where the checkpoint to resume from, or (for True) any in the run's folder, is missing."""
+    folder = Path(output_dir or ".")
+    found = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: len(path.name))
+    known = (
+        f"There are {', '.join(map(str, found))}."
+        if found
+        else f"There is none in {folder}: leave it out to start anew."
+    )
+    if checkpoint is True and not found:
+        raise FileNotFoundError(f"resume_from_checkpoint=True needs a checkpoint to go on from. {known}")
+    if isinstance(checkpoint, (str, Path)) and not Path(checkpoint).is_dir():
+        raise FileNotFoundError(
+            f"resume_from_checkpoint={str(checkpoint)!r}: there is no such folder. {known}"
+        )
+
+
 def remove_incomplete(output_dir: str | None) -> None:
     """Remove what a killed run left half written."""
     if output_dir is None:

@@ -7,19 +7,25 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
+from torch.utils.data import Dataset as TorchDataset
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.data.formats import column_names
 from trl.data.preparation import SFTPreparation, prepare_sft_dataset
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import get_training_chat_template
 from trl.models.layout import is_flat
+from trl.models.setup import check_positions
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
 
 PREPARATION_KEYS = ("add_special_tokens", "skip_prepare_dataset", "untrained_rows")
+PACKED_ROWS_TRIED = 16
 
 
 class SFTDatasets:
@@ -31,9 +37,10 @@ class SFTDatasets:
         processing_class: ProcessingClass,
         *,
         formatting_func: Callable[[dict[str, Any]], Any] | None,
-        vocab_size: int | None,
+        model: Any,
     ) -> None:
-        self.args, self.formatting_func, self.vocab_size = args, formatting_func, vocab_size
+        self.args, self.formatting_func, self.model = args, formatting_func, model
+        self.vocab_size = model.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
         self.processing_class = (
             for_training(processing_class) if args.assistant_only_loss else processing_class
         )
@@ -48,13 +55,17 @@ class SFTDatasets:
 
     def train(self, dataset: Any) -> Any:
         """The training set: shuffled where the config says so, tokenised, packed or truncated."""
-        if self.args.shuffle_dataset:
+        check_kind(dataset, "train_dataset")
+        if self.args.shuffle_dataset and isinstance(dataset, (Dataset, IterableDataset)):
             dataset = dataset.shuffle(seed=self.args.seed)
         return self._prepare(dataset, "train", packing=self.args.packing)
 
     def evaluation(self, dataset: Any) -> Any:
         """The evaluation set, or several by name."""
         packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+        parts = dataset if isinstance(dataset, dict) else {"": dataset}
+        for name, part in parts.items():
+            check_kind(part, f"eval_dataset[{name!r}]" if name else "eval_dataset")
         if isinstance(dataset, dict):
             return {name: self._prepare(part, name, packing=packing) for name, part in dataset.items()}
         return self._prepare(dataset, "eval", packing=packing)
@@ -80,13 +91,46 @@ class SFTDatasets:
             prepared, report = prepare_sft_dataset(dataset, self.processing_class, settings)  # type: ignore[type-var]
         if not report.is_streaming:
             logger.info(report.summary())
+        check_positions(self.model, sequence_lengths(prepared), dataset_name=name)
         return prepared
 
 
-def for_training(processing_class: ProcessingClass) -> ProcessingClass:
-    """The tokenizer with a template that marks the assistant's tokens, where a known one renders the same text.
+def check_kind(dataset: Any, argument: str) -> None:
+    """Raise TypeError for what is no data set, saying how to make one of it."""
+    if isinstance(dataset, (Dataset, IterableDataset, TorchDataset)):
+        return
+    remedy = "Make a datasets.Dataset of its rows."
+    if isinstance(dataset, dict):
+        remedy = f"Give one of its splits: {argument}=dataset[name], name one of {sorted(map(str, dataset))}."
+    elif isinstance(dataset, list):
+        remedy = "Make one with Dataset.from_list(rows)."
+    elif isinstance(dataset, str):
+        remedy = f"Load it first, for example with load_dataset({dataset!r}, split='train')."
+    raise TypeError(
+        f"{argument} must be a datasets.Dataset or IterableDataset, got a {type(dataset).__name__}. {remedy}"
+    )
 
-    The tokenizer that is saved keeps its own template.
+
+def needs_preparation(dataset: Any) -> bool:
+    """Whether rows that are given later (to `evaluate` or `predict`) still have to be tokenised."""
+    return isinstance(dataset, (Dataset, IterableDataset)) and "input_ids" not in column_names(dataset)
+
+
+def sequence_lengths(dataset: Any) -> np.ndarray:
+    """Tokens of each sequence of prepared rows, packed or not; none for a stream."""
+    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+        return np.zeros(0, np.int64)
+    column = "seq_lengths" if "seq_lengths" in dataset.column_names else "input_ids"
+    blocks = [block[column] for block in dataset.with_format("arrow").iter(batch_size=50_000)]  # type: ignore[index]
+    if column == "seq_lengths":
+        return np.concatenate([pc.list_flatten(block).to_numpy() for block in blocks])  # type: ignore[attr-defined]
+    return np.concatenate([pc.list_value_length(block).to_numpy() for block in blocks])  # type: ignore[attr-defined]
+
+
+def for_training(processing_class: ProcessingClass) -> ProcessingClass:
+    """The tokenizer with a template that marks the assistant's tokens, where one of this family is known.
+
+    Qwen 3's then keeps the `<think>` block of every turn, not of the last one only. The tokenizer that is saved keeps its own template.
     """
     template = get_training_chat_template(text_tokenizer(processing_class))
     if template is None:
@@ -100,14 +144,23 @@ def for_training(processing_class: ProcessingClass) -> ProcessingClass:
 
 def check_collator(collator: Callable[..., Any], dataset: Any, args: SFTConfig) -> None:
     """A collator of the user's must keep packed sequences apart."""
-    if not (args.packing and args.packing_strategy == "bfd") or isinstance(
-        collator, DataCollatorForLanguageModeling
+    if isinstance(collator, DataCollatorForLanguageModeling) or not isinstance(
+        dataset, (Dataset, IterableDataset)
     ):
         return
-    batch = collator([next(iter(dataset))])
-    if not is_flat(batch):
+    if not args.packing or args.packing_strategy != "bfd":
+        return
+    row = max(dataset.take(PACKED_ROWS_TRIED), key=lambda row: len(row["seq_lengths"]))
+    if not _keeps_apart(collator([row]), len(row["seq_lengths"])):
         raise ValueError(
             f"packing=True with packing_strategy='bfd' puts several sequences into a row, and the data_collator "
             f"{type(collator).__name__} gives no position_ids that keep them apart: they would see each other. "
             "Use DataCollatorForLanguageModeling(padding_free=True), or packing=False."
         )
+
+
+def _keeps_apart(batch: Any, sequences: int) -> bool:
+    """Whether a batch of one packed row tells its sequences apart."""
+    if "segment_table" in batch:
+        return True
+    return is_flat(batch) and int((batch["position_ids"] == 0).sum()) >= sequences

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -17,6 +18,7 @@ from transformers import (
     ProcessorMixin,
     TrainerCallback,
     TrainingArguments,
+    set_seed,
 )
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
@@ -26,13 +28,13 @@ from trl.models.forward import Scored, ScoreOptions, Scorer
 from trl.models.layout import padded_batch
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
-from trl.models.setup import load_model, pad_token_id, take_chat_template
+from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted
 from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_data import SFTDatasets, check_collator
+from trl.trainer.sft_data import SFTDatasets, check_collator, needs_preparation
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +94,15 @@ class SFTTrainer(BaseTrainer):
         )
         assert isinstance(args, SFTConfig)
         self.objective = lookup(LOSS_TYPES, args.loss_type, "loss_type")
+        _check_one_loss(args, compute_loss_func)
         loaded = load_model(model, args.model_init_kwargs)  # type: ignore[arg-type]
         if processing_class is None:
             processing_class = load_processing_class(loaded, trust_remote_code=_trusts_remote_code(args))
+        check_processing_class(processing_class)
         tokenizer = apply_special_tokens(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
-        loaded = take_chat_template(loaded, tokenizer, args.chat_template_path, peft_config)
+        loaded, peft_config = take_chat_template(loaded, tokenizer, args.chat_template_path, peft_config)
+        if peft_config is not None:
+            set_seed(args.seed)  # a new adapter starts from the seed alone; the parent sets it again
         if peft_config is not None or is_peft_model(loaded):
             loaded = prepare_peft_model(loaded, peft_config, args)
         self.scorer = Scorer(loaded, pad_token_id=pad_token_id(tokenizer))
@@ -110,12 +116,11 @@ class SFTTrainer(BaseTrainer):
             padding_free=self.padding_free,
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
-        vocab_size = loaded.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
-        sets = SFTDatasets(args, processing_class, formatting_func=formatting_func, vocab_size=vocab_size)
+        self._sets = SFTDatasets(args, processing_class, formatting_func=formatting_func, model=loaded)
         if train_dataset is not None:
-            train_dataset = sets.train(train_dataset)
+            train_dataset = self._sets.train(train_dataset)
         if eval_dataset is not None:
-            eval_dataset = sets.evaluation(eval_dataset)
+            eval_dataset = self._sets.evaluation(eval_dataset)
         check_collator(data_collator, train_dataset, args)
         shard_streams_by_row(args)
 
@@ -137,6 +142,19 @@ class SFTTrainer(BaseTrainer):
         if args.activation_offloading:
             offloading = get_act_offloading_ctx_manager(self.model)  # type: ignore[arg-type]
             self._offloading = lambda: offloading
+
+    # ---- the data
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Batches of an evaluation set; rows that are not tokenised yet are prepared as those of the constructor."""
+        return super().get_eval_dataloader(self._prepared(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
+        return super().get_test_dataloader(self._prepared(test_dataset))
+
+    def _prepared(self, dataset: Any) -> Any:
+        return self._sets.evaluation(dataset) if needs_preparation(dataset) else dataset
 
     # ---- the loss
 
@@ -252,6 +270,20 @@ class SFTTrainer(BaseTrainer):
                 "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks",
                 "attention_mask", "position_ids",
             ]  # fmt: skip
+
+
+def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None) -> None:
+    """Refuse settings of which each is a loss of its own."""
+    own = "compute_loss_func" if compute_loss_func is not None else None
+    smoothing = (
+        f"label_smoothing_factor={args.label_smoothing_factor}" if args.label_smoothing_factor else None
+    )
+    other = "loss_type='dft'" if args.loss_type != "nll" else None
+    given = [name for name in (own, smoothing, other) if name]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them."
+        )
 
 
 def _trusts_remote_code(args: SFTConfig) -> bool:

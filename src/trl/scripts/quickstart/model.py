@@ -36,7 +36,11 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTraine
     )
     tokenizer.train_from_iterator([*texts, *ROLES], trainer)
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, model_max_length=MAX_POSITIONS
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = CHATML_TRAINING_TEMPLATE
     return wrapped

@@ -74,7 +74,7 @@ class Report:
         for column in ("stage", "exact match", "training loss", "steps", "seconds"):
             table.add_column(column, justify="left" if column == "stage" else "right")
         for result in results:
-            loss = "-" if result.loss is None else f"{result.loss:.3f}"
+            loss = "-" if result.loss is None else f"{result.loss:.4f}"
             steps = str(result.steps or "-")
             table.add_row(result.stage, f"{result.exact_match:.1%}", loss, steps, f"{result.seconds:.0f}")
         self.console.print()
@@ -150,12 +150,12 @@ class TrainingProgress(TrainerCallback):
         if "loss" not in (logs or {}):
             return
         self.losses.append((state.global_step, logs["loss"]))
-        self._bar.update(self._task, loss=f"{logs['loss']:.3f}")
+        self._bar.update(self._task, loss=f"{logs['loss']:.4f}")
         tenth = state.global_step * PRINTED_LOSSES // state.max_steps
         if tenth > self._printed or len(self.losses) == 1:
             self._printed = tenth
             self.report.say(
-                f"step {state.global_step:>5} of {state.max_steps}   loss {logs['loss']:.3f}"
+                f"step {state.global_step:>5} of {state.max_steps}   loss {logs['loss']:.4f}"
                 f"   token accuracy {logs.get('mean_token_accuracy', float('nan')):.1%}"
             )
 

@@ -1,0 +1,194 @@
+"""What SFTTrainer refuses: the exact error class, and what was given, what is allowed and what to do; before a step."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import AutoModel
+
+from tests.tiny import tiny_config
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer.sft_runs import BLUE, USER, config, model_for
+from trl import SFTTrainer
+
+TEXTS = [{"text": "Look up."}, {"text": "Next."}] * 2
+CHATS = [{"messages": [USER, BLUE]}] * 2
+LONG = [{"text": "Look up."}, {"text": "Next. " * 60}]  # some 180 tokens
+
+
+def data(rows=TEXTS):
+    return Dataset.from_list(rows)
+
+
+def stream(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def no_labels(rows):
+    return {"input_ids": torch.tensor([row["input_ids"][:2] for row in rows])}
+
+
+def padded(rows):
+    ids = torch.tensor([row["input_ids"][:4] for row in rows])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What is given beside a good model, tokenizer and data set; the error, whose message has all of `says` in order."""
+
+    error: type[Exception]
+    says: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[], dict[str, Any]] = dict  # arguments that are expensive to build
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    return arguments
+
+
+CASES: dict[str, Bad] = {
+    # the model
+    "no model": Bad(ValueError, ("model must be a name, a path or a model", "got None", "first argument"), {}, {"model": None}),
+    "a number as model": Bad(TypeError, ("model must be a transformers PreTrainedModel", "got int", "AutoModelForCausalLM"), {}, {"model": 3}),
+    "a torch module as model": Bad(TypeError, ("PreTrainedModel", "got Linear"), {}, {"model": torch.nn.Linear(2, 2)}),
+    "a number as model, no tokenizer": Bad(TypeError, ("PreTrainedModel", "got int"), {}, {"model": 3, "processing_class": None}),
+    "a model without a head": Bad(
+        TypeError, ("LlamaModel", "no output head", "AutoModelForCausalLM"),
+        make=lambda: given(model=AutoModel.from_config(tiny_config("llama", vocab_size=400))),
+    ),
+    "a model's path that is not there": Bad(FileNotFoundError, ("There is no folder './nowhere'", "config.json"), {}, {"model": "./nowhere"}),
+    "init kwargs of a loaded model": Bad(
+        ValueError, ("model_init_kwargs={'dtype': 'float32'}", "loaded already", "name or path"), {"model_init_kwargs": {"dtype": "float32"}},
+    ),
+    "no tokenizer to be found": Bad(ValueError, ("built from a config", "Pass `processing_class`"), {}, {"processing_class": None}),
+    "a string as tokenizer": Bad(
+        TypeError, ("processing_class must be a tokenizer or processor", "got str", "AutoTokenizer.from_pretrained('gpt2')"), {}, {"processing_class": "gpt2"},
+    ),
+    "a model with fewer embeddings than tokens": Bad(
+        ValueError, ("row 0, column 'input_ids': token id", "expected 0 to 199", "embeds 200 token ids, the tokenizer has 400", "resize_token_embeddings"),
+        make=lambda: given(model=model_for(vocab_size=200)),
+    ),
+    "the same of a stream": Bad(
+        ValueError, ("row 0, column 'input_ids': token id", "embeds 200 token ids, the tokenizer has 400", "resize_token_embeddings"),
+        make=lambda: given(model=model_for(vocab_size=200), train_dataset=stream(TEXTS)),
+    ),
+    "more tokens than a table of positions": Bad(
+        ValueError, ("train dataset: 1 of 2 sequences", "64 positions of the model", "the longest has", "expected at most 64", "Set max_length=64"),
+        make=lambda: given(model=model_for(architecture="gpt2", max_position_embeddings=64), train_dataset=data(LONG)),
+    ),
+    "the same of packed rows": Bad(
+        ValueError, ("train dataset: 1 of 2 sequences", "expected at most 64", "Set max_length=64"), {"packing": True, "max_length": 256},
+        make=lambda: given(model=model_for(architecture="gpt2", max_position_embeddings=64), train_dataset=data(LONG)),
+    ),
+    "the same of an evaluation set": Bad(
+        ValueError, ("eval dataset: 1 of 2 sequences", "Set max_length=64"),
+        make=lambda: given(model=model_for(architecture="opt", max_position_embeddings=64), eval_dataset=data(LONG)),
+    ),
+    # the data sets
+    "a list": Bad(TypeError, ("train_dataset must be a datasets.Dataset or IterableDataset", "got a list", "Dataset.from_list"), {}, {"train_dataset": TEXTS}),
+    "a path": Bad(TypeError, ("train_dataset must be", "got a str", "load_dataset('train.jsonl'"), {}, {"train_dataset": "train.jsonl"}),
+    "all splits": Bad(
+        TypeError, ("got a DatasetDict", "one of its splits: train_dataset=dataset[name]", "['test', 'train']"), {},
+        {"train_dataset": DatasetDict({"train": data(), "test": data()})},
+    ),
+    "a list to evaluate": Bad(TypeError, ("eval_dataset must be", "got a list"), {}, {"eval_dataset": TEXTS}),
+    "a list among several to evaluate": Bad(TypeError, ("eval_dataset['b'] must be", "got a list"), {}, {"eval_dataset": {"a": data(), "b": TEXTS}}),
+    "no rows": Bad(ValueError, ("train dataset: no rows", "expected at least one", "Check its file"), {}, {"train_dataset": Dataset.from_dict({"text": []})}),
+    "no rows in a stream": Bad(ValueError, ("train dataset: no rows", "Check its file"), {}, make=lambda: given(train_dataset=stream([]))),
+    "no rows to evaluate": Bad(ValueError, ("small dataset: no rows",), {}, {"eval_dataset": {"small": Dataset.from_dict({"text": []})}}),
+    "prompts alone": Bad(ValueError, ("prompt without a 'completion'", "Add a 'completion' column"), {}, {"train_dataset": data([{"prompt": "a"}])}),
+    "preferences": Bad(ValueError, ("preference data", "DPOTrainer"), {}, {"train_dataset": data([{"prompt": "a", "chosen": "b", "rejected": "c"}])}),
+    "no data set": Bad(ValueError, ("train_dataset",), {}, {"train_dataset": None}),
+    "nothing trained": Bad(
+        ValueError, ("train dataset, row 0", "none of the row's", "Raise max_length"), {"max_length": 3},
+        {"train_dataset": data([{"prompt": "Q: How many apples are left? A:", "completion": " Seven"}])},
+    ),
+    "evaluation without a set": Bad(ValueError, ("eval_strategy", "eval_dataset"), {"eval_strategy": "steps"}),
+    "a stream without max_steps": Bad(ValueError, ("max_steps",), {"max_steps": -1}, make=lambda: given(train_dataset=stream(TEXTS))),
+    # tokenizer and template
+    "no eos token": Bad(
+        ValueError, ("no eos token", "learn to stop", "Set eos_token"), {}, make=lambda: given(processing_class=tiny_tokenizer(eos_token=None)),
+    ),
+    "no chat template": Bad(
+        ValueError, ("no chat template", "chat_template_path"), {}, make=lambda: given(processing_class=tiny_tokenizer("none"), train_dataset=data(CHATS)),
+    ),
+    "eos token of another vocabulary": Bad(ValueError, ("eos_token '</s>' is not in the vocabulary", "Choose a token"), {"eos_token": "</s>"}),
+    "pad token of another vocabulary": Bad(ValueError, ("pad_token '[PAD]' is not in the vocabulary", "Choose a token"), {"pad_token": "[PAD]"}),
+    "no such template file": Bad(FileNotFoundError, ("chat_template_path='missing.jinja'", "no such file"), {"chat_template_path": "missing.jinja"}),
+    "no such template folder": Bad(
+        FileNotFoundError, ("chat_template_path='./missing'", "neither a Jinja file nor", "Check the path"), {"chat_template_path": "./missing"},
+    ),
+    # settings
+    "assistant_only_loss of text": Bad(ValueError, ("assistant_only_loss=True", "not conversational"), {"assistant_only_loss": True}),
+    "completion_only_loss of text": Bad(ValueError, ("completion_only_loss=True", "without completions"), {"completion_only_loss": True}),
+    "unknown dataset_kwargs": Bad(ValueError, ("dataset_kwargs has unknown keys ['shuffle']", "Known are"), {"dataset_kwargs": {"shuffle": True}}),
+    "dft and label smoothing": Bad(
+        ValueError, ("label_smoothing_factor=0.1 and loss_type='dft'", "expected one", "Leave out"), {"loss_type": "dft", "label_smoothing_factor": 0.1},
+    ),
+    "one's own loss and dft": Bad(
+        ValueError, ("compute_loss_func and loss_type='dft'", "Leave out"), {"loss_type": "dft"}, {"compute_loss_func": lambda *_, **__: 0},
+    ),
+    "a collator that mixes packed rows": Bad(
+        ValueError, ("packing=True", "data_collator function", "they would see each other", "packing=False"), {"packing": True, "max_length": 24},
+        {"data_collator": padded},
+    ),
+    "a formatting function that gives no text": Bad(
+        TypeError, ("row 0", "formatting_func returned '3' of type int", "Return the text"), {}, {"formatting_func": lambda row: 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_by_the_constructor(name, monkeypatch, tmp_path):
+    case = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    arguments = {"processing_class": tiny_tokenizer(), "train_dataset": data(), **case.trainer, **case.make()}
+    model = arguments.pop("model") if "model" in arguments else model_for()
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        SFTTrainer(model, config(tmp_path, **case.settings), **arguments).train()
+    assert type(caught.value) is case.error, repr(caught.value)
+    pattern = ".*".join(re.escape(part) for part in case.says)
+    assert re.search(pattern, str(caught.value), re.DOTALL), str(caught.value)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_batch_without_labels(tmp_path):
+    trainer = SFTTrainer(
+        model_for(),
+        config(tmp_path),
+        train_dataset=data(),
+        processing_class=tiny_tokenizer(),
+        data_collator=no_labels,
+    )
+    with pytest.raises(
+        ValueError, match=r"a batch has \['input_ids'\], expected 'labels' too.*data_collator"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_rows_beyond_computed_positions_are_counted(tmp_path, caplog):
+    model = model_for(max_position_embeddings=64)
+    SFTTrainer(model, config(tmp_path), train_dataset=data(LONG), processing_class=tiny_tokenizer())
+    assert "1 of 2 sequences are longer than the 64 positions" in caplog.text
+    assert "set max_length=64 to cut them" in caplog.text
+    caplog.clear()
+    SFTTrainer(
+        model, config(tmp_path, max_length=64), train_dataset=data(LONG), processing_class=tiny_tokenizer()
+    )
+    assert "positions" not in caplog.text
+
+
+def test_more_tokens_than_embeddings_are_fine_where_no_row_has_them(tmp_path):
+    """As with Gemma 3, whose tokenizer knows one token (of images) that its text model does not."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|image|>"])
+    trainer = SFTTrainer(model_for(), config(tmp_path), train_dataset=data(), processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 2

@@ -1,0 +1,214 @@
+"""SFTTrainer and adapters: the base stays bit for bit, the adapter alone is trained, saved, loaded and trained on."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer.one_step import KeepGradients
+from tests.trainer.sft_runs import BLUE, USER, config, logged, make, model_for
+from trl import SFTTrainer
+
+ROWS = [{"messages": [USER, BLUE]}, {"messages": [USER, {"role": "assistant", "content": "Look up."}]}] * 2
+SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+
+
+def lora(**changes):
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **changes})  # fmt: skip
+
+
+def loaded_lora(model, seed=3):
+    """The model with an adapter that does something already."""
+    torch.manual_seed(seed)
+    return get_peft_model(model, lora(init_lora_weights=False))
+
+
+def test_the_base_stays_and_the_adapter_learns():
+    model = model_for()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = make(ROWS, model=model, trainer={"peft_config": lora()}, max_steps=4, learning_rate=0.05)
+    trainer.train()
+    after = {
+        name.replace(".base_layer", ""): value
+        for name, value in model.state_dict().items()
+        if "lora" not in name
+    }
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 2  # A and B of two projections in two layers
+    assert all("lora" in name for name in trained)
+    losses = logged(trainer, "loss")
+    assert losses[3] < losses[0] - 0.1
+
+
+def test_a_new_adapter_starts_at_the_loss_of_its_base():
+    base, adapted = (make(ROWS, trainer=extra) for extra in ({}, {"peft_config": lora()}))
+    for trainer in (base, adapted):
+        trainer.train()
+    assert logged(adapted, "loss")[0] == pytest.approx(logged(base, "loss")[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_free": True}, {"activation_offloading": True}])
+def test_gradients_do_not_depend_on_checkpointing(settings):
+    gradients = []
+    for checkpointing in (False, True):
+        keep = KeepGradients()
+        trainer = make(
+            ROWS, model=model_for().double(), gradient_checkpointing=checkpointing, max_steps=1,
+            trainer={"peft_config": lora(), "callbacks": [keep]}, **settings,
+        )  # fmt: skip
+        trainer.train()
+        gradients.append(keep.steps[0])
+    assert gradients[0].keys() == gradients[1].keys()
+    assert len(gradients[0]) == 8
+    for name, gradient in gradients[0].items():
+        assert (gradient - gradients[1][name]).abs().max().item() <= 1e-12, name
+        assert gradient.any() == ("lora_B" in name)  # B is zero, so A has no gradient yet
+
+
+def test_a_new_adapter_depends_on_the_seed_alone():
+    weights = []
+    for seed, noise in ((1, 0), (1, 5), (2, 5)):
+        torch.manual_seed(noise)
+        trainer = make(ROWS, trainer={"peft_config": lora()}, seed=seed)
+        weights.append(next(p for name, p in trainer.model.named_parameters() if "lora_A" in name))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+def test_only_the_adapter_is_saved_and_training_goes_on(tmp_path):
+    """Two steps, saved, loaded and two more steps: the losses of four steps in one run."""
+    whole = make(ROWS, model=loaded_lora(model_for()), max_steps=4, **SGD)
+    whole.train()
+    first = make(ROWS, model=loaded_lora(model_for()), max_steps=2, folder=tmp_path, **SGD)
+    first.train()
+    first.save_model()
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    } <= files
+    assert "model.safetensors" not in files
+    assert all("lora" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    again = PeftModel.from_pretrained(model_for(), tmp_path, is_trainable=True)
+    second = make(ROWS, model=again, max_steps=2, **SGD)
+    second.train()
+    assert logged(first, "loss") + logged(second, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)
+
+
+def test_a_folder_with_an_adapter_is_a_model(tmp_path):
+    model_for().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    base = SFTTrainer(
+        str(tmp_path / "base"), config(tmp_path / "adapter", max_steps=2, **SGD), train_dataset=Dataset.from_list(ROWS),
+        peft_config=lora(),
+    )  # fmt: skip
+    base.train()
+    base.save_model()
+    again = SFTTrainer(str(tmp_path / "adapter"), config(), train_dataset=Dataset.from_list(ROWS))
+    assert isinstance(again.model, PeftModel)
+    evaluated = [trainer.evaluate(Dataset.from_list(ROWS))["eval_loss"] for trainer in (base, again)]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)
+
+
+def test_a_head_that_is_trained_as_a_whole(tmp_path):
+    data = Dataset.from_list(ROWS)
+    trainer = make(
+        ROWS,
+        folder=tmp_path,
+        trainer={"peft_config": lora(modules_to_save=["lm_head"]), "eval_dataset": data},
+    )
+    original = trainer.model.base_model.model.lm_head.original_module.weight.clone()
+    trainer.train()
+    head = trainer.model.base_model.model.lm_head
+    assert torch.equal(head.original_module.weight, original)
+    assert not torch.equal(head.modules_to_save["default"].weight, original)
+    found = trainer.evaluate()
+    batch = trainer.scorer.padded_inputs(trainer.data_collator(list(trainer.eval_dataset)))
+    with torch.no_grad():
+        expected = trainer.model(**batch).loss
+    assert found["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    trainer.save_model()
+    assert any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_tokens_of_a_template_are_trained_beside_the_adapter(tmp_path):
+    larger = tiny_tokenizer()
+    larger.add_special_tokens({"eos_token": "<|over|>"})
+    larger.chat_template = larger.chat_template.replace("<|im_end|>", "<|over|>")
+    larger.save_pretrained(tmp_path)
+    for architecture, name in (("llama", "embed_tokens"), ("gpt2", "wte")):
+        given = lora(target_modules="all-linear")
+        trainer = make(
+            ROWS, model=model_for(architecture=architecture), tokenizer=tiny_tokenizer("none"),
+            chat_template_path=str(tmp_path), trainer={"peft_config": given},
+        )  # fmt: skip
+        assert given.trainable_token_indices is None  # the user's config is left alone
+        assert trainer.model.peft_config["default"].trainable_token_indices == {name: [400]}
+        before = trainer.model.get_input_embeddings()(torch.tensor([5, 400])).detach().clone()
+        trainer.train()
+        after = trainer.model.get_input_embeddings()(torch.tensor([5, 400])).detach()
+        assert torch.equal(before[0], after[0])
+        assert not torch.equal(before[1], after[1])
+
+
+def test_metrics_of_an_adapted_model_are_given_labels():
+    def accuracy(prediction):
+        labels = prediction.label_ids[:, 1:]
+        hits = prediction.predictions.argmax(-1)[:, :-1] == labels
+        return {"accuracy": float(hits[labels != -100].mean())}
+
+    data = Dataset.from_list(ROWS)
+    extra = {"peft_config": lora(), "compute_metrics": accuracy, "eval_dataset": data}
+    found = make(ROWS, trainer=extra).evaluate()
+    assert found["eval_accuracy"] == pytest.approx(found["eval_mean_token_accuracy"], rel=1e-12)
+
+
+def test_prompt_tuning_is_scored_from_its_own_logits(caplog):
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = make(
+        ROWS,
+        trainer={"peft_config": tuning, "eval_dataset": Dataset.from_list(ROWS)},
+        learning_rate=0.3,
+        max_steps=4,
+    )
+    assert "virtual tokens" in caplog.text
+    batch = trainer.scorer.padded_inputs(trainer.data_collator(list(trainer.eval_dataset)))
+    batch["labels"][:, 0] = -100  # which PEFT would predict from the virtual tokens
+    with torch.no_grad():
+        expected = trainer.model.eval()(**batch).loss
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    trainer.train()
+    assert logged(trainer, "loss")[3] < logged(trainer, "loss")[0]
+
+
+def test_two_adapters_are_refused():
+    with pytest.raises(ValueError, match=r"PeftModel already and peft_config asks for a second adapter.*Leave peft_config out"):  # fmt: skip
+        make(ROWS, model=loaded_lora(model_for()), trainer={"peft_config": lora()})
+
+
+def test_four_bit_base(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model_for(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    )
+    weight = quantised.model.layers[0].self_attn.q_proj.weight
+    before = weight.detach().clone()
+    trainer = make(
+        ROWS, model=quantised, folder=tmp_path / "run", gradient_checkpointing=True, max_steps=4, learning_rate=0.05,
+        trainer={"peft_config": lora()},
+    )  # fmt: skip
+    trainer.train()
+    losses = logged(trainer, "loss")
+    assert losses[3] < losses[0] - 0.1
+    assert weight.dtype == torch.uint8
+    assert torch.equal(weight, before)
+    trainer.save_model()
+    assert all("lora" in name for name in load_file(tmp_path / "run" / "adapter_model.safetensors"))
