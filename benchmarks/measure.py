@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import tempfile
 import time
 from collections import deque
@@ -95,7 +94,6 @@ def make_trainer(
 
     `sequential` takes the rows in their order instead of a random one.
     """
-    logging.getLogger("trl").setLevel(logging.ERROR)
     args = SFTConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-benchmark-"),
         max_steps=recipe.steps,

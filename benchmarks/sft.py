@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -63,6 +64,7 @@ def parse() -> Namespace:
 
 def main() -> None:
     args = parse()
+    logging.getLogger("trl").setLevel(logging.ERROR)
     if args.device == "cpu":
         torch.set_num_threads(1)
     results = on_cpu(args) if args.device == "cpu" else on_gpu(args)

@@ -1,5 +1,6 @@
 import json
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,13 +122,12 @@ def test_a_broken_file_in_a_folder_is_named(tmp_path: Path):
         load_source("rows")
 
 
-def load_and_sum(path: str) -> int:
-    rows = load_source(path, split="train")
-    return sum(rows["n"])
+LOAD_AND_SUM = "import sys; from trl.data.sources import load_source; print(sum(load_source(sys.argv[1], split='train')['n']))"
 
 
 @pytest.mark.slow
 def test_two_processes_load_the_same_file(tmp_path: Path):
     path = str(write_jsonl(tmp_path / "x.jsonl", [{"n": n} for n in range(5000)]))
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert pool.map(load_and_sum, [path] * 4, chunksize=1) == [sum(range(5000))] * 4
+    command = [sys.executable, "-c", LOAD_AND_SUM, path]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [int(process.communicate(timeout=120)[0]) for process in both] == [sum(range(5000))] * 2

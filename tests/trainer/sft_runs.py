@@ -1,5 +1,6 @@
 """Small SFT trainers over the tiny tokenizer, and what their batches train, as text."""
 
+import itertools
 import tempfile
 from typing import Any
 
@@ -51,7 +52,7 @@ def sequences(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]
         parts = zip(batch["input_ids"], batch["labels"], lengths, strict=True)
         return [(ids[:n].tolist(), labels[:n].tolist()) for ids, labels, n in parts]
     starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
-    spans = list(zip(starts, starts[1:], strict=False))
+    spans = list(itertools.pairwise(starts))
     return [(batch["input_ids"][0, a:b].tolist(), batch["labels"][0, a:b].tolist()) for a, b in spans]
 
 

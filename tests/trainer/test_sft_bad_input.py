@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tests.tiny import tiny_config
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -63,6 +63,14 @@ CASES: dict[str, Bad] = {
         make=lambda: given(model=AutoModel.from_config(tiny_config("llama", vocab_size=400))),
     ),
     "a model's path that is not there": Bad(FileNotFoundError, ("There is no folder './nowhere'", "config.json"), {}, {"model": "./nowhere"}),
+    "a classifier": Bad(
+        TypeError, ("LlamaForSequenceClassification", "no output head over the vocabulary", "AutoModelForCausalLM"),
+        make=lambda: given(model=AutoModelForSequenceClassification.from_config(tiny_config("llama", vocab_size=400))),
+    ),
+    "a model without weights": Bad(
+        ValueError, ("no weights for", "embed_tokens", "meta device", "from_pretrained"), make=lambda: given(model=model_for().to("meta")),
+    ),
+    "an unknown dtype": Bad(ValueError, ("float31",), {"model_init_kwargs": {"dtype": "float31"}}, {"model": "./nowhere"}),
     "init kwargs of a loaded model": Bad(
         ValueError, ("model_init_kwargs={'dtype': 'float32'}", "loaded already", "name or path"), {"model_init_kwargs": {"dtype": "float32"}},
     ),
@@ -85,6 +93,10 @@ CASES: dict[str, Bad] = {
     "the same of packed rows": Bad(
         ValueError, ("train dataset: 1 of 2 sequences", "expected at most 64", "Set max_length=64"), {"packing": True, "max_length": 256},
         make=lambda: given(model=model_for(architecture="gpt2", max_position_embeddings=64), train_dataset=data(LONG)),
+    ),
+    "the same of a stream, whose first rows are short": Bad(
+        ValueError, ("train dataset: 1 of", "64 positions of the model", "Set max_length=64"),
+        make=lambda: given(model=model_for(architecture="gpt2", max_position_embeddings=64), train_dataset=stream(TEXTS * 20 + LONG)),
     ),
     "the same of an evaluation set": Bad(
         ValueError, ("eval dataset: 1 of 2 sequences", "Set max_length=64"),
@@ -150,7 +162,7 @@ def test_refused_by_the_constructor(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     arguments = {"processing_class": tiny_tokenizer(), "train_dataset": data(), **case.trainer, **case.make()}
     model = arguments.pop("model") if "model" in arguments else model_for()
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         SFTTrainer(model, config(tmp_path, **case.settings), **arguments).train()
     assert type(caught.value) is case.error, repr(caught.value)
     pattern = ".*".join(re.escape(part) for part in case.says)

@@ -190,6 +190,26 @@ def test_a_stream_of_text_is_packed(strategy):
         assert logged(trainer, "num_tokens") == [64, 128, 192]
 
 
+@pytest.mark.parametrize(("shards", "workers"), [(1, 1), (1, 2), (4, 2)])
+def test_a_stream_is_read_by_several_workers(shards, workers):
+    rows = [{"text": f"{number} apples"} for number in range(8)]
+    stream = Dataset.from_list(rows).to_iterable_dataset(num_shards=shards)
+    trainer = make(stream, dataloader_num_workers=workers, max_steps=2)
+    batches = iter(trainer.get_train_dataloader())
+    found = sorted(
+        trainer.processing_class.decode(ids) for _ in range(2) for ids, _ in sequences(next(batches))
+    )
+    assert found == [row["text"] + "<|im_end|>" for row in rows]
+
+
+def test_a_stream_is_evaluated_like_stored_rows():
+    data = Dataset.from_list(TEXTS)
+    stored = make(TEXTS, trainer={"eval_dataset": data}).evaluate()
+    streamed = make(TEXTS, trainer={"eval_dataset": data.to_iterable_dataset()}).evaluate()
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert streamed[name] == pytest.approx(stored[name], rel=1e-6), name
+
+
 @pytest.mark.parametrize(
     ("settings", "is_packed"),
     [({}, True), ({"eval_packing": True}, True), ({"eval_packing": False}, False), ({"packing": False, "eval_packing": True}, True)],

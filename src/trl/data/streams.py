@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 
 def is_stream(dataset: Any) -> bool:
@@ -33,8 +33,16 @@ class RepeatedStream(IterableDataset):
             for row in self.stream:
                 rows += 1
                 yield row
+            if not rows and _is_spare_worker():
+                return
             if not rows:
                 raise ValueError(
                     "the training stream has no row. Check the data set, its filters and its split."
                 )
             epoch += 1
+
+
+def _is_spare_worker() -> bool:
+    """Whether this is a data loader's worker beyond the first: a stream of fewer shards leaves it without rows."""
+    worker = get_worker_info()
+    return worker is not None and worker.id > 0

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.chat_setup import clone_chat_template
 from trl.models.forward import causal_core
@@ -35,7 +36,9 @@ def load_model(model: Any, init_kwargs: dict[str, Any] | None) -> Any:
         return create_model_from_path(os.fspath(model), **(init_kwargs or {}))
     if model is None:
         raise ValueError("model must be a name, a path or a model, got None. Pass it as the first argument.")
-    _check_head(causal_core(model))
+    core = causal_core(model)
+    _check_head(core)
+    _check_weights(core)
     if init_kwargs:
         raise ValueError(
             f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Load it with these "
@@ -54,6 +57,17 @@ def _check_head(core: PreTrainedModel) -> None:
         f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
         "model. Load it with AutoModelForCausalLM."
     )
+
+
+def _check_weights(core: PreTrainedModel) -> None:
+    """Raise ValueError for a model without weights; FSDP and ZeRO-3 fill such a one in themselves."""
+    is_filled = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or is_deepspeed_zero3_enabled()
+    missing = [name for name, parameter in core.named_parameters() if parameter.is_meta]
+    if missing and not is_filled:
+        raise ValueError(
+            f"model has no weights for {len(missing)} parameters ({missing[0]}, ...): they are on the meta device. Load "
+            "it with from_pretrained, without init_empty_weights and without offloading to disk."
+        )
 
 
 def check_processing_class(processing_class: Any) -> None:
@@ -128,28 +142,44 @@ def check_positions(model: Any, lengths: Sequence[int] | np.ndarray, *, dataset_
 
     Raises: ValueError where a token would have no position.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int) or not len(lengths):
-        return
+    table, limit = table_of_positions(model), _positions(model)
+    if table is not None:
+        check_table(lengths, table, dataset_name=dataset_name)
+    elif limit is not None and (found := _beyond(lengths, limit, dataset_name)):
+        logger.warning(
+            "%s. What it computes there was not trained before: set max_length=%d to cut them.", found, limit
+        )
+
+
+def check_table(lengths: Sequence[int] | np.ndarray, table: int, *, dataset_name: str) -> None:
+    """Raise ValueError for sequences with more tokens than a table of positions has rows."""
+    found = _beyond(lengths, table, dataset_name)
+    if found:
+        raise ValueError(
+            f"{found}, expected at most {table}: each position has a vector of its own. Set max_length={table}, or less."
+        )
+
+
+def _beyond(lengths: Sequence[int] | np.ndarray, limit: int, dataset_name: str) -> str | None:
+    """What to say of sequences longer than `limit`; None where there are none."""
     longer = int((np.asarray(lengths) > limit).sum())
     if not longer:
-        return
-    found = (
+        return None
+    return (
         f"{dataset_name} dataset: {longer} of {len(lengths)} sequences are longer than the {limit} positions of the model "
         f"(max_position_embeddings), the longest has {int(np.max(lengths))} tokens"
     )
-    if _has_table_of_positions(model):
-        raise ValueError(
-            f"{found}, expected at most {limit}: each position has a vector of its own. Set max_length={limit}, or less."
-        )
-    logger.warning(
-        "%s. What it computes there was not trained before: set max_length=%d to cut them.", found, limit
-    )
 
 
-def _has_table_of_positions(model: Any) -> bool:
-    """Whether positions are rows of an embedding (GPT-2, OPT), not computed (rotary, ALiBi)."""
-    return any(
+def _positions(model: Any) -> int | None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def table_of_positions(model: Any) -> int | None:
+    """Rows of the model's table of positions (GPT-2, OPT); None where positions are computed (rotary, ALiBi)."""
+    has_table = any(
         isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
         for name, module in model.named_modules()
     )
+    return _positions(model) if has_table else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from trl.data.preparation import SFTPreparation, prepare_sft_dataset
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import get_training_chat_template
 from trl.models.layout import is_flat
-from trl.models.setup import check_positions
+from trl.models.setup import check_positions, check_table, table_of_positions
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,27 @@ class SFTDatasets:
         if not report.is_streaming:
             logger.info(report.summary())
         check_positions(self.model, sequence_lengths(prepared), dataset_name=name)
-        return prepared
+        return self._with_checked_positions(prepared, name) if report.is_streaming else prepared
+
+    def _with_checked_positions(self, stream: IterableDataset, name: str) -> IterableDataset:
+        """The stream, whose rows are held to the model's table of positions where they could be longer."""
+        table, longest = table_of_positions(self.model), self.args.max_length
+        if table is None or (longest is not None and longest <= table):
+            return stream
+        return stream.map(PassingPositions(table, name), batched=True, features=stream.features)
+
+
+@dataclass(frozen=True)
+class PassingPositions:
+    """`check_table` for the rows of a stream as they pass."""
+
+    table: int
+    dataset_name: str
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        sequences = batch.get("seq_lengths") or [[len(ids)] for ids in batch["input_ids"]]
+        check_table([n for row in sequences for n in row], self.table, dataset_name=self.dataset_name)
+        return batch
 
 
 def check_kind(dataset: Any, argument: str) -> None:
