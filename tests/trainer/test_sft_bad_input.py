@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, T5Config
 
 from tests.tiny import tiny_config
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -35,6 +35,19 @@ def no_labels(rows):
 def padded(rows):
     ids = torch.tensor([row["input_ids"][:4] for row in rows])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+class TorchRows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(TEXTS)
+
+    def __getitem__(self, index):
+        return TEXTS[index]
+
+
+def t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    return AutoModelForSeq2SeqLM.from_config(T5Config(vocab_size=400, decoder_start_token_id=0, **sizes))
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,9 @@ CASES: dict[str, Bad] = {
     "a classifier": Bad(
         TypeError, ("LlamaForSequenceClassification", "no output head over the vocabulary", "AutoModelForCausalLM"),
         make=lambda: given(model=AutoModelForSequenceClassification.from_config(tiny_config("llama", vocab_size=400))),
+    ),
+    "an encoder-decoder": Bad(
+        TypeError, ("T5ForConditionalGeneration, an encoder-decoder", "AutoModelForCausalLM"), make=lambda: given(model=t5()),
     ),
     "a model without weights": Bad(
         ValueError, ("no weights for", "embed_tokens", "meta device", "from_pretrained"), make=lambda: given(model=model_for().to("meta")),
@@ -108,6 +124,9 @@ CASES: dict[str, Bad] = {
     "all splits": Bad(
         TypeError, ("got a DatasetDict", "one of its splits: train_dataset=dataset[name]", "['test', 'train']"), {},
         {"train_dataset": DatasetDict({"train": data(), "test": data()})},
+    ),
+    "a torch data set of text": Bad(
+        ValueError, ("train dataset, row 0, has ['text']", "must give tokens", "Make a datasets.Dataset"), {}, {"train_dataset": TorchRows()},
     ),
     "a list to evaluate": Bad(TypeError, ("eval_dataset must be", "got a list"), {}, {"eval_dataset": TEXTS}),
     "a list among several to evaluate": Bad(TypeError, ("eval_dataset['b'] must be", "got a list"), {}, {"eval_dataset": {"a": data(), "b": TEXTS}}),

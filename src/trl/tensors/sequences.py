@@ -23,7 +23,9 @@ def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     _check_index(values, sequence)
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     totals = wide.new_zeros(count)
-    if wide.is_cuda:  # index_add adds in the order of the atomics there; an accumulating index_put sorts first
+    if (
+        wide.is_cuda
+    ):  # index_add adds in the order of the atomics there; an accumulating index_put sorts first
         return totals.index_put((sequence,), wide, accumulate=True)
     return totals.index_add(0, sequence, wide)
 
@@ -80,7 +82,7 @@ def length_desensitized(logps: Tensor, sequence: Tensor, count: int, *, alpha: f
 
     Sequences 2i and 2i + 1 are a pair; `alpha` in [0, 1], where 1 gives plain sums and 0 compares the common length
     only. Use it on policy and reference alike. Raises ValueError for another alpha or an odd count.
-    Source: Liu et al. 2024, LD-DPO, eq. 10 (arXiv:2409.06411).
+    Source: Liu et al. 2024, LD-DPO (arXiv:2409.06411).
 
     >>> logps, sequence = torch.tensor([-1.0, -2.0, -4.0, -3.0]), torch.tensor([0, 0, 0, 1])
     >>> length_desensitized(logps, sequence, count=2, alpha=0.5)
@@ -97,7 +99,7 @@ def alignment_by_sequence(logps: Tensor, log_collision: Tensor, sequence: Tensor
     """How typical each sequence is of the policy: mean of `log p(token) - log sum_v p(v)^2`, in nats, `(K,) -> (count,)`.
 
     `log_collision` `(K,)` is the log of the probability that two draws at the token's position agree. A sequence that
-    the policy sampled is near 0; detached. Source: Zhou et al. 2024, WPO, eq. 4 (arXiv:2406.11827).
+    the policy sampled is near 0; detached. Source: Zhou et al. 2024, WPO with sampled alignment (arXiv:2406.11827).
 
     >>> p = torch.tensor([0.5, 0.5]).log()  # a fair coin: log(0.5^2 + 0.5^2) = log 0.5
     >>> alignment_by_sequence(p, p, torch.tensor([0, 0]), count=1)
@@ -109,7 +111,7 @@ def alignment_by_sequence(logps: Tensor, log_collision: Tensor, sequence: Tensor
 def wpo_weights(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Weight in (0, 1] of each pair under the policy, from its completions' alignments, `(B,), (B,) -> (B,)`.
 
-    The product of the two completions' weights, at most 1. Source: Zhou et al. 2024, WPO, eq. 5 (arXiv:2406.11827).
+    The product of the two completions' weights, at most 1. Source: Zhou et al. 2024, WPO (arXiv:2406.11827).
 
     >>> wpo_weights(torch.tensor([-0.5, 3.0]), torch.tensor([-0.5, -1.0]))
     tensor([0.3679, 1.0000])

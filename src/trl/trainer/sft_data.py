@@ -18,6 +18,7 @@ from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.formats import column_names
 from trl.data.preparation import SFTPreparation, prepare_sft_dataset
 from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.streams import is_stream
 from trl.data.templates import get_training_chat_template
 from trl.models.layout import is_flat
 from trl.models.setup import check_positions, check_table, table_of_positions
@@ -73,7 +74,7 @@ class SFTDatasets:
 
     def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):
-            return dataset  # a torch data set gives finished rows (ConstantLengthDataset)
+            return check_finished(dataset, name)
         args = self.args
         settings = SFTPreparation(
             text_field=args.dataset_text_field,
@@ -130,6 +131,22 @@ def check_kind(dataset: Any, argument: str) -> None:
     raise TypeError(
         f"{argument} must be a datasets.Dataset or IterableDataset, got a {type(dataset).__name__}. {remedy}"
     )
+
+
+def check_finished(dataset: TorchDataset, name: str) -> TorchDataset:
+    """A torch data set, which must give finished rows (`ConstantLengthDataset` does).
+
+    Raises: ValueError where its first row, if it can be looked at, has no tokens.
+    """
+    if is_stream(dataset) or not len(dataset):  # type: ignore[arg-type]
+        return dataset
+    row = dataset[0]
+    if "input_ids" not in row:
+        raise ValueError(
+            f"{name} dataset, row 0, has {sorted(row)}: a torch data set must give tokens ('input_ids'). Make a "
+            "datasets.Dataset of its rows to have them tokenised."
+        )
+    return dataset
 
 
 def needs_preparation(dataset: Any) -> bool:

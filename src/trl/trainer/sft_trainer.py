@@ -105,6 +105,7 @@ class SFTTrainer(BaseTrainer):
             set_seed(args.seed)  # a new adapter starts from the seed alone; the parent sets it again
         if peft_config is not None or is_peft_model(loaded):
             loaded = prepare_peft_model(loaded, peft_config, args)
+        _check_decoder_only(loaded)
         self.scorer = Scorer(loaded, pad_token_id=pad_token_id(tokenizer))
         for fallback in self.scorer.fallbacks:
             logger.warning("%s: %s.", type(loaded).__name__, fallback)
@@ -283,6 +284,14 @@ def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | 
     if len(given) > 1:
         raise ValueError(
             f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them."
+        )
+
+
+def _check_decoder_only(model: Any) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError(
+            f"model is a {type(model).__name__}, an encoder-decoder, expected a causal language model (a decoder alone). "
+            "Load one with AutoModelForCausalLM."
         )
 
 

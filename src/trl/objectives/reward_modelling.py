@@ -1,0 +1,85 @@
+"""Losses of reward models: over pairs of completions (Bradley-Terry) and over the steps of one (process rewards)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, softplus
+
+from trl.tensors.reduce import LossTerms, Weighted, weighted
+
+IGNORED = -100
+"""Label of a position that is not the end of a step."""
+
+
+def bradley_terry(
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coefficient: float | None = None
+) -> LossTerms:
+    """`-log sigmoid(r_c - r_r - margin) + coefficient (r_c + r_r)^2` of the rewards of each pair, with the metrics.
+
+    `chosen`, `rejected` and `margin` (by how much the chosen one should win) are `(B,)`. The second part keeps rewards
+    near 0, which the first leaves free. Raises ValueError for shapes that differ and for a negative coefficient.
+    Source: Ouyang et al. 2022, eq. 1 (arXiv:2203.02155); margin: Touvron et al. 2023, eq. 2 (arXiv:2307.09288);
+    centering: Eisenstein et al. 2023 (arXiv:2312.09244).
+
+    >>> bradley_terry(torch.tensor([1.0]), torch.tensor([0.0]), margin=torch.tensor([1.0])).values
+    tensor([0.6931])
+    """
+    _check_pair(chosen, rejected, margin, center_coefficient)
+    gap = chosen - rejected
+    values = softplus(-gap if margin is None else margin - gap)
+    if center_coefficient:
+        values = values + center_coefficient * (chosen + rejected).square()
+    return LossTerms(values, torch.ones_like(values), "pair", _metrics(chosen, rejected))
+
+
+def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Weighted]:
+    """Accuracy and margin per pair; the mean reward per completion; the extremes of the batch, counted once."""
+    rewards = torch.cat([chosen, rejected])
+    metrics = {
+        "mean_reward": weighted(rewards),
+        "accuracy": weighted(chosen > rejected),
+        "margin": weighted(chosen - rejected),
+    }
+    if len(rewards):
+        metrics |= {
+            "min_reward": weighted(rewards.min().reshape(1)),
+            "max_reward": weighted(rewards.max().reshape(1)),
+        }
+    return metrics
+
+
+def _check_pair(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | None, center_coefficient: float | None
+) -> None:
+    shapes = [tuple(t.shape) for t in (chosen, rejected, margin) if t is not None]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        raise ValueError(
+            f"rewards and margins of pairs must have one shape (B,), got {shapes}. "
+            "Take one score at the end of each completion."
+        )
+    if center_coefficient is not None and not center_coefficient >= 0:
+        raise ValueError(
+            f"center_rewards_coefficient must be >= 0, got {center_coefficient}. Use None to leave it out."
+        )
+
+
+def step_classification(logits: Tensor, labels: Tensor) -> LossTerms:
+    """Cross-entropy of the label at the end of each step, `logits (..., C)` and `labels (...)`, in nats.
+
+    Labels are class indices (1: the step is right), `IGNORED` elsewhere; the terms have their shape. Logits at ignored
+    positions are not read. Raises ValueError for shapes that do not fit.
+    Source: Lightman et al. 2023 (arXiv:2305.20050).
+
+    >>> step_classification(torch.zeros(2, 2), torch.tensor([1, -100])).values
+    tensor([0.6931, 0.0000])
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels must have the shape of logits without its last dimension, got {tuple(labels.shape)} for logits of "
+            f"{tuple(logits.shape)}. Give one label or {IGNORED} per position."
+        )
+    ends = labels != IGNORED
+    kept = torch.where(ends.unsqueeze(-1), logits, torch.zeros_like(logits)).flatten(0, -2)
+    flat = cross_entropy(kept, labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return LossTerms(flat.view(labels.shape), ends.to(flat.dtype), "token", {})

@@ -1,0 +1,153 @@
+import math
+
+import pytest
+import torch
+
+from tests.objectives.pair_cases import s, tensor
+from trl.objectives.unpaired import (
+    KTOOptions,
+    UnpairedScores,
+    bco_terms,
+    kl_estimate,
+    kl_sum,
+    kto_terms,
+    reward_sum,
+    udm_weights,
+)
+from trl.tensors.reduce import count_units, reduce_terms
+
+BETA = 0.5
+KL = torch.tensor(1.0, dtype=torch.float64)
+
+
+def scores_of(ratios=(2.0, -1.0, 3.0), desirable=(True, False, False), dtype=torch.float64) -> UnpairedScores:
+    reference = torch.full((len(ratios),), -10.0, dtype=dtype)
+    logps = (reference + torch.tensor(ratios, dtype=dtype)).requires_grad_()
+    return UnpairedScores(logps, reference, torch.tensor(desirable))
+
+
+def test_kto_by_hand():
+    """beta (x - kl) = 0.5, -1, 1: desirable 1 - s(0.5), the others s(-1) and s(1), each times its weight."""
+    terms = kto_terms(scores_of(), KTOOptions(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5), kl=KL)
+    assert terms.per == "sequence"
+    assert terms.values.tolist() == pytest.approx([1.5 * (1 - s(0.5)), 0.5 * s(-1), 0.5 * s(1)])
+
+
+def test_apo_zero_ignores_the_kl():
+    terms = kto_terms(scores_of(), KTOOptions("apo_zero_unpaired", beta=BETA), kl=KL)
+    assert terms.values.tolist() == pytest.approx([1 - s(1), s(-0.5), s(1.5)])
+    assert terms.metrics["kl"].mean.item() == 0.0
+
+
+def test_bco_by_hand():
+    """Rewards 1, -0.5, 1.5 with delta 0.5: 0.5, -1 and 1 above it; the weights count where undesirable."""
+    terms = bco_terms(scores_of(), beta=BETA, delta=KL / 2, undesirable_weights=tensor([7.0, 2.0, 1.0]))
+    expected = [-math.log(s(0.5)), -2 * math.log(s(1)), -math.log(s(-1))]
+    assert terms.per == "sequence" and terms.values.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", ["kto", "apo_zero_unpaired", "bco"])
+def test_desirable_goes_up_and_undesirable_goes_down(method):
+    scores = scores_of()
+    terms = (
+        bco_terms(scores, beta=BETA, delta=KL)
+        if method == "bco"
+        else kto_terms(scores, KTOOptions(method), kl=KL)
+    )
+    gradient = torch.autograd.grad(terms.values.sum(), scores.logps)[0]
+    assert (gradient.sign() == tensor([-1.0, 1.0, 1.0])).all()
+
+
+def test_a_desirable_and_an_undesirable_completion_mirror_each_other():
+    """Around the KL (or delta), swapping the label and the sign of the distance changes nothing."""
+    there = scores_of((1.0 + 0.7,), (True,))
+    back = scores_of((1.0 - 0.7,), (False,))
+    for terms_of in (
+        lambda scores: kto_terms(scores, KTOOptions(beta=BETA), kl=KL),
+        lambda scores: bco_terms(scores, beta=BETA, delta=BETA * KL),
+    ):
+        torch.testing.assert_close(terms_of(there).values, terms_of(back).values)
+
+
+def test_at_beta_zero_nothing_is_learnt():
+    scores = scores_of()
+    for terms, constant in (
+        (kto_terms(scores, KTOOptions(beta=0.0), kl=KL), 0.5),
+        (bco_terms(scores, beta=0.0, delta=0 * KL), math.log(2)),
+    ):
+        assert terms.values.tolist() == pytest.approx([constant] * 3)
+        assert torch.autograd.grad(terms.values.sum(), scores.logps)[0].abs().max().item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_huge_ratios_are_finite(dtype):
+    scores = scores_of((5e3, -5e3, 5e3, -5e3), (True, True, False, False), dtype)
+    for terms in (
+        kto_terms(scores, KTOOptions(), kl=torch.zeros((), dtype=dtype)),
+        bco_terms(scores, beta=1.0, delta=torch.zeros((), dtype=dtype)),
+    ):
+        assert terms.values.dtype == dtype and torch.isfinite(terms.values).all()
+        assert torch.isfinite(torch.autograd.grad(terms.values.sum(), scores.logps)[0]).all()
+
+
+def test_the_point_of_comparison_carries_no_gradient():
+    kl = KL.clone().requires_grad_()
+    assert torch.autograd.grad(
+        kto_terms(scores_of(), KTOOptions(), kl=kl).values.sum(), kl, allow_unused=True
+    ) == (None,)
+
+
+def test_the_kl_is_a_mean_over_all_batches_of_the_step_and_never_negative():
+    """Ratios 1, 2 and -9 in two batches: (1 + 2 - 9) / 3 = -2, cut at 0; without the last, 1.5."""
+    first = kl_sum(tensor([-1.0, -3.0]), tensor([-2.0, -5.0]))
+    second = kl_sum(tensor([-10.0]), tensor([-1.0]))
+    assert kl_estimate(first).item() == 1.5 and kl_estimate(first.plus(second)).item() == 0.0
+
+
+def test_mean_reward():
+    assert reward_sum(scores_of(), BETA).mean.item() == pytest.approx(BETA * 4 / 3)
+
+
+def test_weights_of_kinds_do_not_change_the_count():
+    terms = kto_terms(scores_of(), KTOOptions(beta=BETA, undesirable_weight=0.0), kl=KL)
+    assert count_units(terms).item() == 3
+    assert reduce_terms(terms, 3).item() == pytest.approx((1 - s(0.5)) / 3)
+
+
+def test_metrics_are_means_over_each_kind():
+    terms = kto_terms(scores_of(), KTOOptions(beta=BETA), kl=KL)
+    means = {name: metric.mean.item() for name, metric in terms.metrics.items()}
+    assert means == pytest.approx(
+        {
+            "rewards/chosen": 1.0,
+            "rewards/rejected": 0.5,  # 0.5 * (-1 + 3) / 2
+            "logps/chosen": -8.0,
+            "logps/rejected": -9.0,
+            "kl": 1.0,
+        }
+    )
+    assert bco_terms(scores_of(), beta=BETA, delta=KL).metrics["delta"].mean.item() == 1.0
+
+
+def test_a_kind_that_is_absent_is_not_counted():
+    metrics = kto_terms(scores_of(desirable=(True, True, True)), KTOOptions(), kl=KL).metrics
+    assert metrics["rewards/rejected"].count.item() == 0 and metrics["rewards/chosen"].count.item() == 3
+
+
+def test_density_ratios_are_cut():
+    assert udm_weights(tensor([0.0, 0.5, 0.8, 1.0]), min_ratio=0.1, max_ratio=3.0).tolist() == pytest.approx(
+        [0.1, 1.0, 3.0, 3.0]
+    )
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="unknown loss_type 'kt'; known are 'apo_zero_unpaired', 'kto'"):
+        KTOOptions("kt")
+    with pytest.raises(ValueError, match=r"beta must be >= 0, got -0\.1"):
+        KTOOptions(beta=-0.1)
+    with pytest.raises(ValueError, match="undesirable_weight must be >= 0, got -1"):
+        KTOOptions(undesirable_weight=-1)
+    with pytest.raises(ValueError, match=r"one shape \(B,\), got \[\(2,\), \(1,\), \(1,\)\]"):
+        UnpairedScores(tensor([1.0, 2.0]), tensor([1.0]), torch.tensor([True]))
+    with pytest.raises(ValueError, match=r"desirable must be a bool tensor, got torch\.float64"):
+        UnpairedScores(tensor([1.0]), tensor([1.0]), tensor([1.0]))
