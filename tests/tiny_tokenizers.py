@@ -92,6 +92,10 @@ TEMPLATES: dict[str, str | None] = {
         "{{- m['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
         "{{- m['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
     ),
+    "marked_stopless": MARKED.replace(
+        "{{- m['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
+        "{{- m['content'] -}}{%- endgeneration -%}",
+    ),
     "marked_nowhere": MARKED.replace(
         "{%- if m['role'] == 'assistant' -%}", "{%- if m['role'] == 'narrator' -%}"
     ),

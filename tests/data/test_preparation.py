@@ -206,7 +206,7 @@ def test_marks_without_stop_token_warn_once(caplog: pytest.LogCaptureFixture) ->
         caplog.clear()
         rows, report = prepare(
             [{"messages": TALK}] * 200,
-            template="marked_without_stop",
+            template="marked_stopless",
             assistant_only_loss=True,
             streaming=streaming,
         )

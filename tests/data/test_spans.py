@@ -83,10 +83,17 @@ def test_conversation_that_the_assistant_opens() -> None:
     assert trained_text("chatml", TALK[2:]) == "It is blue.<|im_end|>|Look up.<|im_end|>"
 
 
-def test_marks_without_the_stop_token_are_counted() -> None:
+def test_a_stop_token_right_behind_the_mark_is_trained() -> None:
     tokens = assistant_tokens(tiny_tokenizer("marked_without_stop"), Chat(TALK))
+    assert tokens == assistant_tokens(tiny_tokenizer("marked"), Chat(TALK))
+    assert trained_text("marked_without_stop", TALK) == "It is blue.<|im_end|>|Look up.<|im_end|>"
+
+
+def test_marked_turns_without_any_stop_token_are_counted() -> None:
+    # Nothing but a line break stands between the mark and the next turn.
+    tokens = assistant_tokens(tiny_tokenizer("marked_stopless"), Chat(TALK))
     assert tokens.unstopped == 2
-    assert trained_text("marked_without_stop", TALK) == "It is blue.|Look up."
+    assert trained_text("marked_stopless", TALK) == "It is blue.|Look up."
 
 
 def test_marks_that_mark_nothing_give_an_empty_mask() -> None:

@@ -34,7 +34,12 @@ DEFAULTS = {
     "loss_type": "nll",
     "activation_offloading": False,
 }
-OLDER = {"max_seq_length": None}
+OLDER = dict.fromkeys(
+    [
+        "max_seq_length", "warmup_ratio", "evaluation_strategy", "no_cuda", "group_by_length", "overwrite_output_dir",
+        "save_safetensors", "logging_dir",
+    ]
+)  # fmt: skip
 
 
 def declared(kind):
@@ -55,6 +60,31 @@ def test_every_default():
         name: value for name, value in declared(SFTConfig).items() if name not in base or base[name] != value
     }
     assert ours == {**DEFAULTS, **OLDER}
+
+
+@pytest.mark.parametrize(
+    ("older", "place", "value"),
+    [
+        ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
+        ({"evaluation_strategy": "epoch"}, "eval_strategy", "epoch"),
+        ({"group_by_length": True}, "train_sampling_strategy", "group_by_length"),
+        ({"overwrite_output_dir": True}, None, None),
+        ({"save_safetensors": True, "logging_dir": "logs"}, None, None),
+    ],
+)
+def test_arguments_of_transformers_4_move_with_one_warning(tmp_path, older, place, value):
+    with pytest.warns(FutureWarning, match="transformers 5 no longer has") as caught:
+        args = config(tmp_path, **older)
+    assert len(caught) == 1
+    assert all(f"{name} -> {place or 'nothing'}" in str(caught[0].message) for name in older)
+    assert all(getattr(args, name) is None for name in older)
+    if place:
+        assert getattr(args, place) == value
+
+
+def test_a_warmup_ratio_beyond_its_range_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"warmup_ratio must be in \[0, 1\), got 3"):
+        config(tmp_path, warmup_ratio=3)
 
 
 def test_values_of_a_config_on_a_cpu(tmp_path):

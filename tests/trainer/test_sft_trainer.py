@@ -57,7 +57,7 @@ TYPES = {
     "from and value": (FROM_VALUE, "chatml", {}, {}, [CHAT]),
     "assistant only, marked": (TWO_TURNS, "marked", ASSISTANT, {}, ANSWERS),
     "assistant only, not marked": (TWO_TURNS, "chatml", ASSISTANT, {}, ANSWERS),
-    "assistant only, marks without the stop": (TWO_TURNS, "marked_without_stop", ASSISTANT, {}, ["It is blue.", "Look up."]),
+    "assistant only, marks without the stop": (TWO_TURNS, "marked_without_stop", ASSISTANT, {}, ["It is blue.<|im_end|>", "Look up.<|im_end|>"]),
     "assistant only, from and value": (FROM_VALUE, "chatml", ASSISTANT, {}, ANSWERS[:1]),
     "assistant only, as Qwen 3 writes": (TWO_TURNS, "qwen3_like", ASSISTANT, {}, ["<think>\n\n</think>\n\n" + text for text in ANSWERS]),
     "prompt and completion": (PLAIN, "none", {}, {}, [" Seven apples.<|im_end|>"]),

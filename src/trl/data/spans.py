@@ -44,6 +44,16 @@ class StopTokens:
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self.texts) else None
 
+    def end_of_closer(self, text: str, start: int, openers: tuple[str, ...]) -> int | None:
+        """Where the special token ends that stands right at `start` and is none of those that open turns."""
+        rest = text[start:]
+        closers = [token for token in self.texts if rest.startswith(token) and token not in openers]
+        return start + max(map(len, closers)) if closers else None
+
+    def openers(self, generation_prompt: str) -> tuple[str, ...]:
+        """The special tokens with which a turn begins, as the prompt for one shows."""
+        return tuple(token for token in self.texts if generation_prompt.lstrip().startswith(token))
+
     def end_of_eos(self, text: str, start: int) -> int | None:
         """Where the eos token ends that begins at `start`, whitespace before it aside; None without one."""
         rest = text[start:].lstrip()
@@ -57,7 +67,8 @@ def assistant_tokens(
 ) -> AssistantTokens:
     """Token ids of a conversation and the mask of what the assistant wrote, each turn with its stop token.
 
-    With `{% generation %}` marks in the template the marked text counts. Without, each turn's text is what its
+    With `{% generation %}` marks in the template the marked text counts, and the stop token that the template writes
+    right behind a mark. Without, each turn's text is what its
     rendering adds to the conversation before it with the generation prompt; that these are prefixes of the whole, that
     the ends fall between tokens and that a stop token closes the turn is checked.
 
@@ -82,7 +93,7 @@ def assistant_tokens(
 def _marked_tokens(processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens) -> AssistantTokens:
     tokenizer = text_tokenizer(processing_class)
     text, marks = render_with_marks(processing_class, chat)
-    spans = _join_adjacent(marks)
+    spans = _with_closers(processing_class, chat, text, _join_adjacent(marks), stop_tokens)
     cuts = [end for span in spans for end in span]
     ids, positions = token_boundaries(tokenizer, text, cuts)
     unstopped = sum(stop_tokens.end_in(text[start:end]) is None for start, end in spans)
@@ -95,6 +106,30 @@ def _marked_tokens(processing_class: ProcessingClass, chat: Chat, stop_tokens: S
         ]
         return AssistantTokens(ids, _mask(len(ids), _pairs(whole)), unstopped, shifted)
     return AssistantTokens(ids, _mask(len(ids), _pairs(positions)), unstopped, shifted)
+
+
+def _with_closers(
+    processing_class: ProcessingClass,
+    chat: Chat,
+    text: str,
+    spans: list[tuple[int, int]],
+    stop_tokens: StopTokens,
+) -> list[tuple[int, int]]:
+    """The marked ranges, each reaching through the stop token where the template writes it right behind the mark."""
+    if all(stop_tokens.end_in(text[start:end]) is not None for start, end in spans):
+        return spans
+    try:
+        prompted = render(processing_class, chat, add_generation_prompt=True)
+    except TemplateRefusal:
+        prompted = text
+    openers = stop_tokens.openers(prompted[len(text) :] if prompted.startswith(text) else "")
+    ends = [
+        end
+        if stop_tokens.end_in(text[start:end]) is not None
+        else stop_tokens.end_of_closer(text, end, openers)
+        for start, end in spans
+    ]
+    return [(start, old if end is None else end) for (start, old), end in zip(spans, ends, strict=True)]
 
 
 def derive_spans(

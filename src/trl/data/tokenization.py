@@ -50,7 +50,7 @@ class SFTTokenizer:
     completion_mask: bool = False
     assistant_masks: bool = False
     add_special_tokens: bool = True
-    version: int = 1
+    version: int = 2
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
         """Columns `input_ids`, the masks asked for, and those in `COUNTED`."""

@@ -8,12 +8,13 @@ from typing import Any
 from transformers import TrainingArguments
 
 from trl.options.checks import json_object
-from trl.options.groups import OptionGroup, changed_default
+from trl.options.groups import changed_default
+from trl.options.older import OlderTrainingArguments
 from trl.options.precision import default_bf16
 
 
 @dataclass
-class TrainingDefaults(OptionGroup, TrainingArguments):
+class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
     """Training arguments with the library's defaults; every training config ends its bases with this class."""
 
     logging_steps: float = changed_default(TrainingArguments, "logging_steps", 10)
