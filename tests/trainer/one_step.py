@@ -64,7 +64,10 @@ def run(model: Any = None, data: Any = None, **settings: Any) -> tuple[SFTTraine
 def main(out: str, settings: str) -> None:
     torch.set_num_threads(1)
     trainer, keep = run(**json.loads(settings))
-    trainer.evaluate(Dataset.from_list(fixed_rows()[:7]))  # one row is missing for two whole batches
+    seven = Dataset.from_list(fixed_rows()[:7])  # one row is missing for two whole batches
+    trainer.evaluate(seven)
+    trainer.compute_metrics = lambda found: {"rows": len(found.predictions)}
+    trainer.evaluate(seven)
     if trainer.is_world_process_zero():
         torch.save({"gradients": keep.steps, "logs": trainer.state.log_history}, out)
 

@@ -148,6 +148,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert all(math.isfinite(loss) for loss in logged(again, "loss"))
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(tmp_path):
+    trainer = make(ROWS, folder=tmp_path, max_steps=3)
+    norm = trainer.model.model.norm.weight
+
+    def spoil(gradient):
+        return gradient * math.inf if trainer.state.global_step == 1 else gradient
+
+    norm.register_hook(spoil)
+    with pytest.raises(
+        FloatingPointError, match=r"gradient's norm must be finite, got (nan|inf) in optimiser step 2\."
+    ):
+        trainer.train()
+    assert torch.isfinite(norm).all()
+
+
 def test_callbacks_are_called_and_may_stop(tmp_path):
     seen = []
 

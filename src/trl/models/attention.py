@@ -118,7 +118,8 @@ def flat_attention(
         return capped.transpose(1, 2).contiguous(), None
 
     plan = _Plan.of(attention_mask)
-    window = _binding_window(plan.segments, sliding_window)
+    # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
+    window = _binding_window(plan.segments, sliding_window or getattr(module, "sliding_window", None))
     query, key, value = _in_autocast_dtype(query, key, value)
     if _takes_variable_length(query, dropout, softcap, window):
         return _variable_length(query, key, value, attention_mask, plan, scaling, window), None
@@ -196,7 +197,7 @@ def _soft_capped(
 
 def _binding_window(segments: Segments, window: int | None) -> int | None:
     """The sliding window, or None where no segment is long enough to meet it."""
-    if window is None:
+    if not window:
         return None
     longest = max(length + prefix for _, length, _, prefix in segments)
     return window if longest > window else None

@@ -75,6 +75,7 @@ class Scorer:
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, flat: bool | None = None) -> None:
         self.core = causal_core(model)
+        _check_decoder_only(self.core)
         self.pad_token_id = pad_token_id
         self.neftune_alpha: float | None = None
         self.fallbacks: list[str] = []
@@ -99,6 +100,7 @@ class Scorer:
         """
         options = options or ScoreOptions()
         laid_out = self.lay_out(batch)
+        model = self._without_compiler(model)
         if not self.uses_head:
             return self.score_outputs(self.outputs(model, laid_out), laid_out, options)
 
@@ -108,6 +110,17 @@ class Scorer:
         with _replaced(self.core, forward):
             found = model(**laid_out.inputs)
         return self._scored(laid_out, found)
+
+    def _without_compiler(self, model: nn.Module) -> nn.Module:
+        """The module that `torch.compile` wraps: a stand-in for its forward cannot be traced; said once."""
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        said = "it runs uncompiled (torch_compile has no effect), because the scoring forward stands in for its own"
+        if said not in self.fallbacks:
+            self.fallbacks.append(said)
+            logger.warning("%s: %s.", type(self.core).__name__, said)
+        return inner
 
     def score_with_logits(
         self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
@@ -208,9 +221,18 @@ def causal_core(model: nn.Module) -> PreTrainedModel:
 
 def decoder_of(core: PreTrainedModel) -> nn.Module:
     """The part of a causal model that turns its inputs into hidden states."""
-    if hasattr(core.config, "vision_config"):
-        return core.base_model  # with its vision tower
+    if core.config.get_text_config() is not core.config:
+        return core.base_model  # with its vision or audio tower
     return core.get_decoder()
+
+
+def _check_decoder_only(core: PreTrainedModel) -> None:
+    """Raise TypeError for an encoder-decoder: its logits at a position do not predict the next input token."""
+    if getattr(core.config, "is_encoder_decoder", False):
+        raise TypeError(
+            f"model is a {type(core).__name__}, an encoder-decoder, expected a decoder alone. Load a causal language "
+            "model with AutoModelForCausalLM."
+        )
 
 
 def logit_rule(config: Any) -> LogitRule:
@@ -233,7 +255,7 @@ def _head_obstacle(core: PreTrainedModel, rule: LogitRule) -> str | None:
     """Why decoder + head + rule are not this model's logits, in words; None where they are.
 
     The model's own forward is run on three made-up hidden states, with the decoder left out: its logits must be what
-    the head and the config's rule give.
+    the head and the config's rule give. The states are large, so that a soft cap bends the logits.
     """
     head = core.get_output_embeddings()
     if head is None or decoder_of(core) in (None, core):
@@ -242,6 +264,7 @@ def _head_obstacle(core: PreTrainedModel, rule: LogitRule) -> str | None:
         return None  # sharded before it could be looked at (ZeRO-3): its config is trusted
     with torch.no_grad(), _eval_mode(core):
         hidden: Any = _made_up_hidden_states(core, head)
+        hidden = hidden * (_LARGE_LOGIT / head(hidden).abs().max().clamp(min=1e-3)).to(hidden.dtype)
         expected = rule.apply_(head(hidden).float())
         try:
             with _replaced(decoder_of(core), lambda *_, **__: _OnlyHidden(last_hidden_state=hidden)):
@@ -250,9 +273,14 @@ def _head_obstacle(core: PreTrainedModel, rule: LogitRule) -> str | None:
             Exception
         ) as error:  # whatever an unknown forward raises without its decoder: it is not understood
             return f"its forward could not be followed ({type(error).__name__}: {error})"
-    if logits.shape == expected.shape and torch.allclose(logits.float(), expected, rtol=2e-2, atol=2e-2):
+    closeness = 2e-2 if logits.dtype.itemsize < 4 else 5e-3  # of bfloat16, and of TF32 products
+    allowed = closeness * expected.abs().max()
+    if logits.shape == expected.shape and (logits.float() - expected).abs().max() <= allowed:
         return None
     return "its logits are not what its output head and config say"
+
+
+_LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
 
 
 class _OnlyHidden(BaseModelOutputWithPast):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl.tensors.padding import flush_left
 from trl.tensors.segments import Segments
 
 IGNORED = -100
@@ -70,7 +71,10 @@ def count_scored(batch: Mapping[str, Any]) -> Tensor:
     """Number of trained tokens of a batch as an int64 scalar: labels that some earlier token predicts."""
     if "scored_target" in batch:
         return torch.as_tensor(batch["scored_target"].numel(), device=batch["scored_target"].device)
-    return _predicted(batch["labels"], batch.get("attention_mask")).sum()
+    positions = None
+    if is_flat(batch):
+        positions = batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
+    return _predicted(batch["labels"], batch.get("attention_mask"), positions).sum()
 
 
 def count_tokens(batch: Mapping[str, Any]) -> Tensor:
@@ -84,6 +88,8 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
     """The first `kept` of a batch's rows; a flat batch is left whole unless its segments are its rows."""
     if not is_flat(batch):
         return {name: value[:kept] for name, value in batch.items()}
+    if "segment_table" in batch:
+        return dict(batch)
     segments = _segments(batch)
     if len(segments) != of or kept == of:
         return dict(batch)
@@ -103,7 +109,8 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
     else:
         input_ids, labels, segments = _without_padding(batch)
     device = input_ids.device
-    inputs = {"input_ids": input_ids, "position_ids": segments.position_ids().to(device), **_extras(batch)}
+    positions = segments.position_ids().to(device)
+    inputs = {"input_ids": input_ids, "position_ids": positions, **_extras(batch)}
     if with_table:
         inputs["attention_mask"] = segments.to_table()
     lengths = torch.tensor(segments.length) + torch.tensor(segments.prefix_length)
@@ -111,7 +118,7 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
     sequence = torch.repeat_interleave(torch.arange(len(segments)), own).to(device)
     return ModelBatch(
         inputs=inputs,
-        scored=_given_positions(batch) or _positions(labels, sequence.view(1, -1)),
+        scored=_given_positions(batch) or _positions(labels, sequence.view(1, -1), positions=positions),
         real_tokens=torch.arange(segments.total, device=device),
         sequence_lengths=torch.repeat_interleave(lengths, own).to(device),
     )
@@ -119,11 +126,13 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
 
 def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int) -> ModelBatch:
     """The batch as rows padded on the right, `input_ids (B, T)`; a flat row is cut into its segments."""
-    batch = {**_extras(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
+    if not is_flat(batch):
+        batch = _padded_on_the_right(batch)
+    extras, batch = _extras(batch), padded_rows(batch, pad_token_id=pad_token_id)
     input_ids, mask = batch["input_ids"], batch["attention_mask"]
     rows, width = input_ids.shape
     sequence = torch.arange(rows, device=input_ids.device)[:, None].expand(rows, width)
-    inputs = {"input_ids": input_ids, "attention_mask": mask, **_extras(batch)}
+    inputs = {"input_ids": input_ids, "attention_mask": mask, **extras}
     return ModelBatch(
         inputs=inputs,
         scored=_positions(batch.get("labels"), sequence, mask),
@@ -156,19 +165,52 @@ def _segments(batch: Mapping[str, Any]) -> Segments:
 
 
 def _without_padding(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Segments]:
-    """Real tokens of padded rows as one row; the first label of each sequence is never predicted."""
-    input_ids, labels = batch["input_ids"], batch.get("labels")
-    mask = batch.get("attention_mask")
-    if mask is None:
-        mask = torch.ones_like(input_ids)
+    """Real tokens of padded rows as one row."""
+    input_ids, labels, mask = batch["input_ids"], batch.get("labels"), _row_mask(batch)
     lengths = mask.sum(dim=1).tolist()
     keep = mask.flatten().nonzero()[:, 0]
     segments = Segments.from_lengths(length for length in lengths if length)
+    if not len(segments):
+        raise ValueError(
+            "a batch must have a real token, got an attention_mask of zeros. Leave out empty rows."
+        )
     if labels is not None:
-        labels = labels.flatten()[keep]
-        labels[torch.tensor(segments.start, device=labels.device)] = IGNORED
-        labels = labels[None]
+        labels = labels.flatten()[keep][None]
     return input_ids.flatten()[keep][None], labels, segments
+
+
+def _row_mask(batch: Mapping[str, Any]) -> Tensor:
+    """The attention mask of padded rows: one run of ones in each, with positions that count from its start.
+
+    Raises: ValueError for a mask with holes, and for `position_ids` that say something else (packed rows).
+    """
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(batch["input_ids"])
+    mask = mask.to(torch.int64)
+    if (mask.diff(dim=1, prepend=mask.new_zeros(len(mask), 1)) > 0).sum(dim=1).gt(1).any():
+        raise ValueError(
+            "attention_mask must have one run of ones per row, got a row with a hole. Take the masked tokens out, or "
+            "set their labels to -100 to read but not train them."
+        )
+    positions = batch.get("position_ids")
+    counted = positions is None or positions.ndim != 2 or positions == mask.cumsum(dim=1) - 1
+    if counted is not True and not (counted | ~mask.bool()).all():
+        raise ValueError(
+            "position_ids must count each row's real tokens from 0 where there is an attention_mask. Leave "
+            "attention_mask out for one row of packed sequences, position_ids out for padded rows."
+        )
+    return mask
+
+
+def _padded_on_the_right(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Padded rows with the padding on the left moved to the right, in every tensor `(B, T)` of the batch."""
+    mask = _row_mask(batch)
+    rows = {**batch, "attention_mask": mask}
+    if mask[:, :1].all():
+        return rows
+    names = [name for name, value in rows.items() if isinstance(value, Tensor) and value.shape == mask.shape]
+    return {**rows, **dict(zip(names, flush_left(mask, *(rows[name] for name in names))[1:], strict=True))}
 
 
 def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Tensor]:
@@ -177,10 +219,8 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
     The segments of a flat row become rows padded on the right, a branch its prompt and itself.
     """
     if not is_flat(batch):
-        mask = batch.get("attention_mask")
-        mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
-        labels = {} if batch.get("labels") is None else {"labels": batch["labels"]}
-        return {"input_ids": batch["input_ids"], "attention_mask": mask, **labels}
+        rows, names = _padded_on_the_right(batch), ("input_ids", "attention_mask", "labels")
+        return {name: rows[name] for name in names if rows.get(name) is not None}
     segments = _segments(batch)
     labels = batch.get("labels")
     lengths = [length + prefix for _, length, _, prefix in segments]
@@ -206,17 +246,24 @@ def _given_positions(batch: Mapping[str, Any]) -> ScoredPositions | None:
     return ScoredPositions(batch["scored_source"], batch["scored_target"], batch["scored_sequence"])
 
 
-def _predicted(labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Bool `(B, T - 1)`: the next label is trained, and a real token predicts it (not the padding on the left)."""
+def _predicted(labels: Tensor, mask: Tensor | None, positions: Tensor | None = None) -> Tensor:
+    """Bool `(B, T - 1)`: the next label is trained, its token is real, and a token of its own sequence predicts it.
+
+    Neither padding (`mask` 0) nor, in a flat row, a sequence's first token (`positions` 0) is predicted.
+    """
     predicted = labels[:, 1:].ne(IGNORED)
-    return predicted if mask is None else predicted & mask[:, :-1].bool()
+    if mask is not None:
+        predicted = predicted & mask[:, :-1].bool() & mask[:, 1:].bool()
+    return predicted if positions is None else predicted & positions[:, 1:].to(labels.device).ne(0)
 
 
-def _positions(labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None) -> ScoredPositions:
-    """Positions whose next label is trained: `labels`, `sequence` `(B, T)`."""
+def _positions(
+    labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
+) -> ScoredPositions:
+    """Positions whose next label is trained: all `(B, T)`."""
     width = sequence.shape[1]
     if labels is None:
         empty = torch.empty(0, dtype=torch.int64, device=sequence.device)
         return ScoredPositions(empty, empty, empty)
-    row, column = _predicted(labels, mask).nonzero(as_tuple=True)
+    row, column = _predicted(labels, mask, positions).nonzero(as_tuple=True)
     return ScoredPositions(row * width + column, labels[row, column + 1], sequence[row, column + 1])

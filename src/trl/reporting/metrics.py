@@ -25,10 +25,11 @@ class MetricSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Weighted) -> None:
-        """Add a total and its count (scalars)."""
-        pair = torch.stack([_scalar(value.total), _scalar(value.count)])
+        """Add a total and its count (scalars, on any device)."""
+        total = _scalar(value.total)
+        pair = torch.stack([total, _scalar(value.count).to(total.device)])
         known = self._sums.get(name)
-        self._sums[name] = pair if known is None else known + pair
+        self._sums[name] = pair if known is None else known + pair.to(known.device)
 
     def add_all(self, values: Mapping[str, Weighted]) -> None:
         """`add` for each item."""
@@ -65,7 +66,8 @@ def _scalar(value: Tensor) -> Tensor:
 def _as_floats(sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     if not sums:
         return {}
-    table = torch.stack(list(sums.values())).tolist()
+    device = next(iter(sums.values())).device
+    table = torch.stack([pair.to(device) for pair in sums.values()]).tolist()
     return {name: (total, count) for name, (total, count) in zip(sums, table, strict=True)}
 
 

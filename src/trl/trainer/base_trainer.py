@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,7 +51,8 @@ class BaseTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
-        self._tokens_seen = 0
+        self._tokens_seen: Tensor | int = 0
+        self._uncounted_steps = 0
         super().__init__(*args, **kwargs)
         # The loss comes back divided by the count over the whole step: the parent must not divide it again.
         self.model_accepts_loss_kwargs = True
@@ -82,24 +84,35 @@ class BaseTrainer(Trainer):
         With several processes accelerate repeats the first rows until every process has a whole last batch. Counted
         twice, they would bend the means. (Repeats of packed rows cannot be told from the batch and stay.)
         """
-        state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
-        own = rows
-        if self.accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0:
-            own = min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
         if own < rows:
             inputs = first_rows(inputs, max(own, 1), of=rows)
-        kept = self._sums["eval"]
-        if not own:  # this process runs a row for the collectives of a sharded model only
-            self._sums["eval"] = MetricSums()
-        loss = self.compute_loss(model, inputs)
-        self._sums["eval"] = kept
+        # A process without a row of its own runs one for the collectives of a sharded model.
+        with nullcontext() if own else self.unrecorded():
+            loss = self.compute_loss(model, inputs)
         assert isinstance(loss, Tensor)
         return loss
+
+    def own_rows(self) -> int:
+        """How many rows of the current evaluation batch are not accelerate's repeats."""
+        state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Evaluate without adding to the metrics."""
+        kept, self._sums["eval"] = self._sums["eval"], MetricSums()
+        try:
+            yield
+        finally:
+            self._sums["eval"] = kept
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """The micro-batches of one optimiser step and their count over all of them and all processes."""
+        """The micro-batches of one optimiser step and their count over all of them and all processes, at least 1."""
         batches = []
         for _ in range(num_batches):
             batch = next(epoch_iterator, None)
@@ -110,21 +123,32 @@ class BaseTrainer(Trainer):
         if self.accelerator.num_processes > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         assert isinstance(count, Tensor)
-        return batches, count
+        return batches, count.clamp(min=1)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """One micro-batch, forward and backward; a loss that is not finite stops the run with advice."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not math.isfinite(loss.item()):
-            last = self.state.best_model_checkpoint or self.args.output_dir
-            raise FloatingPointError(
-                f"loss must be finite, got {loss.item()} in optimiser step {self.state.global_step + 1}. No update was "
-                f"made with it, and checkpoints under {last} are untouched. Lower learning_rate or max_grad_norm, check "
-                "the data of this step, or train in bfloat16 or float32 if this run uses float16."
-            )
+        self._require_finite("loss", loss.item())
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient's norm; one that is not finite stops the run before the update (fp16 skips such steps)."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and self.accelerator.scaler is None:
+            self._require_finite("the gradient's norm", float(norm))
+        return norm
+
+    def _require_finite(self, what: str, value: float) -> None:
+        if math.isfinite(value):
+            return
+        last = self.state.best_model_checkpoint or self.args.output_dir
+        raise FloatingPointError(
+            f"{what} must be finite, got {value} in optimiser step {self.state.global_step + 1}. No update was made with "
+            f"it, and checkpoints under {last} are untouched. Lower learning_rate or max_grad_norm, check the data of "
+            "this step, or train in bfloat16 or float32 if this run uses float16."
+        )
 
     def score(self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions) -> Scored:
         """The scoring forward under this run's precision."""
@@ -179,8 +203,16 @@ class BaseTrainer(Trainer):
         super().log(logs, start_time)
 
     def _mean_loss(self) -> float:
-        """Mean training loss of the whole run, also of what was trained before it was resumed."""
-        return self._total_loss_scalar / max(self.state.global_step, 1)
+        """Mean training loss of the whole run, also of what was trained before it was resumed.
+
+        Left out are steps before a checkpoint that does not say what they lost. All processes must call it: what was
+        not logged yet was summed by each for itself.
+        """
+        total: Any = self._total_loss_scalar
+        if self.accelerator.num_processes > 1:
+            total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
+            total = self.accelerator.reduce(total, reduction="mean").item()  # type: ignore[union-attr]
+        return total / max(self.state.global_step - self._uncounted_steps, 1)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits.
@@ -190,6 +222,8 @@ class BaseTrainer(Trainer):
         check_resumable(resume_from_checkpoint, self.args.output_dir)
         if self.args.should_save:
             remove_incomplete(self.args.output_dir)
+        self._sums["train"].drain()  # what an earlier call left behind
+        self._tokens_seen, self._uncounted_steps = 0, 0
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         loss = self._mean_loss()
         return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss})
@@ -198,10 +232,15 @@ class BaseTrainer(Trainer):
         """Evaluate; the loss is the mean over all scored units, however the batches were cut."""
         self._sums["eval"].drain()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        assert output.metrics is not None
+        names = self._sums["eval"].state()
         means = self._sums["eval"].drain(self.accelerator)
+        if "loss" in names and "loss" not in means:
+            logger.warning("The %s set has no trained token: its loss is NaN.", metric_key_prefix)
+            output.metrics[f"{metric_key_prefix}_loss"] = math.nan
         if means:
             means["num_tokens"] = self.num_tokens()
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})  # type: ignore[union-attr]
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
         return output
 
     # ---- data
@@ -250,6 +289,8 @@ class BaseTrainer(Trainer):
                 "loss_since_log": self._tr_loss.item(),
                 "loss_before_log": self._total_loss_scalar,
                 "last_logged_step": self._globalstep_last_logged,
+                "uncounted_steps": self._uncounted_steps,
+                "processes": self.args.world_size,
                 "tokens_seen": int(self._tokens_seen),
                 "metrics": self._sums["train"].state(),
             },
@@ -257,9 +298,11 @@ class BaseTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        state = load_progress(checkpoint, rank=self.args.process_index)
+        state = load_progress(checkpoint, rank=self.args.process_index, processes=self.args.world_size)
         if state is None:
+            self._uncounted_steps = self.state.global_step if checkpoint else 0
             return
+        self._uncounted_steps = state.get("uncounted_steps", 0)
         self._tr_loss.fill_(state["loss_since_log"])
         self._total_loss_scalar = state["loss_before_log"]
         self._globalstep_last_logged = state["last_logged_step"]

@@ -45,6 +45,10 @@ class CheckpointWriter:
         self._args.save_total_limit, self._args.push_to_hub = None, False
         try:
             yield
+        except Exception:  # a full disk: give back what the unfinished checkpoint takes
+            if self._args.should_save:
+                shutil.rmtree(self.staging, ignore_errors=True)
+            raise
         finally:
             for name, value in kept.items():
                 setattr(self._args, name, value)
@@ -56,7 +60,7 @@ class CheckpointWriter:
         final = self.run_dir / self._name
         if self._args.should_save:
             if final.exists():  # an earlier run's, at the same step: replaced as a whole
-                shutil.rmtree(final)
+                final.rename(self.staging / "replaced")
             (self.staging / self._name).rename(final)
             shutil.rmtree(self.staging)
             rotate_checkpoints(
@@ -111,12 +115,42 @@ def save_progress(folder: Path, *, rank: int, state: dict[str, Any]) -> None:
     (folder / f"progress_{rank}.json").write_text(json.dumps(state, indent=1))
 
 
-def load_progress(checkpoint: str | None, *, rank: int) -> dict[str, Any] | None:
-    """What `save_progress` wrote, or None for a checkpoint of another library."""
-    path = Path(checkpoint or "") / f"progress_{rank}.json"
+def load_progress(checkpoint: str | None, *, rank: int, processes: int) -> dict[str, Any] | None:
+    """What `save_progress` wrote, or None for a checkpoint without it, which is said.
+
+    A run of another number of processes shares its sums out anew: the first process goes on with all of them.
+    """
     if checkpoint is None:
         return None
-    if not path.is_file():
-        logger.warning("%s is missing: sums of metrics since the last log start from zero.", path)
-        return None
-    return json.loads(path.read_text())
+    folder = Path(checkpoint)
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("progress_*.json"))}
+    own = found.get(f"progress_{rank}")
+    known = own or next(iter(found.values()), None)
+    if known is not None and known.get("processes", processes) != processes:
+        return _shared_out(list(found.values()), first=rank == 0)
+    if own is None:
+        logger.warning(
+            "%s has no progress_%d.json: sums of metrics start from zero.%s", folder, rank, _also_lost(folder)
+        )
+    return own
+
+
+def _shared_out(states: list[dict[str, Any]], *, first: bool) -> dict[str, Any]:
+    """One process's state from those of all processes of a run that had another number of them."""
+    sums: dict[str, tuple[float, float]] = {}
+    for name, (total, count) in (item for state in states for item in state["metrics"].items()):
+        known = sums.get(name, (0.0, 0.0))
+        sums[name] = (known[0] + total, known[1] + count)
+    return {
+        **states[0],
+        "loss_since_log": sum(state["loss_since_log"] for state in states) / len(states),
+        "tokens_seen": sum(state["tokens_seen"] for state in states) if first else 0,
+        "metrics": sums if first else {},
+    }
+
+
+def _also_lost(folder: Path) -> str:
+    """What else a checkpoint of `save_only_model` does not hold; the empty string for others."""
+    if (folder / "scheduler.pt").is_file() or any(folder.glob("global_step*")):
+        return ""
+    return " It holds no optimiser either (save_only_model): its moments, the schedule and random streams start anew."

@@ -261,7 +261,13 @@ class SFTTrainer(BaseTrainer):
         with torch.no_grad():
             if prediction_loss_only:
                 return self.evaluation_loss(model, inputs).detach(), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            repeats = self.own_rows() < self.args.per_device_eval_batch_size
+            with self.unrecorded() if repeats else nullcontext():
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            if (
+                repeats
+            ):  # the caller drops the repeated rows' logits; the metrics must not count these rows either
+                loss = self.evaluation_loss(model, inputs)
         labels = self.scorer.padded_inputs(inputs)["labels"]
         return loss.detach(), outputs["logits"].detach(), labels
 
