@@ -14,8 +14,8 @@ test: .venv/.installed-dev
 	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 check: .venv/.installed-dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	$(OFFLINE) $(BIN)/python -m pytest -q tests/test_import_direction.py
 	$(OFFLINE) $(BIN)/python -m pytest -q --doctest-modules src/trl/tensors src/trl/objectives src/trl/data

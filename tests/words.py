@@ -1,9 +1,8 @@
 """A tokenizer that knows a few words: one token each, nothing downloaded, easy to read in a test."""
 
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-
-from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 WORDS = ["hi", "yes", "no", "one", "two", "three", "four", "user:", "bot:", "a", "b", "c", "d", "e", "f"]
 SPECIALS = ["<pad>", "<unk>", "<s>", "</s>", "<user>", "<assistant>", "<system>"]

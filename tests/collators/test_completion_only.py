@@ -2,10 +2,10 @@ import warnings
 
 import pytest
 from tests.words import word_tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers
 from trl.collators.completion_only import DataCollatorForCompletionOnlyLM
 
 
