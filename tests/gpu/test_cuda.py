@@ -8,8 +8,10 @@ from tests.trainer.one_step import run
 from trl.models import attention
 from trl.models.attention import use_flat_attention
 from trl.models.forward import ScoreOptions, Scorer
+from trl.reporting.metrics import MetricSums
 from trl.tensors.local_loss import local_loss
 from trl.tensors.logprobs import token_scores
+from trl.tensors.reduce import Weighted
 from trl.tensors.segments import Segments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -138,3 +140,11 @@ def test_every_token_entropy_on_the_device():
     logits = model(input_ids=ids).logits
     expected = torch.distributions.Categorical(logits=logits).entropy().sum()
     torch.testing.assert_close(scored.entropy.total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_of_metrics_take_parts_from_any_device():
+    sums = MetricSums()
+    sums.add("aux_loss", Weighted(torch.tensor(2.0, device="cuda"), torch.ones(())))
+    sums.add("aux_loss", Weighted(torch.tensor(4.0), torch.ones(())))
+    sums.add("other", Weighted(torch.tensor(1.0), torch.tensor(2, device="cuda")))
+    assert sums.drain() == {"aux_loss": 3.0, "other": 0.5}

@@ -96,6 +96,17 @@ def test_sliding_windows_shorter_than_a_segment_are_kept():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_window_that_only_the_mask_knows_is_kept():
+    window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}
+    flat, plain = (tiny_model("qwen2_moe", **window).eval() for _ in range(2))
+    plain.set_attn_implementation("sdpa")
+    use_flat_attention(flat)
+    segments = Segments.from_lengths([9, 4, 5])
+    ids = torch.randint(3, 60, (1, segments.total), generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([alone(plain, ids, segments, number) for number in range(3)])
+    torch.testing.assert_close(flat_logits(flat, ids, segments), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_without_a_table_it_is_sdpa_also_while_generating():
     flat, plain = (tiny_model("llama").eval() for _ in range(2))
     use_flat_attention(flat)

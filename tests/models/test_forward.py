@@ -5,12 +5,21 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.tiny import tiny_model
 from trl.models.attention import FLAT_MODEL_TYPES
-from trl.models.forward import ScoreOptions, Scorer, causal_core
+from trl.models.forward import ScoreOptions, Scorer, causal_core, decoder_of
 from trl.models.layout import flat_batch
+from trl.tensors.padding import flush_right
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 ALL_FLOAT64 = ("gpt2", "gpt_neox", "opt")
@@ -219,6 +228,58 @@ def test_a_model_that_changes_its_logits_is_found_out():
     batch = padded()
     expected = own_logps(model, batch)
     torch.testing.assert_close(scorer.score(model, batch).logps, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_soft_cap_that_the_config_calls_otherwise_is_found_out():
+    fields = {"block_types": ["recurrent", "attention"], "lru_width": 32, "logits_soft_cap": 30.0}
+    shared = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("recurrent_gemma", num_attention_heads=4, **shared, **fields)
+    scorer = Scorer(
+        AutoModelForCausalLM.from_config(config)
+    )  # small initial weights: its logits are small too
+    assert not scorer.uses_head
+    assert not Scorer(tiny_model("gemma2", final_logit_softcapping=30.0)).fallbacks
+
+
+def test_the_decoder_of_a_model_with_towers_holds_them():
+    text = {"model_type": "qwen2", "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+    config = Qwen2AudioConfig(text_config={**text, **layers}, audio_config=audio, audio_token_index=59)
+    model = Qwen2AudioForConditionalGeneration(config).eval()
+    assert decoder_of(model) is model.model  # the language model alone would leave input_features unread
+    batch = padded(vocab=50)
+    torch.testing.assert_close(Scorer(model).score(model, batch).logps, own_logps(model, batch))
+
+
+def test_encoder_decoders_are_refused():
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+    config = BartConfig(
+        vocab_size=60, decoder_attention_heads=4, encoder_ffn_dim=8, decoder_ffn_dim=8, **sizes
+    )
+    with pytest.raises(TypeError, match="encoder-decoder"):
+        Scorer(BartForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama", "bloom"])
+def test_rows_padded_on_the_left_are_those_padded_on_the_right(architecture):
+    model = tiny_model(architecture).eval()
+    right = padded()
+    left = {name: flush_right(right["attention_mask"], value)[1] for name, value in right.items()}
+    assert left["attention_mask"][0, 0] == 0
+    for flat in (None, False):
+        scorer = Scorer(model, flat=flat)
+        found, expected = (scorer.score(model, batch).logps for batch in (left, right))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_model_is_scored_uncompiled_and_says_so(caplog):
+    model = tiny_model("llama").eval()
+    scorer, batch = Scorer(model), padded()
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(scorer.score(compiled, batch).logps, own_logps(model, batch))
+    assert caplog.text.count("torch_compile has no effect") == 1
 
 
 def test_other_objects_are_refused():

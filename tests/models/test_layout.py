@@ -104,3 +104,64 @@ def test_positions_that_say_nothing_are_an_error(positions, message):
     batch = {"input_ids": torch.tensor(positions), "position_ids": torch.tensor(positions)}
     with pytest.raises(ValueError, match=message):
         flat_batch(batch, with_table=True)
+
+
+def test_padding_on_the_left_moves_to_the_right_in_every_tensor_of_the_rows():
+    rows = padded_batch({**PADDED, "token_type_ids": PADDED["input_ids"] + 1, "other": 3}, pad_token_id=0)
+    assert rows.inputs["input_ids"].tolist() == [[5, 6, 7, 0], [8, 9, 10, 11], [12, 13, 0, 0]]
+    assert rows.inputs["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+    assert rows.inputs["token_type_ids"][2].tolist() == [13, 14, 1, 1]
+    assert rows.inputs["other"] == 3
+    assert rows.scored.target.tolist() == [6, 7, 9, 11, 13]
+    assert rows.scored.source.tolist() == [0, 1, 4, 6, 8]
+    assert padded_rows(PADDED, pad_token_id=0)["labels"][2].tolist() == [12, 13, -100, -100]
+
+
+def both_targets(batch):
+    flat, rows = flat_batch(batch, with_table=False), padded_batch(batch, pad_token_id=0)
+    return flat.scored.target.tolist(), rows.scored.target.tolist(), int(count_scored(batch))
+
+
+def test_labels_on_padding_are_neither_counted_nor_scored_in_either_layout():
+    labels = PADDED["labels"].clone()
+    labels[0, 3] = 1
+    labels[2, :2] = 1
+    assert both_targets({**PADDED, "labels": labels}) == ([6, 7, 9, 11, 13], [6, 7, 9, 11, 13], 5)
+
+
+def test_a_sequence_is_not_predicted_from_the_one_before_it():
+    batch = {**FLAT, "labels": FLAT["input_ids"]}
+    targets = [6, 7, 9, 10, 11, 13]
+    assert both_targets(batch) == (targets, targets, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1]])}, "a row with a hole"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "Leave attention_mask out"),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "position_ids": torch.arange(4)[None]},
+            "count each row",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "to_layout", [lambda b: flat_batch(b, with_table=True), lambda b: padded_batch(b, pad_token_id=0)]
+)
+def test_masks_and_positions_that_contradict_each_other(to_layout, change, message):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with pytest.raises(ValueError, match=message):
+        to_layout({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), **change})
+
+
+def test_positions_that_agree_with_the_mask_are_fine():
+    positions = (PADDED["attention_mask"].cumsum(1) - 1).clamp(min=1)
+    positions[:2] = torch.arange(4)
+    positions[2] = torch.tensor([7, 7, 0, 1])
+    assert both_targets({**PADDED, "position_ids": positions})[2] == 5
+
+
+def test_a_batch_without_a_real_token_is_an_error():
+    with pytest.raises(ValueError, match="a real token"):
+        flat_batch({**PADDED, "attention_mask": torch.zeros(3, 4, dtype=torch.int64)}, with_table=True)

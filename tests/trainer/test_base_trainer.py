@@ -1,0 +1,114 @@
+"""What every trainer shares: sums over a run, and what happens where there is nothing to sum."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.tiny import tiny_model
+from tests.trainer.sft_runs import logged, make
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
+
+
+def rows(count=12):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 10, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, 300, (n,), generator=generator).tolist()} for n in lengths]
+
+
+class NothingTrained:
+    """A collator whose batches have no trained token."""
+
+    def __call__(self, features):
+        batch = DataCollatorForLanguageModeling(pad_token_id=0)(features)
+        return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
+@pytest.mark.parametrize("save_only_model", [True, False])
+def test_the_mean_loss_leaves_out_steps_that_a_checkpoint_does_not_know(tmp_path, save_only_model, caplog):
+    settings = {**SETTINGS, "logging_steps": 2, "save_only_model": save_only_model, "folder": tmp_path}
+    make(rows(), **{**settings, "max_steps": 3}).train()
+    if not save_only_model:
+        (tmp_path / "checkpoint-3" / "progress_0.json").unlink()
+    trainer = make(rows(), **settings)
+    output = trainer.train(resume_from_checkpoint=True)
+    step_4, steps_5_and_6 = logged(trainer, "loss")[1:]
+    assert output.training_loss == pytest.approx((step_4 + 2 * steps_5_and_6) / 3)
+    assert logged(trainer, "train_loss") == [output.training_loss]
+    assert ("save_only_model" in caplog.text) is save_only_model
+
+
+def test_a_second_call_of_train_starts_its_sums_anew(tmp_path):
+    settings = {**SETTINGS, "logging_steps": 4, "folder": tmp_path}  # steps 5 and 6 are not logged
+    trainer = make(rows(), **settings, learning_rate=0.0)
+    trainer.train()
+    first = {name: logged(trainer, name) for name in ("loss", "mean_token_accuracy", "num_tokens")}
+    trainer.train()
+    assert {name: logged(trainer, name) for name in first} == first
+
+
+def test_a_step_that_trains_nothing_has_no_loss_and_no_gradient(tmp_path):
+    model = tiny_model("qwen3_moe", vocab_size=400, output_router_logits=True)
+    settings = {**SETTINGS, "save_strategy": "no", "max_steps": 2, "gradient_accumulation_steps": 2}
+    trainer = make(
+        rows(), model=model, folder=tmp_path, trainer={"data_collator": NothingTrained()}, **settings
+    )
+    trainer.train()
+    assert logged(trainer, "loss") == [0.0, 0.0]
+    assert logged(trainer, "grad_norm") == [0.0, 0.0]
+    assert logged(trainer, "mean_token_accuracy") == []
+
+
+def test_an_evaluation_that_scores_nothing_has_no_loss(tmp_path, caplog):
+    trainer = make(rows(), folder=tmp_path, trainer={"data_collator": NothingTrained()}, **SETTINGS)
+    metrics = trainer.evaluate(Dataset.from_list(rows(3)))
+    assert math.isnan(metrics["eval_loss"])  # 0.0 would be the best of all checkpoints
+    assert "no trained token" in caplog.text
+    assert "eval_loss" not in trainer.evaluate(Dataset.from_list(rows(1)).select([]))
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(tmp_path):
+    trainer = make(rows(), folder=tmp_path, **SETTINGS, save_total_limit=1)
+    inner = trainer._save_optimizer_and_scheduler
+
+    def save(folder):
+        if trainer.state.global_step > 3:
+            raise OSError(28, "No space left on device")
+        inner(folder)
+
+    trainer._save_optimizer_and_scheduler = save
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "checkpoint-3"]
+    assert trainer.args.save_total_limit == 1
+    assert make(rows(), folder=tmp_path, **SETTINGS).train(resume_from_checkpoint=True).global_step == 6
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_mean_loss_of_two_processes_does_not_depend_on_logging(tmp_path):
+    losses = []
+    for strategy in ("no", "steps"):
+        out = tmp_path / f"{strategy}.pt"
+        settings = {"per_device_train_batch_size": 4, "max_steps": 2, "logging_strategy": strategy}
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+            "-m", "tests.trainer.one_step", str(out), json.dumps(settings),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        logs = torch.load(out, weights_only=False)["logs"]
+        losses.append(next(log["train_loss"] for log in logs if "train_loss" in log))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -1,0 +1,47 @@
+"""What a checkpoint keeps of the sums between two logs, and what happens where a part of it is missing."""
+
+import json
+
+from trl.trainer.progress import load_progress, save_progress
+
+STATES = [
+    {"processes": 2, "loss_since_log": 1.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 30,
+     "metrics": {"accuracy": (3.0, 4.0)}},
+    {"processes": 2, "loss_since_log": 2.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 12,
+     "metrics": {"accuracy": (1.0, 2.0), "aux_loss": (5.0, 1.0)}},
+]  # fmt: skip
+
+
+def saved(folder):
+    for rank, state in enumerate(STATES):
+        save_progress(folder, rank=rank, state=state)
+    return str(folder)
+
+
+def test_each_process_goes_on_with_its_own(tmp_path):
+    for rank, state in enumerate(STATES):
+        found = load_progress(saved(tmp_path), rank=rank, processes=2)
+        assert found == json.loads(json.dumps(state))
+
+
+def test_another_number_of_processes_loses_nothing(tmp_path):
+    first, second, third = (load_progress(saved(tmp_path), rank=rank, processes=3) for rank in range(3))
+    assert first is not None
+    assert first["tokens_seen"] == 42
+    assert first["metrics"] == {"accuracy": (4.0, 6.0), "aux_loss": (5.0, 1.0)}
+    for other in (second, third):
+        assert other is not None
+        assert (other["tokens_seen"], other["metrics"]) == (0, {})
+    assert {state["loss_since_log"] for state in (first, second, third)} == {1.5}  # a mean over processes
+    assert {state["loss_before_log"] for state in (first, second, third)} == {7.0}
+
+
+def test_a_missing_file_is_said(tmp_path, caplog):
+    (tmp_path / "scheduler.pt").touch()
+    assert load_progress(str(tmp_path), rank=0, processes=1) is None
+    assert "start from zero" in caplog.text
+    assert "save_only_model" not in caplog.text
+    (tmp_path / "scheduler.pt").unlink()
+    assert load_progress(str(tmp_path), rank=0, processes=1) is None
+    assert "save_only_model" in caplog.text
+    assert load_progress(None, rank=0, processes=1) is None
