@@ -291,6 +291,11 @@ CASES: dict[str, Bad] = {
         ValueError,
         ("row 1, column 'input_ids': token id 100000", "expected 0 to", "belongs to the model"),
     ),
+    "label out of the vocabulary": Bad(
+        [{"input_ids": [5, 6], "labels": [-100, 100000]}],
+        ValueError,
+        ("row 0, column 'labels': token id 100000", "or -100", "belongs to the model"),
+    ),
     "negative token id": Bad([{"input_ids": [5, -1]}], ValueError, ("row 0", "token id -1", "expected 0 to")),
     "packing without a length": Bad(
         [{"text": "a"}],

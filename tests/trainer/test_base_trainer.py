@@ -13,7 +13,9 @@ from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.trainer.sft_runs import logged, make
+from trl import SFTConfig
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.trainer.base_trainer import use_one_device
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
@@ -112,3 +114,11 @@ def test_the_mean_loss_of_two_processes_does_not_depend_on_logging(tmp_path):
         logs = torch.load(out, weights_only=False)["logs"]
         losses.append(next(log["train_loss"] for log in logs if "train_loss" in log))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_several_gpus_in_one_process_are_not_copied_to(tmp_path, caplog):
+    args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
+    args._n_gpu = 2
+    use_one_device(args)
+    assert args.n_gpu == 1
+    assert "2 GPUs are visible to this process and 1 is used" in caplog.text

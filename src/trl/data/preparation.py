@@ -266,31 +266,32 @@ def _count_stored(
 
 def _check_stored_ids(dataset: Dataset, vocabulary: "Vocabulary", name: str) -> None:
     start = 0
-    for table in dataset.with_format("numpy").select_columns("input_ids").iter(batch_size=1000):
-        rows = table["input_ids"]  # type: ignore[index]
-        _check_ids(list(rows), vocabulary, name, start)
-        start += len(rows)
+    columns = [column for column in ("input_ids", "labels") if column in dataset.column_names]
+    for table in dataset.with_format("numpy").select_columns(columns).iter(batch_size=1000):
+        for column in columns:
+            _check_ids(list(table[column]), vocabulary, name, start, column)  # type: ignore[index]
+        start += len(table["input_ids"])  # type: ignore[index]
 
 
-def _check_ids(rows: list, vocabulary: "Vocabulary", name: str, first_row: int) -> None:
+def _check_ids(
+    rows: list, vocabulary: "Vocabulary", name: str, first_row: int, column: str = "input_ids"
+) -> None:
+    """Raise for the first row whose token ids the model has not; -100 in `labels` marks what is not trained."""
     for index, row in enumerate(rows):
-        ids = np.asarray(row)
+        ids, place = np.asarray(row), f"{name} dataset, row {first_row + index}, column {column!r}"
         if ids.size == 0:
-            raise ValueError(
-                f"{name} dataset, row {first_row + index}, column 'input_ids': an empty list, expected token ids. "
-                "Filter the row out."
-            )
+            raise ValueError(f"{place}: an empty list, expected token ids. Filter the row out.")
         if not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(
-                f"{name} dataset, row {first_row + index}, column 'input_ids': values of type {ids.dtype}, expected "
-                "lists of integers. Tokenize the text, or rename the column."
+                f"{place}: values of type {ids.dtype}, expected lists of integers. Tokenize the text, or rename the "
+                "column."
             )
-        if ids.min() < 0 or ids.max() >= vocabulary.size:
-            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        wrong = ids[((ids < 0) & ~((column == "labels") & (ids == -100))) | (ids >= vocabulary.size)]
+        if wrong.size:
+            allowed = f"0 to {vocabulary.size - 1}" + (" or -100" if column == "labels" else "")
             raise ValueError(
-                f"{name} dataset, row {first_row + index}, column 'input_ids': token id {wrong}, expected 0 to "
-                f"{vocabulary.size - 1} ({vocabulary.words}). Tokenize with the tokenizer that belongs to the model, or "
-                "grow it with model.resize_token_embeddings(len(tokenizer))."
+                f"{place}: token id {wrong[0]}, expected {allowed} ({vocabulary.words}). Tokenize with the tokenizer "
+                "that belongs to the model, or grow it with model.resize_token_embeddings(len(tokenizer))."
             )
 
 
@@ -314,7 +315,8 @@ class PassingRows:
     def count(self, batch: dict[str, list], first_row: int) -> RowCounts:
         name = self.settings.dataset_name
         if self.vocabulary is not None:
-            _check_ids(batch["input_ids"], self.vocabulary, name, first_row)
+            for column in ("input_ids", "labels"):
+                _check_ids(batch.get(column, []), self.vocabulary, name, first_row, column)
         columns = {column: ragged_of(batch[column]) for column in ("input_ids", *MASKS) if column in batch}
         return count_rows(columns, max_length=self.settings.kept_length, name=name, first_row=first_row)
 

@@ -335,3 +335,18 @@ def shard_streams_by_row(args: TrainingArguments) -> None:
     config = args.accelerator_config
     if config is not None and getattr(config, "dispatch_batches", None) is None:
         config.dispatch_batches = False  # type: ignore[union-attr]
+
+
+def use_one_device(args: TrainingArguments) -> None:
+    """Keep transformers from copying the model to every GPU that one process sees (`nn.DataParallel`).
+
+    A copy would not be scored: the scoring forward belongs to one model.
+    """
+    if args.n_gpu > 1:
+        logger.warning(
+            "%d GPUs are visible to this process and 1 is used. Start one process for each: `accelerate launch "
+            "--multi_gpu`, or `trl ... --num_processes %d`.",
+            args.n_gpu,
+            args.n_gpu,
+        )
+        args._n_gpu = 1

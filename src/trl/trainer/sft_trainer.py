@@ -32,7 +32,7 @@ from trl.models.setup import check_processing_class, load_model, pad_token_id, t
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted
-from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row
+from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator, needs_preparation
 
@@ -105,7 +105,6 @@ class SFTTrainer(BaseTrainer):
             set_seed(args.seed)  # a new adapter starts from the seed alone; the parent sets it again
         if peft_config is not None or is_peft_model(loaded):
             loaded = prepare_peft_model(loaded, peft_config, args)
-        _check_decoder_only(loaded)
         self.scorer = Scorer(loaded, pad_token_id=pad_token_id(tokenizer))
         for fallback in self.scorer.fallbacks:
             logger.warning("%s: %s.", type(loaded).__name__, fallback)
@@ -124,6 +123,7 @@ class SFTTrainer(BaseTrainer):
             eval_dataset = self._sets.evaluation(eval_dataset)
         check_collator(data_collator, train_dataset, args)
         shard_streams_by_row(args)
+        use_one_device(args)
 
         super().__init__(
             model=loaded,
@@ -290,14 +290,6 @@ def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | 
     if len(given) > 1:
         raise ValueError(
             f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them."
-        )
-
-
-def _check_decoder_only(model: Any) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise TypeError(
-            f"model is a {type(model).__name__}, an encoder-decoder, expected a causal language model (a decoder alone). "
-            "Load one with AutoModelForCausalLM."
         )
 
 
