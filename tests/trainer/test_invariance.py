@@ -78,7 +78,7 @@ def test_rows_that_a_model_pads_itself(whole, monkeypatch):
 
 
 def test_models_scored_from_their_own_logits(whole, monkeypatch):
-    monkeypatch.setattr(forward, "_head_obstacle", lambda core, rule: "of this test")
+    monkeypatch.setattr(forward, "head_obstacle", lambda core, rule: "of this test")
     trainer, keep = run(**SPLITS["4x2"])
     assert not trainer.scorer.uses_head
     assert_same_gradients(keep.steps[0], whole["nll"])

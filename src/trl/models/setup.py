@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.chat_setup import clone_chat_template
-from trl.models.forward import causal_core
 from trl.models.loading import create_model_from_path
+from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 
 logger = logging.getLogger(__name__)

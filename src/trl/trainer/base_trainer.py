@@ -21,8 +21,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from trl.data.streams import RepeatedStream, is_stream
-from trl.models.forward import Scored, ScoreOptions, Scorer
+from trl.models.forward import Scored, Scorer
 from trl.models.layout import count_scored, count_tokens, first_rows
+from trl.models.scored_head import ScoreOptions
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted

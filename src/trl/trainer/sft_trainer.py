@@ -24,10 +24,11 @@ from transformers import (
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, move_onto_config
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
-from trl.models.forward import Scored, ScoreOptions, Scorer
+from trl.models.forward import Scored, Scorer
 from trl.models.layout import padded_batch
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
+from trl.models.scored_head import ScoreOptions
 from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup

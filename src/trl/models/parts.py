@@ -1,0 +1,129 @@
+"""The parts of a causal language model that scoring needs, and whether they are all there is to its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from trl.tensors.softmax_rows import LogitRule
+
+_LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
+
+
+def causal_core(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside PEFT's wrappers.
+
+    Raises: TypeError where there is none.
+    """
+    core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not isinstance(core, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers PreTrainedModel or a PeftModel around one, got {type(model).__name__}. "
+            "Pass a model loaded with AutoModelForCausalLM, or its name or path."
+        )
+    return core
+
+
+def decoder_of(core: PreTrainedModel) -> nn.Module:
+    """The part of a causal model that turns its inputs into hidden states."""
+    if core.config.get_text_config() is not core.config:
+        return core.base_model  # with its vision or audio tower
+    return core.get_decoder()
+
+
+def check_decoder_only(core: PreTrainedModel) -> None:
+    """Raise TypeError for an encoder-decoder: its logits at a position do not predict the next input token."""
+    if getattr(core.config, "is_encoder_decoder", False):
+        raise TypeError(
+            f"model is a {type(core).__name__}, an encoder-decoder, expected a decoder alone. Load a causal language "
+            "model with AutoModelForCausalLM."
+        )
+
+
+def logit_rule(config: Any) -> LogitRule:
+    """What a model does to `hidden @ weight.T` before it calls the result logits, as its config says."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scale = getattr(config, "logit_scale", None)  # Cohere multiplies
+    divisor = getattr(config, "logits_scaling", None)  # Granite divides
+    scale = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+    return LogitRule(scale=scale, soft_cap=getattr(config, "final_logit_softcapping", None))
+
+
+def prompt_learning_obstacle(model: nn.Module) -> str | None:
+    active = getattr(model, "active_peft_config", None)
+    if active is not None and getattr(active, "is_prompt_learning", False):
+        return "PEFT's prompt learning puts virtual tokens into its own forward"
+    return None
+
+
+def head_obstacle(core: PreTrainedModel, rule: LogitRule) -> str | None:
+    """Why decoder + head + rule are not this model's logits, in words; None where they are.
+
+    The model's own forward is run on three made-up hidden states, with the decoder left out: its logits must be what
+    the head and the config's rule give. The states are large, so that a soft cap bends the logits.
+    """
+    head = core.get_output_embeddings()
+    if head is None or decoder_of(core) in (None, core):
+        return "it exposes no decoder and output head"
+    if any(parameter.numel() == 0 or parameter.is_meta for parameter in head.parameters()):
+        return None  # sharded before it could be looked at (ZeRO-3): its config is trusted
+    with torch.no_grad(), _eval_mode(core):
+        hidden: Any = _made_up_hidden_states(core, head)
+        hidden = hidden * (_LARGE_LOGIT / head(hidden).abs().max().clamp(min=1e-3)).to(hidden.dtype)
+        expected = rule.apply_(head(hidden).float())
+        try:
+            with replaced_forward(decoder_of(core), lambda *_, **__: _OnlyHidden(last_hidden_state=hidden)):
+                logits = core(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=hidden.device)).logits
+        except Exception as error:  # an unknown forward may raise anything without its decoder
+            return f"its forward could not be followed ({type(error).__name__}: {error})"
+    if logits.shape == expected.shape:
+        closeness = 2e-2 if logits.dtype.itemsize < 4 else 5e-3  # of bfloat16, and of TF32 products
+        if (logits.float() - expected).abs().max() <= closeness * expected.abs().max():
+            return None
+    return "its logits are not what its output head and config say"
+
+
+class _OnlyHidden(BaseModelOutputWithPast):
+    """A decoder's output of which only the hidden states are there."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _made_up_hidden_states(core: PreTrainedModel, head: nn.Module) -> Tensor:
+    """Three fixed hidden states `(1, 3, H)` of the head's own width; no random stream is touched."""
+    width = getattr(head, "in_features", None) or core.config.get_text_config().hidden_size
+    first = next(head.parameters())
+    dtype = first.dtype if first.is_floating_point() else core.dtype
+    return torch.sin(torch.arange(3 * width, dtype=torch.float32)).view(1, 3, width).to(first.device, dtype)
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `module.forward` be another function for a while, so that `module(...)` still runs all hooks."""
+    before = module.__dict__.get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

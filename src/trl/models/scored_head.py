@@ -1,0 +1,127 @@
+"""What is computed of hidden states: log-probabilities or a local loss through the output head, and a router's loss."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trl.models.layout import ModelBatch
+from trl.models.parts import replaced_forward
+from trl.tensors.any_head import local_loss_through, token_scores_through
+from trl.tensors.local_loss import local_loss
+from trl.tensors.logprobs import token_entropies, token_scores
+from trl.tensors.softmax_rows import LogitRule
+
+LossOf = Callable[[Tensor, slice], Tensor]
+"""(log-probs of a chunk (C,), which scored positions these are) -> each token's weighted loss (C,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """What to compute beside the log-probabilities.
+
+    `entropy`: of the scored positions, of all real tokens (summed), or not at all. `temperature` divides the logits.
+    """
+
+    loss_of: LossOf | None = None
+    entropy: Literal["none", "scored", "all"] = "none"
+    correct: bool = False
+    temperature: float = 1.0
+
+
+def call_head(
+    head: nn.Module, hidden: Tensor, batch: ModelBatch, rule: LogitRule, options: ScoreOptions
+) -> dict[str, Any]:
+    """Run the scoring primitive as the head's own forward: `hidden (tokens, H)`."""
+    plain = plain_linear(head)
+    if plain is None:
+        return score_hidden(head, hidden, batch, rule, options)
+    with replaced_forward(plain, lambda states: score_hidden(plain, states, batch, rule, options)):
+        return plain(hidden)
+
+
+def plain_linear(head: nn.Module) -> nn.Linear | None:
+    """The head as a plain linear layer, if that is what it is (also one that PEFT trains as a whole)."""
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        enabled = not head.disable_adapters and head.active_adapter in head.modules_to_save  # type: ignore[operator]
+        head = head.modules_to_save[head.active_adapter] if enabled else head.original_module  # type: ignore[index,assignment]
+    is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    return head if is_linear else None  # type: ignore[return-value]
+
+
+def score_hidden(
+    head: nn.Module, hidden: Tensor, batch: ModelBatch, rule: LogitRule, options: ScoreOptions
+) -> dict[str, Any]:
+    """Log-probs (or a local loss) of the scored positions, and entropies of the others where all are asked for.
+
+    The fast path for a head that is one weight and one bias; any other module is called chunk by chunk.
+    """
+    rule = replace(rule, temperature=options.temperature)
+    states, targets = hidden[batch.scored.source], batch.scored.target
+    wants: dict[str, Any] = {"rule": rule, "entropy": options.entropy != "none", "correct": options.correct}
+    linear = plain_linear(head)
+    if options.loss_of is None:
+        if linear is not None:
+            scores = token_scores(states, linear.weight, targets, bias=linear.bias, **wants)
+        else:
+            scores = token_scores_through(head, states, targets, **wants)
+        found = {**scores._asdict(), "total": None}
+    else:
+        if linear is not None:
+            loss = local_loss(states, linear.weight, targets, options.loss_of, bias=linear.bias, **wants)
+        else:
+            loss = local_loss_through(head, states, targets, options.loss_of, **wants)
+        found = {**loss.scores._asdict(), "total": loss.total}
+    if options.entropy == "all":
+        found["entropy_total"] = _entropy_of_all(head, hidden, batch, rule, found["entropies"])
+    return found
+
+
+@torch.no_grad()
+def _entropy_of_all(
+    head: nn.Module, hidden: Tensor, batch: ModelBatch, rule: LogitRule, scored: Tensor
+) -> Tensor:
+    """Sum of the entropies of all real tokens; those of the scored positions are known already."""
+    unscored = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+    unscored[batch.real_tokens] = True
+    unscored[batch.scored.source] = False
+    states, linear = hidden[unscored.nonzero()[:, 0]], plain_linear(head)
+    if linear is not None:
+        rest = token_entropies(states, linear.weight, bias=linear.bias, rule=rule)
+    else:
+        nowhere = torch.zeros(len(states), dtype=torch.int64, device=hidden.device)
+        rest = token_scores_through(head, states, nowhere, rule=rule, entropy=True).entropies
+        assert rest is not None
+    return scored.sum() + rest.sum()
+
+
+def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
+    """The argument that makes a mixture of experts return its router's logits, where its config asks for them."""
+    if not getattr(core.config.get_text_config(), "output_router_logits", False):
+        return {}
+    accepts = inspect.signature(type(core).forward).parameters
+    return {"output_router_logits": True} if "output_router_logits" in accepts else {}
+
+
+def router_loss(core: PreTrainedModel, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
+    """The load-balancing loss of the model's own module (Switch Transformers, arXiv:2101.03961, eq. 4-6).
+
+    A flat row has no padding, so it needs no mask.
+    """
+    balance = vars(sys.modules[type(core).__module__])["load_balancing_loss_func"]
+    mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+    config = core.config.get_text_config()
+    experts = next(
+        value for name in ("num_experts", "num_local_experts") if (value := getattr(config, name, None))
+    )
+    loss = balance(router_logits, experts, config.num_experts_per_tok, mask)
+    assert isinstance(loss, Tensor) and math.prod(loss.shape) == 1
+    return loss.reshape(())
