@@ -1,36 +1,68 @@
-"""The documents keep up with the code: links lead somewhere, examples compile, and what they import exists."""
+"""The documents keep up with the code: links lead somewhere, commands and examples run, and what they name exists."""
 
 import ast
+import contextlib
 import importlib
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
+from examples import small_model
+
+from trl.cli.launch_options import launch_actions, split_arguments, split_config
+from trl.cli.main import COMMANDS
+from trl.scripts.config_file import ConfigFile, take_config_option
+from trl.scripts.quickstart import make_parser as quickstart_parser
+from trl.scripts.sft import make_parser as sft_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+OWN_FILE = re.compile(r"(?:tests|examples|benchmarks|docs)/[\w./-]+")
 
 
 def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def python_blocks(path: Path) -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
+def blocks(path: Path, language: str) -> list[str]:
+    fenced = rf"^```{language}\n(.*?)^```"
+    return re.findall(fenced, path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Shell commands of indented and fenced blocks, and those that stand whole in backticks, as words."""
+    text = path.read_text(encoding="utf-8")
+    inline = [span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text) if " -" in span]
+    joined = re.sub(r"\\\n\s+", "", "\n".join([text, *inline]))
+    starts = r"^(?: {4})?((?:[A-Z_]+=\S+ )*(?:trl|make|python) (?:[^`\n]*))$"
+    found = [shlex.split(line, comments=True) for line in re.findall(starts, joined, flags=re.MULTILINE)]
+    plain = [[word for word in words if not re.match(r"[A-Z_]+=", word)] for words in found]
+    return [
+        words for words in plain if not words[1].endswith(":")
+    ]  # what a command printed begins with its name
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a renderer makes of headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
-def test_relative_links_lead_to_files(path):
-    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (path.parent / link).exists()]
-    assert not missing
+def test_relative_links_lead_to_files_and_headings(path):
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text(encoding="utf-8"))
+    for link, anchor in links:
+        target = (path.parent / link) if link else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_examples_compile_and_import_what_exists(path):
-    for block in python_blocks(path):
+    for block in blocks(path, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "trl":
                 module = importlib.import_module(node.module)
@@ -39,7 +71,103 @@ def test_examples_compile_and_import_what_exists(path):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
-def test_named_files_exist(path):
-    """Paths in backticks that start with a folder of the repository."""
-    named = re.findall(r"`((?:tests|examples|benchmarks|docs)/[\w./-]+)`", path.read_text(encoding="utf-8"))
-    assert not [name for name in named if not (ROOT / name).exists()]
+def test_named_files_and_tests_exist(path):
+    """What stands in backticks and begins with a folder of the repository: files, and `file::test`."""
+    for named in re.findall(r"`([\w./:-]+)`", path.read_text(encoding="utf-8")):
+        file, _, test = named.partition("::")
+        if OWN_FILE.fullmatch(file):
+            assert (ROOT / file).exists(), named
+            assert not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), named
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_dotted_names_of_the_library_exist(path):
+    for named in set(re.findall(r"`(trl(?:\.\w+)+)`", path.read_text(encoding="utf-8"))):
+        module, rest = named, []
+        while True:
+            with contextlib.suppress(ImportError):
+                found = importlib.import_module(module)
+                break
+            module, _, name = module.rpartition(".")
+            rest.insert(0, name)
+        for name in rest:
+            found = getattr(found, name)
+
+
+@pytest.fixture(scope="module")
+def option_tables():
+    parser = sft_parser()
+    actions = launch_actions()
+    parser.other_options.update(action.dest for action in actions.values())
+    return parser, actions
+
+
+def check_sft_command(words: list[str], option_tables) -> None:
+    parser, actions = option_tables
+    _, given = take_config_option([word for word in words if word != "--help"])
+    split = split_arguments(given, script_options=set(parser.spellings()), launch=actions)
+    parser.check_arguments(split.script, None)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_commands_name_what_exists(path, option_tables):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for program, first, *rest in commands(path):
+        if program == "make":
+            assert first in targets, first
+        elif program == "python":
+            assert first == "-m" or (ROOT / first).exists(), first
+        elif first == "sft":
+            check_sft_command(rest, option_tables)
+        elif first == "quickstart":
+            quickstart_parser().parse_args(rest)
+        else:
+            assert first in (*COMMANDS, "--help", "--version", "..."), first
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "yaml")], ids=label)
+def test_config_files_have_options_that_exist(path, option_tables):
+    parser, actions = option_tables
+    for block in blocks(path, "yaml"):
+        values = yaml.safe_load(block)
+        values.pop("env", None)
+        script, _ = split_config(values, script_options=set(parser.spellings()), launch=actions)
+        parser.check_arguments([], ConfigFile("sft.yaml", script, {}, {}))
+
+
+def test_commands_are_found():
+    """The reader of commands sees those that are known to be there."""
+    found = [words for path in DOCUMENTS for words in commands(path)]
+    assert ["make", "quickstart"] in found
+    assert sum(words[:2] == ["trl", "sft"] for words in found) >= 5
+    assert any("--column_mapping" in words for words in found)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A folder laid out as the examples expect: a model built by the example script, and a few rows beside it."""
+    folder = tmp_path_factory.mktemp("workshop")
+    data = folder / "shared" / "data" / "gsm8k" / "train.jsonl"
+    data.parent.mkdir(parents=True)
+    rows = [
+        {"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}. #### {2 * n}"} for n in range(16)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here = folder / "trl"
+    tokenizer = small_model.train_tokenizer(small_model.strings(data), vocabulary=400)
+    for part in (small_model.small_llama(tokenizer, seed=0), tokenizer):
+        part.save_pretrained(here / "runs" / "gsm8k" / "model")
+    pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
+    for name in ("first.jsonl", "second.jsonl"):
+        (here / name).write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=label)
+def test_examples_run(path, workshop, monkeypatch):
+    """All Python examples of a document, one after another as a reader would run them."""
+    monkeypatch.chdir(workshop)
+    names: dict[str, object] = {}
+    for block in blocks(path, "python"):
+        exec(compile(block, label(path), "exec"), names)

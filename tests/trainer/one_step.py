@@ -4,8 +4,11 @@ As a program: `torchrun --nproc_per_node 2 -m tests.trainer.one_step OUT.pt '{"p
 """
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from tests.tiny import tiny_model
 from tests.trainer.resume_worker import tokenizer
 from trl import SFTConfig, SFTTrainer
 
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     "per_device_train_batch_size": 8, "max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0,
     "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
@@ -33,6 +37,18 @@ def fixed_rows() -> list[dict[str, list[int]]]:
         prompt = (2 * number) % (length - 1) if number else length - 1
         rows.append({"input_ids": ids, "completion_mask": [0] * prompt + [1] * (length - prompt)})
     return rows
+
+
+def launch(module: str, *arguments: str, timeout: int = 400) -> None:
+    """Run `python -m module` in two processes over gloo; their errors are this process's."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module, *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 class KeepGradients(TrainerCallback):

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_model
+from tests.trainer.one_step import launch
 from tests.trainer.sft_runs import logged, make
 from trl import SFTConfig
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
@@ -102,15 +100,7 @@ def test_the_mean_loss_of_two_processes_does_not_depend_on_logging(tmp_path):
     for strategy in ("no", "steps"):
         out = tmp_path / f"{strategy}.pt"
         settings = {"per_device_train_batch_size": 4, "max_steps": 2, "logging_strategy": strategy}
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-            "-m", "tests.trainer.one_step", str(out), json.dumps(settings),
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        launch("tests.trainer.one_step", str(out), json.dumps(settings))
         logs = torch.load(out, weights_only=False)["logs"]
         losses.append(next(log["train_loss"] for log in logs if "train_loss" in log))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

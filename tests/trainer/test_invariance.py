@@ -4,9 +4,6 @@ float64 throughout; gradients agree to 1e-10 of the largest gradient, losses and
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_model
-from tests.trainer.one_step import fixed_rows, run
+from tests.trainer.one_step import fixed_rows, launch, run
 from trl.models import forward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,15 +127,7 @@ def test_evaluation_does_not_depend_on_the_batch_size():
 @pytest.mark.parametrize("settings", [SPLITS["2x4"] | {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 2}, SPLITS["8x1"] | {"gradient_accumulation_steps": 4, "padding_free": True, "per_device_eval_batch_size": 3}], ids=["2x4", "2x1x4"])  # fmt: skip
 def test_two_processes(settings, whole, tmp_path):
     out = tmp_path / "out.pt"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        "-m", "tests.trainer.one_step", str(out), json.dumps(settings),
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    launch("tests.trainer.one_step", str(out), json.dumps(settings))
     found = torch.load(out, weights_only=False)
     assert_same_gradients(found["gradients"][0], whole["nll"])
     trainer, _ = run(packing=False)

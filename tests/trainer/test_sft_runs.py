@@ -196,3 +196,16 @@ def test_a_plain_run_prints_no_complaint(tmp_path, caplog, recwarn):
     assert [record.getMessage() for record in caplog.records] == []
     spoken = [w for w in recwarn if not issubclass(w.category, (DeprecationWarning, ResourceWarning))]
     assert [str(w.message) for w in spoken] == []
+
+
+def test_what_is_logged_reaches_tensorboard(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = make(ROWS, folder=tmp_path, max_steps=3, report_to="tensorboard")
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
+        values = [event.value for event in events.Scalars(f"train/{name}")]
+        assert values == pytest.approx(logged(trainer, name), rel=1e-6)

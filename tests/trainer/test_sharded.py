@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny import tiny_model
-from tests.trainer.one_step import run
+from tests.trainer.one_step import launch, run
 from tests.trainer.sharded_worker import KINDS, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,15 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_three_steps_equal_those_of_one_process(how, tmp_path):
     if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        "-m", "tests.trainer.sharded_worker", str(tmp_path), how,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("tests.trainer.sharded_worker", str(tmp_path), how)
 
     single, _ = run(tiny_model("llama"), **{**STEPS, "per_device_train_batch_size": 4})
     expected = single.model.state_dict()
