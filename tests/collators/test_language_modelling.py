@@ -97,6 +97,7 @@ def test_multiples_flat():
         "input_ids": [[1, 2, 3, 4, 6, 0, 0, 0]],
         "position_ids": [[0, 1, 2, 3, 0, 0, 1, 2]],
         "labels": [[-100, 2, 3, 4, -100, -100, -100, -100]],
+        "filler": [3],
     }
     assert collate([{"input_ids": [1, 2, 3, 4]}])["position_ids"].tolist() == [[0, 1, 2, 3]]
 

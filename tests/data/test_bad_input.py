@@ -8,7 +8,6 @@ from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from trl.data.preparation import SFTPreparation, prepare_sft_dataset
-from trl.data.validation import check_pad_token
 
 USER = {"role": "user", "content": "And then?"}
 BLUE = {"role": "assistant", "content": "Blue."}
@@ -365,12 +364,6 @@ def test_the_data_set_is_called_by_its_name() -> None:
         prepare_sft_dataset(
             Dataset.from_dict({"text": [""]}), tiny_tokenizer(), SFTPreparation(dataset_name="eval")
         )
-
-
-def test_tokenizer_without_pad_token() -> None:
-    check_pad_token(tiny_tokenizer())
-    with pytest.raises(ValueError, match=r"no pad token.*Set pad_token"):
-        check_pad_token(tiny_tokenizer(pad_token=None))
 
 
 def test_roles_that_the_template_speaks_of_are_accepted() -> None:

@@ -165,3 +165,18 @@ def test_positions_that_agree_with_the_mask_are_fine():
 def test_a_batch_without_a_real_token_is_an_error():
     with pytest.raises(ValueError, match="a real token"):
         flat_batch({**PADDED, "attention_mask": torch.zeros(3, 4, dtype=torch.int64)}, with_table=True)
+
+
+def test_filler_tokens_count_nowhere():
+    filled = {
+        "input_ids": torch.cat([FLAT["input_ids"], torch.zeros(1, 3, dtype=torch.int64)], dim=1),
+        "position_ids": torch.cat([FLAT["position_ids"], torch.tensor([[0, 1, 2]])], dim=1),
+        "labels": torch.cat([FLAT["labels"], torch.full((1, 3), -100)], dim=1),
+        "filler": torch.tensor([3]),
+    }
+    assert count_tokens(filled) == 9
+    flat = flat_batch(filled, with_table=True)
+    assert flat.inputs["input_ids"].shape == (1, 12)
+    assert flat.real_tokens.tolist() == list(range(9))
+    assert padded_rows(filled, pad_token_id=0)["input_ids"].shape == (3, 4)
+    assert first_rows(filled, 1, of=3)["input_ids"].tolist() == [[5, 6, 7]]

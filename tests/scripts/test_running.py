@@ -1,9 +1,10 @@
+import logging
 from dataclasses import dataclass
 
 import pytest
 
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import CommandError, reporting_input_errors, run_script
+from trl.scripts.running import CommandError, notes_shown, reporting_input_errors, run_script
 
 
 @dataclass
@@ -56,3 +57,12 @@ def test_the_traceback_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("TRL_TRACEBACK", "1")
     with pytest.raises(CommandError, match="got -1"):
         run(lambda options: None, "--size", "-1")
+
+
+def test_notes_of_the_library_reach_the_terminal_while_a_command_runs(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with notes_shown():
+        logging.getLogger("trl.data").info("train dataset: 3 rows")
+        logging.getLogger("trl.data").warning("1 row is empty")
+    logging.getLogger("trl.data").info("not any more")
+    assert capsys.readouterr().err == "train dataset: 3 rows\n1 row is empty\n"

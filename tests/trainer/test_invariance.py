@@ -27,6 +27,7 @@ LAYOUTS = {
     "padding-free": {"padding_free": True},
     "packed": {"packing": True, "max_length": 24, "per_device_train_batch_size": 8},
     "multiple": {"pad_to_multiple_of": 16},
+    "flat multiple": {"padding_free": True, "pad_to_multiple_of": 32},
 }
 
 
@@ -106,7 +107,7 @@ def test_a_plain_loop_gives_this_gradient(whole):
 
 
 def test_metrics_do_not_depend_on_how_a_step_is_cut():
-    logs = [run(**{**split, **layout})[0].state.log_history[0] for split in SPLITS.values() for layout in ({}, LAYOUTS["padding-free"])]  # fmt: skip
+    logs = [run(**{**split, **layout})[0].state.log_history[0] for split in SPLITS.values() for layout in ({}, LAYOUTS["padding-free"], LAYOUTS["flat multiple"])]  # fmt: skip
     for name in METRICS:
         values = [log[name] for log in logs]
         assert values == pytest.approx([values[0]] * len(values), rel=1e-6 if name in ("loss", "grad_norm") else 1e-12), name  # fmt: skip

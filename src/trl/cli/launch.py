@@ -43,13 +43,14 @@ def launch(name: str, module: str, argv: list[str]) -> int:
         script = importlib.import_module(module)
         parser = script.make_parser()
         plan = make_plan(parser, given, config)
-        if not needs_accelerate(plan):
-            return run_here(script, parser, plan)
-        parser.check_arguments(plan.script, plan.config)
+        here = not needs_accelerate(plan)
+        if not here:
+            parser.check_arguments(plan.script, plan.config)
     except (ValueError, FileNotFoundError) as error:
         print(f"trl {name}: error: {error}", file=sys.stderr)
         return 2
-    return run_through_accelerate(module, plan)
+    # An error from here on is the run's own, or has been reported by it.
+    return run_here(script, parser, plan) if here else run_through_accelerate(module, plan)
 
 
 def make_plan(parser: "TrlParser", given: list[str], config: ConfigFile | None) -> Plan:

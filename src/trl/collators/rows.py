@@ -78,7 +78,8 @@ def flatten_rows(
     """Sequences that lie one after another as one flat batch: `input_ids`, `position_ids`, `labels`, `(1, N)` each.
 
     `lengths` are those of the sequences; each one's first label is ignored, because nothing before it predicts it.
-    Where N is rounded up to `multiple`, the tail is a sequence of its own without labels.
+    Where N is rounded up to `multiple`, the tail is a sequence of its own without labels, and `filler` `(1,)` says how
+    many tokens it has.
     """
     total = ids.shape[0]
     tail = round_up(total, multiple) - total
@@ -89,6 +90,7 @@ def flatten_rows(
         "input_ids": torch.nn.functional.pad(ids, (0, tail), value=pad_token_id)[None],
         "position_ids": segments.position_ids(),
         "labels": labels[None],
+        **({"filler": torch.tensor([tail])} if tail else {}),
     }
 
 

@@ -227,18 +227,6 @@ def check_tokenizer(processing_class: ProcessingClass, row_type: SFTRowType, *, 
             )
 
 
-def check_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that cannot pad.
-
-    Raises: ValueError saying what to set.
-    """
-    if tokenizer.pad_token_id is None:
-        raise ValueError(
-            "the tokenizer has no pad token, expected one to fill batches. Set pad_token in the config to a token of "
-            "its vocabulary (its eos token will do: masks go by position), or set padding_free=True."
-        )
-
-
 def vocabulary_token(tokenizer: PreTrainedTokenizerBase, token: str, *, setting: str) -> int:
     """The id of a token that a setting names.
 

@@ -81,7 +81,8 @@ def count_tokens(batch: Mapping[str, Any]) -> Tensor:
     """Number of real tokens of a batch as an int64 scalar."""
     if "attention_mask" in batch:
         return batch["attention_mask"].sum()
-    return torch.as_tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
+    tokens = torch.as_tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
+    return tokens - batch["filler"].sum() if "filler" in batch else tokens
 
 
 def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any]:
@@ -90,11 +91,22 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
         return {name: value[:kept] for name, value in batch.items()}
     if "segment_table" in batch:
         return dict(batch)
+    batch = _without_filler(batch)
     segments = _segments(batch)
     if len(segments) != of or kept == of:
-        return dict(batch)
+        return batch
     end = segments.start[kept]
     return {name: value[:, :end] for name, value in batch.items()}
+
+
+def _without_filler(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat row without the tokens at its end that only round its length up."""
+    row = dict(batch)
+    filler = row.pop("filler", None)
+    if filler is None:
+        return row
+    end = row["input_ids"].shape[1] - int(filler.sum())
+    return {name: value[:, :end] for name, value in row.items()}
 
 
 def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
@@ -119,7 +131,7 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
     return ModelBatch(
         inputs=inputs,
         scored=_given_positions(batch) or _positions(labels, sequence.view(1, -1), positions=positions),
-        real_tokens=torch.arange(segments.total, device=device),
+        real_tokens=torch.arange(int(count_tokens(batch)), device=device),
         sequence_lengths=torch.repeat_interleave(lengths, own).to(device),
     )
 
@@ -221,6 +233,7 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
     if not is_flat(batch):
         rows, names = _padded_on_the_right(batch), ("input_ids", "attention_mask", "labels")
         return {name: rows[name] for name in names if rows.get(name) is not None}
+    batch = _without_filler(batch)
     segments = _segments(batch)
     labels = batch.get("labels")
     lengths = [length + prefix for _, length, _, prefix in segments]

@@ -42,8 +42,7 @@ class ModelSource(OptionGroup):
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Number format in which the weights are loaded; 'auto' takes the one they were saved in. None: "
-            "the default of the loading function (float32 in the trainers of this library).",
+            "help": "Number format in which the weights are loaded. None and 'auto': the one they were saved in.",
             "choices": DTYPES,
         },
     )
@@ -157,7 +156,7 @@ class QuantizationOptions(OptionGroup):
         default=None,
         metadata={
             "help": "Number format that 4-bit weights are packed into. FSDP needs that of the other weights. None: "
-            "uint8."
+            "that of the computation."
         },
     )
 

@@ -1,5 +1,6 @@
 """Running a script from the command line: errors of its input are one message and exit status 2."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,12 +47,33 @@ def run_script(
                 if config is None
                 else parser.parse_with(list(args or ()), config)
             )
-        main(*parsed)
+        with notes_shown():
+            main(*parsed)
     except CommandError as error:
         if os.environ.get("TRL_TRACEBACK") == "1":
             raise
         return report(parser.prog, error)
     return 0
+
+
+@contextmanager
+def notes_shown() -> Iterator[None]:
+    """Let the library's notes (rows, tokens, what was truncated) reach the terminal of the first process."""
+    logger = logging.getLogger("trl")
+    if logger.level != logging.NOTSET or int(os.environ.get("RANK", "0")) != 0:
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    if logging.getLogger().handlers:  # warnings have a way out already
+        handler.addFilter(lambda record: record.levelno < logging.WARNING)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def report(prog: str, error: Exception) -> int:
