@@ -86,6 +86,7 @@ def main(out: str, settings: str) -> None:
     trainer.evaluate(seven)
     if trainer.is_world_process_zero():
         torch.save({"gradients": keep.steps, "logs": trainer.state.log_history}, out)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def main(out: str, how: str) -> None:
     trainer.save_model(out)
     if trainer.is_world_process_zero():
         Path(out, "log.json").write_text(json.dumps(trainer.state.log_history))
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

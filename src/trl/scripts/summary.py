@@ -4,13 +4,17 @@ from typing import Any
 
 
 def finish(trainer: Any, *, dataset_name: str | None, command: str) -> None:
-    """Save the model (and push it if asked), then print where it is, the final metrics and the command to go on."""
+    """Save the model (and push it if asked), then print where it is, the final metrics and the command to go on.
+
+    Ends the process group: a process that exits with one open may be aborted by its threads.
+    """
     args = trainer.args
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
         print("\n".join(summary(args.output_dir, trainer.state.log_history, command=command)))
+    trainer.accelerator.end_training()
 
 
 def summary(output_dir: str, log_history: list[dict[str, Any]], *, command: str) -> list[str]:
