@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer.resume_worker import KINDS
+from tests.trainer.sft_runs import make, model_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGKILLED = -9
@@ -43,3 +45,15 @@ def test_a_killed_run_ends_in_the_same_bits(kind, tmp_path):
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found["logs"] == expected["logs"]
     assert found == expected
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_experts_saved_one_by_one_are_resumed(architecture, tmp_path):
+    """transformers 5 saves the experts of a layer as single matrices, which its Trainer does not find again."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "folder": tmp_path}
+    rows = [{"text": "Look up."}, {"text": "Next."}] * 4
+    whole, resumed = (make(rows, model=model_for(architecture=architecture), **settings) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())

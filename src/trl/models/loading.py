@@ -60,6 +60,26 @@ def get_config_model_id(config: PretrainedConfig) -> str:
     return getattr(config, "_name_or_path", None) or ""
 
 
+def load_saved_weights(model: PreTrainedModel, folder: str) -> None:
+    """Copy the weights that `save_pretrained` wrote into a folder into a model of the same kind, bit for bit.
+
+    transformers 5 saves some architectures (vision-language models, mixtures of experts) under other names, and in other
+    pieces, than their modules have; only `from_pretrained` puts them back.
+
+    Raises: ValueError where a weight is missing.
+    """
+    widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
+    loaded: Any = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True)
+    saved, info = loaded
+    if info["missing_keys"] or info["mismatched_keys"]:
+        lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        raise ValueError(
+            f"'{folder}' lacks {len(lost)} weights of this {type(model).__name__} ({lost[0]}, ...), expected all. Resume with "
+            "the model that was trained there."
+        )
+    model.load_state_dict(saved.state_dict())
+
+
 def load_processing_class(
     model_or_path: str | PreTrainedModel,
     *,

@@ -23,6 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from trl.data.streams import RepeatedStream, is_stream
 from trl.models.forward import Scored, Scorer
 from trl.models.layout import count_scored, count_tokens, first_rows
+from trl.models.loading import load_saved_weights
 from trl.models.scored_head import ScoreOptions
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
@@ -280,6 +281,27 @@ class BaseTrainer(Trainer):
         if self._checkpoint_writer is not None:
             return str(self._checkpoint_writer.staging)
         return super()._get_output_dir(trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._weights_are_renamed = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._weights_are_renamed:
+            load_saved_weights(self.scorer.core, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._weights_are_renamed = False
+        super()._load_best_model()
+        if self._weights_are_renamed:
+            assert self.state.best_model_checkpoint is not None
+            load_saved_weights(self.scorer.core, self.state.best_model_checkpoint)
+
+    _weights_are_renamed = False
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """The parent loads a file's tensors by name and goes on without those it cannot place."""
+        self._weights_are_renamed = bool(load_result.unexpected_keys)
+        if not self._weights_are_renamed:
+            super()._issue_warnings_after_load(load_result)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
