@@ -177,6 +177,7 @@ def test_filler_tokens_count_nowhere():
     assert count_tokens(filled) == 9
     flat = flat_batch(filled, with_table=True)
     assert flat.inputs["input_ids"].shape == (1, 12)
+    assert "filler" not in flat.inputs
     assert flat.real_tokens.tolist() == list(range(9))
     assert padded_rows(filled, pad_token_id=0)["input_ids"].shape == (3, 4)
     assert first_rows(filled, 1, of=3)["input_ids"].tolist() == [[5, 6, 7]]

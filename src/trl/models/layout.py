@@ -28,6 +28,7 @@ _LAYOUT_KEYS = frozenset(
         "scored_source",
         "scored_target",
         "scored_sequence",
+        "filler",
         "completion_mask",
         "assistant_masks",
         "seq_lengths",

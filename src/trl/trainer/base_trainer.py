@@ -262,7 +262,6 @@ class BaseTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
-        self.create_model_card(model_name=Path(self.args.output_dir or "model").name)
         writer = CheckpointWriter(super()._get_output_dir(trial), self.state, self.args, self.accelerator)
         self._checkpoint_writer = writer
         try:
