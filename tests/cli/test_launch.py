@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 
 import pytest
 
@@ -112,7 +113,10 @@ def test_launch_options_start_a_process_whose_status_comes_back(tmp_path):
 @pytest.mark.distributed
 def test_several_processes_on_the_cpu(tmp_path):
     line = ["--record", str(tmp_path), "--accelerate_config", "cpu", "--num_processes", "2"]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert launch("toy", TOY, [*line, "--main_process_port", "0"]) == 0
+    # The launcher's own handlers would make a later pool of workers, which inherits them, impossible to stop.
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     seen = records(tmp_path)
     assert [(entry["LOCAL_RANK"], entry["WORLD_SIZE"]) for entry in seen] == [("0", "2"), ("1", "2")]
     assert all(entry["ACCELERATE_USE_CPU"] == "true" for entry in seen)

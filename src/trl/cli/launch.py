@@ -3,9 +3,11 @@
 import dataclasses
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,12 +110,30 @@ def run_through_accelerate(module: str, plan: Plan) -> int:
             print(f"trl: error: {error}", file=sys.stderr)
             return 2
         try:
-            launch_command(args)
+            with own_signal_handlers():
+                launch_command(args)
         except subprocess.CalledProcessError as error:
             return exit_status(error.returncode)
         except ChildFailedError as error:
             return exit_status(error.get_first_failure()[1].exitcode)
     return 0
+
+
+@contextmanager
+def own_signal_handlers() -> Iterator[None]:
+    """Put this process's signal handlers back afterwards.
+
+    torch's launcher (2.13) leaves handlers that raise an exception. A pool of workers forked later inherits them, and
+    a busy worker that is told to stop swallows the exception and waits for ever.
+    """
+    known = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"} & set(signal.Signals.__members__)
+    before = {name: signal.getsignal(signal.Signals[name]) for name in known}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for name, handler in before.items():
+                signal.signal(signal.Signals[name], handler or signal.SIG_DFL)
 
 
 @contextmanager
