@@ -64,6 +64,7 @@ def main(out: str, how: str) -> None:
     if trainer.is_world_process_zero():
         Path(out, "log.json").write_text(json.dumps(trainer.state.log_history))
     trainer.accelerator.end_training()
+    os._exit(0)  # DeepSpeed's own gloo groups stay open, and now and then abort the interpreter's exit
 
 
 if __name__ == "__main__":
