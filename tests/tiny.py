@@ -5,7 +5,15 @@ compares outputs would notice a wrong mask or position.
 """
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 _HEADS = {
     "hidden_size": 32,
@@ -68,6 +76,39 @@ _FIELDS: dict[str, dict] = {
         "attention_dropout": 0.0,
     },
 }
+# Encoders, and encoder-decoders: not among ARCHITECTURES.
+_ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "initializer_factor": 3.0,
+    "decoder_start_token_id": 0,
+}
+_BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "dropout": 0.0,
+    "init_std": 0.3,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+_OTHER_FIELDS: dict[str, dict] = {
+    "bert": {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": _T5,
+    "mt5": {**_T5, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"},
+    "bart": _BART,
+    "marian": {**_BART, "decoder_start_token_id": 0},
+    "pegasus": {**_BART, "decoder_start_token_id": 0},
+}
 _SHARED = {
     "vocab_size": 96,
     "max_position_embeddings": 256,
@@ -85,9 +126,10 @@ NO_ATTENTION_INTERFACE = ("bloom", "falcon")  # these compute attention themselv
 def tiny_config(architecture: str, **overrides) -> PretrainedConfig:
     """The config of a two-layer, 32-wide decoder: vocabulary 96, 256 positions, no dropout.
 
-    `architecture` is a `model_type` of transformers, one of `ARCHITECTURES`; `overrides` win over every field.
+    `architecture` is a `model_type` of transformers, one of `ARCHITECTURES`, or an encoder or encoder-decoder of
+    `_OTHER_FIELDS`; `overrides` win over every field.
     """
-    fields = {**_SHARED, **_FIELDS[architecture], **overrides}
+    fields = {**_SHARED, **{**_FIELDS, **_OTHER_FIELDS}[architecture], **overrides}
     return AutoConfig.for_model(architecture, **fields)
 
 
@@ -95,8 +137,33 @@ def tiny_model(
     architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
     """A model of `tiny_config`, in eval mode, whose weights depend on `seed` only; the global generator is left alone."""
+    return _from_config(AutoModelForCausalLM, architecture, dtype, seed, overrides)
+
+
+def tiny_classifier(
+    architecture: str,
+    *,
+    of_tokens: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **overrides,
+) -> PreTrainedModel:
+    """The same with a head for classes, of sequences or `of_tokens` (3 labels unless `num_labels` says otherwise)."""
+    auto = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    overrides = {"num_labels": 3, "classifier_dropout": 0.0, **overrides}
+    return _from_config(auto, architecture, dtype, seed, overrides)
+
+
+def tiny_seq2seq(
+    architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
+) -> PreTrainedModel:
+    """A tiny encoder-decoder: t5, mt5, bart, marian or pegasus."""
+    return _from_config(AutoModelForSeq2SeqLM, architecture, dtype, seed, overrides)
+
+
+def _from_config(auto, architecture: str, dtype: torch.dtype, seed: int, overrides: dict) -> PreTrainedModel:
     config = tiny_config(architecture, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
     return model.to(dtype).eval()

@@ -14,6 +14,7 @@ from trl.tensors.local_loss import local_loss
 from trl.tensors.logprobs import token_scores
 from trl.tensors.reduce import Weighted
 from trl.tensors.segments import Segments
+from trl.tensors.softmax_rows import Statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -91,7 +92,9 @@ def test_scores_of_a_large_vocabulary_against_float64():
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     expected = (exact[0] @ exact[1].T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     (-expected.mean()).backward()
-    loss = local_loss(hidden, weight, targets, lambda logps, _: -logps / 3000, correct=True, entropy=True)
+    loss = local_loss(
+        hidden, weight, targets, lambda logps, _: -logps / 3000, wanted=Statistics(entropy=True, correct=True)
+    )
     loss.total.backward()
     torch.testing.assert_close(loss.scores.logps.double(), expected, rtol=2e-2, atol=2e-2)
     assert (hidden.grad.double() - exact[0].grad).norm() <= 1e-2 * exact[0].grad.norm()

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.tiny import tiny_model
+from trl.collators.trees import flatten_trees
 from trl.models.attention import FLAT_MODEL_TYPES
 from trl.models.forward import Scorer
 from trl.models.layout import flat_batch
@@ -118,6 +119,32 @@ def test_entropies_and_hits(flat):
     assert scored.entropy.count == everywhere.numel()
     expected = (logits.argmax(-1)[:, :-1] == batch["labels"][:, 1:])[keep]
     assert scored.correct.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite", "bloom"])
+@pytest.mark.parametrize("through", ["head", "adapted head", "own logits", "local loss"])
+def test_collisions_and_mean_logits_are_those_of_the_models_own_logits(architecture, through):
+    overrides = {"attn_logit_softcapping": None} if architecture == "gemma2" else {}
+    model = tiny_model(architecture, **overrides)
+    if through == "adapted head":
+        model = lora(model, target_modules=["lm_head"]).eval()
+    batch = padded()
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.double()
+    logits = logits[:, :-1][batch["labels"][:, 1:] != -100]
+    scorer = Scorer(model)
+    scorer.uses_head = through != "own logits"
+    scorer.flat = scorer.flat and scorer.uses_head
+    loss_of = nll().loss_of if through == "local loss" else None
+    options = ScoreOptions(loss_of=loss_of, collision=True, mean_logits=True)
+    scored = scorer.score(model, batch, options)
+    collisions = (2 * logits.log_softmax(-1)).logsumexp(-1)
+    for found, expected in ((scored.log_collision, collisions), (scored.mean_logits, logits.mean(-1))):
+        assert not found.requires_grad
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-5, atol=2e-5)
+    plain = scorer.score(model, batch, ScoreOptions(loss_of=loss_of))
+    assert plain.log_collision is None
+    assert plain.mean_logits is None
+    assert torch.equal(plain.logps, scored.logps)
 
 
 def test_router_loss_is_the_models_own():
@@ -324,6 +351,24 @@ def test_an_empty_micro_batch_gives_zero_gradients_for_every_parameter():
     assert scored.total == 0
     scored.total.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom"])
+def test_trees_score_as_their_branches_would_alone(architecture):
+    model = tiny_model(architecture, dtype=torch.float64)
+    trees = [([5, 9, 3], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])]
+    batch = flatten_trees(trees).as_batch()
+    expected, sequences = [], []
+    for prompt, branches in trees:
+        for branch in branches:
+            ids = torch.tensor([prompt + branch])
+            logps = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            sequences += [len(set(sequences))] * len(branch)
+            expected.append(logps.gather(1, torch.tensor(branch)[:, None])[:, 0])
+    for flat in (None, False):
+        scored = Scorer(model, flat=flat).score(model, batch)
+        torch.testing.assert_close(scored.logps, torch.cat(expected), rtol=1e-10, atol=1e-10)
+        assert scored.positions.sequence.tolist() == sequences
 
 
 def test_plain_cross_entropy_on_one_row():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trl.collators.trees import flatten_trees
 from trl.models.layout import (
     count_scored,
     count_tokens,
@@ -58,17 +59,45 @@ def test_flat_rows_become_padded_ones():
     assert padded.real_tokens.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
-def test_branches_become_rows_with_their_prompt():
-    segments = Segments.from_trees([(2, [1, 2])])
+def test_branches_become_rows_with_their_prompt_and_prompts_none_of_their_own():
+    segments = Segments.from_trees([(2, [1, 2]), (3, []), (1, [1])])
     batch = {
-        "input_ids": torch.tensor([[1, 2, 3, 4, 5]]),
-        "labels": torch.tensor([[-100, -100, 3, 4, 5]]),
+        "input_ids": torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]),
+        "labels": torch.tensor([[-100, 2, 3, 4, 5, -100, 7, 8, -100, 10]]),
         "segment_table": segments.to_table(),
     }
     rows = padded_rows(batch, pad_token_id=0)
-    assert rows["input_ids"].tolist() == [[1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 4, 5]]
-    assert rows["labels"].tolist() == [[-100] * 4, [-100, -100, 3, -100], [-100, -100, 4, 5]]
-    assert flat_batch(batch, with_table=True).inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3]]
+    assert rows["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 4, 5], [6, 7, 8, 0], [9, 10, 0, 0]]
+    assert rows["labels"].tolist() == [
+        [-100, 2, 3, -100],
+        [-100, -100, 4, 5],
+        [-100, 7, 8, -100],
+        [-100, 10, -100, -100],
+    ]
+    assert padded_batch(batch, pad_token_id=0).sequence_ends.tolist() == [2, 7, 10, 13]
+    flat = flat_batch(batch, with_table=True)
+    assert flat.inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 0, 1, 2, 0, 1]]
+    assert flat.sequence_ends.tolist() == [2, 4, 7, 9]
+    assert flat.scored.sequence.tolist() == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_a_tree_is_scored_for_the_same_sequences_in_either_layout():
+    batch = flatten_trees([([5, 6], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])]).as_batch()
+    flat, padded = flat_batch(batch, with_table=True).scored, padded_batch(batch, pad_token_id=0).scored
+    assert padded.sequence.tolist() == flat.sequence.tolist() == batch["scored_sequence"].tolist()
+    assert padded.target.tolist() == flat.target.tolist()
+
+
+def test_labels_that_are_not_shifted_stand_at_their_own_positions():
+    for layout in (
+        flat_batch(PADDED, with_table=False, shifted=False),
+        padded_batch(PADDED, pad_token_id=0, shifted=False),
+    ):
+        ids = layout.inputs["input_ids"].flatten()
+        assert ids[layout.scored.source].tolist() == [6, 7, 8, 9, 11, 12, 13]
+        assert layout.scored.target.tolist() == [6, 7, 8, 9, 11, 12, 13]
+        assert layout.scored.sequence.tolist() == [0, 0, 1, 1, 1, 2, 2]
+        assert ids[layout.sequence_ends].tolist() == [7, 11, 13]
 
 
 def test_counts_leave_out_the_first_token_and_the_padding():
@@ -179,5 +208,6 @@ def test_filler_tokens_count_nowhere():
     assert flat.inputs["input_ids"].shape == (1, 12)
     assert "filler" not in flat.inputs
     assert flat.real_tokens.tolist() == list(range(9))
+    assert flat.sequence_ends.tolist() == [2, 6, 8]
     assert padded_rows(filled, pad_token_id=0)["input_ids"].shape == (3, 4)
     assert first_rows(filled, 1, of=3)["input_ids"].tolist() == [[5, 6, 7]]

@@ -6,7 +6,7 @@ import torch
 from tests.tensors.test_local_loss import COUNT, nll, plain_loss, with_entropy
 from tests.tensors.test_logprobs import RULES, LargestTensor, assert_close, gradients, inputs, plain_scores
 from trl.tensors.any_head import local_loss_through, token_scores_through
-from trl.tensors.softmax_rows import LogitRule
+from trl.tensors.softmax_rows import LogitRule, Statistics
 
 
 class LowRankHead(torch.nn.Module):
@@ -62,7 +62,7 @@ def test_any_head_without_gradient_and_without_rows():
     hidden, weight, targets, bias = inputs(COUNT)
     head = LowRankHead(weight, bias)
     with torch.no_grad():
-        scores = token_scores_through(head, hidden, targets, entropy=True, correct=True)
+        scores = token_scores_through(head, hidden, targets, wanted=Statistics(entropy=True, correct=True))
     assert not scores.logps.requires_grad
     expected = plain_scores(hidden, head.merged(), targets, bias, LogitRule())
     assert_close(scores.logps, expected[0].detach(), 1e-10)
@@ -76,7 +76,7 @@ def test_any_head_under_autocast_keeps_its_statistics_exact():
     _, _, targets, _ = inputs(COUNT)
     products = torch.randn(COUNT, 37, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = token_scores_through(torch.nn.Identity(), products, targets, entropy=True)
+        scores = token_scores_through(torch.nn.Identity(), products, targets, wanted=Statistics(entropy=True))
         found = gradients(scores.entropies.sum(), products)[0]
     logps = products.log_softmax(-1)
     entropies = -(logps.exp() * logps).sum(-1)

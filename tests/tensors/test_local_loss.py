@@ -12,7 +12,7 @@ from tests.tensors.test_logprobs import (
     plain_scores,
 )
 from trl.tensors.local_loss import local_loss
-from trl.tensors.softmax_rows import LogitRule
+from trl.tensors.softmax_rows import LogitRule, Statistics
 
 COUNT = 13
 WEIGHTS = torch.linspace(0.0, 1.0, COUNT, dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_equals_plain_logits(loss, rule, chunk_size):
         LOSSES[loss],
         bias=bias,
         rule=RULES[rule],
-        correct=True,
+        wanted=Statistics(correct=True),
         entropy_in_loss=loss == "entropy",
         chunk_size=chunk_size,
     )

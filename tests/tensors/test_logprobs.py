@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from trl.tensors import heads, logprobs
 from trl.tensors.logprobs import token_entropies, token_scores
-from trl.tensors.softmax_rows import LogitRule
+from trl.tensors.softmax_rows import LogitRule, Statistics
 
 RULES = {
     "plain": LogitRule(),
@@ -81,8 +81,7 @@ def test_equals_plain_logits(monkeypatch, name, dtype, keep):
             targets,
             bias=bias,
             rule=rule,
-            entropy=entropy,
-            correct=True,
+            wanted=Statistics(entropy=entropy, correct=True),
             chunk_size=chunk_size,
         )
         assert scores.logps.dtype == dtype
@@ -97,6 +96,44 @@ def test_equals_plain_logits(monkeypatch, name, dtype, keep):
             assert_close(ours.double(), theirs, tolerance)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", RULES)
+def test_collisions_and_mean_logits_equal_plain_ones_and_change_nothing_else(name, dtype):
+    rule, tolerance = RULES[name], TOLERANCES[dtype]
+    wanted = Statistics(entropy=True, correct=True, collision=True, mean_logit=True)
+    for chunk_size in (1, 5, None):
+        hidden, weight, targets, bias = inputs(dtype=dtype)
+        logits = plain_logits(hidden.detach().double(), weight.double(), bias.double(), rule)
+        scores = token_scores(
+            hidden, weight, targets, bias=bias, rule=rule, wanted=wanted, chunk_size=chunk_size
+        )
+        collisions = (2 * logits.log_softmax(dim=-1)).logsumexp(dim=-1)
+        assert_close(scores.log_collision.double(), collisions, tolerance)
+        assert_close(scores.mean_logits.double(), (logits * rule.temperature).mean(dim=-1), tolerance)
+        assert not scores.log_collision.requires_grad
+        assert not scores.mean_logits.requires_grad
+        plain = token_scores(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            rule=rule,
+            wanted=Statistics(entropy=True),
+            chunk_size=chunk_size,
+        )
+        assert torch.equal(scores.logps, plain.logps)
+        both = [gradients(mixed(x.logps, x.entropies), hidden, weight, bias) for x in (scores, plain)]
+        assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+
+
+def test_collisions_of_extreme_logits():
+    hidden = torch.tensor([[1e4], [0.0], [-3e4]])
+    weight = torch.tensor([[1.0], [1.0], [0.0], [0.0]])
+    scores = token_scores(hidden, weight, torch.zeros(3, dtype=torch.long), wanted=Statistics(collision=True))
+    expected = torch.tensor([0.5, 0.25, 0.5]).log()  # two tokens, four, two others
+    torch.testing.assert_close(scores.log_collision, expected)
+
+
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_gradcheck(monkeypatch, name, keep):
@@ -104,9 +141,15 @@ def test_gradcheck(monkeypatch, name, keep):
     hidden, weight, targets, bias = inputs(5, 3, 7)
 
     def scores(hidden, weight, bias):
-        return token_scores(hidden, weight, targets, bias=bias, rule=RULES[name], entropy=True, chunk_size=2)[
-            :2
-        ]
+        return token_scores(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            rule=RULES[name],
+            wanted=Statistics(entropy=True),
+            chunk_size=2,
+        )[:2]
 
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
@@ -114,7 +157,7 @@ def test_gradcheck(monkeypatch, name, keep):
 def test_gradient_of_entropies_alone():
     hidden, weight, targets, _ = inputs(bias=False)
     entropies = plain_scores(hidden, weight, targets, None, LogitRule())[1]
-    scores = token_scores(hidden, weight, targets, entropy=True, chunk_size=4)
+    scores = token_scores(hidden, weight, targets, wanted=Statistics(entropy=True), chunk_size=4)
     for ours, theirs in zip(
         gradients(scores.entropies.sum(), hidden, weight),
         gradients(entropies.sum(), hidden, weight),
@@ -125,8 +168,8 @@ def test_gradient_of_entropies_alone():
 
 def test_no_rows():
     hidden, weight, targets, bias = inputs(0)
-    scores = token_scores(hidden, weight, targets, bias=bias, entropy=True, correct=True)
-    assert [tuple(x.shape) for x in scores] == [(0,)] * 3
+    scores = token_scores(hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True, correct=True))
+    assert [tuple(x.shape) for x in scores[:3]] == [(0,)] * 3
     for gradient in gradients(scores.logps.sum(), hidden, weight, bias):
         assert gradient.abs().sum() == 0
 
@@ -149,7 +192,7 @@ def test_a_frozen_head_gets_no_gradient_and_costs_no_product_for_it(monkeypatch,
 def test_no_grad_and_entropies_without_targets():
     hidden, weight, targets, bias = inputs()
     with torch.no_grad():
-        scores = token_scores(hidden, weight, targets, bias=bias, entropy=True)
+        scores = token_scores(hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True))
     assert not scores.logps.requires_grad
     entropies = token_entropies(hidden, weight, bias=bias, chunk_size=3)
     assert not entropies.requires_grad
@@ -161,7 +204,9 @@ def test_half_precision_stays_near_float64(dtype):
     hidden, weight, targets, bias = inputs(64, 32, 101, dtype=dtype)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     logps, entropies, _ = plain_scores(wide[0], wide[1], targets, wide[2], LogitRule())
-    scores = token_scores(hidden, weight, targets, bias=bias, entropy=True, correct=True, chunk_size=10)
+    scores = token_scores(
+        hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True, correct=True), chunk_size=10
+    )
     assert (scores.entropies - entropies).abs().max() < 0.05
     assert scores.logps.dtype == torch.float32
     # Products of size ~20 carry 8 (bf16) or 11 (fp16) bits.
@@ -175,7 +220,7 @@ def test_half_precision_stays_near_float64(dtype):
 
 def test_correct_follows_argmax_among_equal_half_precision_logits():
     hidden, weight = torch.ones(2, 1, dtype=torch.bfloat16), torch.ones(4, 1, dtype=torch.bfloat16)
-    scores = token_scores(hidden, weight, torch.tensor([0, 3]), correct=True)
+    scores = token_scores(hidden, weight, torch.tensor([0, 3]), wanted=Statistics(correct=True))
     assert scores.correct.tolist() == [True, False]
 
 
@@ -201,7 +246,7 @@ def test_extreme_logits_stay_finite(size):
     with torch.no_grad():
         bias[2] = size
     targets[0], targets[1] = 2, 3
-    scores = token_scores(hidden, weight, targets, bias=bias, entropy=True)
+    scores = token_scores(hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True))
     for found in (
         scores.logps,
         scores.entropies,
@@ -215,7 +260,9 @@ def test_a_vocabulary_entry_that_is_switched_off():
     hidden, weight, _, bias = inputs(4, 8, 6)
     with torch.no_grad():
         bias[2] = float("-inf")
-    scores = token_scores(hidden, weight, torch.tensor([0, 1, 3, 4]), bias=bias, entropy=True)
+    scores = token_scores(
+        hidden, weight, torch.tensor([0, 1, 3, 4]), bias=bias, wanted=Statistics(entropy=True)
+    )
     found = gradients(mixed(scores.logps, scores.entropies), hidden, weight, bias)
     assert all(torch.isfinite(x).all() for x in (*scores[:2], *found))
     assert found[1][2].abs().sum() == 0
@@ -256,7 +303,13 @@ def test_never_builds_tokens_times_vocabulary(monkeypatch, entropy, keep):
     hidden, weight, targets, bias = inputs(60, 8, 50)
     with LargestTensor() as seen:
         scores = token_scores(
-            hidden, weight, targets, bias=bias, rule=RULES["all"], entropy=entropy, chunk_size=10
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            rule=RULES["all"],
+            wanted=Statistics(entropy=entropy),
+            chunk_size=10,
         )
         mixed(scores.logps, scores.entropies).backward()
     assert seen.largest <= 10 * 50

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.trainer.one_step import fixed_rows, launch, run
-from trl.models import forward
+from trl.models import forward, scorer_base
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm")
@@ -68,7 +68,7 @@ def test_packing(batch, whole):
 
 def test_rows_that_a_model_pads_itself(whole, monkeypatch):
     """The fallback of models that take no flat rows: padded rows, also for packed ones."""
-    monkeypatch.setattr(forward, "flat_obstacle", lambda model: "of this test")
+    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda model: "of this test")
     for layout in LAYOUTS.values():
         trainer, keep = run(**layout)
         assert not trainer.scorer.flat

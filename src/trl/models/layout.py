@@ -17,6 +17,8 @@ from trl.tensors.padding import flush_left
 from trl.tensors.segments import Segments
 
 IGNORED = -100
+# What a method knows of each row (one number per row, or per sequence of it), row by row; the model never sees it.
+ROW_KEYS = frozenset(["rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens"])
 # What these hold is part of the layout itself; every other key of a batch is handed to the model as it is.
 _LAYOUT_KEYS = frozenset(
     [
@@ -61,6 +63,7 @@ class ModelBatch:
     sequence_lengths: (
         Tensor  # int64 (tokens,): length of the sequence of each flattened position (0: padding)
     )
+    sequence_ends: Tensor  # int64 (S,): flattened position of the last token of each sequence
 
 
 def is_flat(batch: Mapping[str, Any]) -> bool:
@@ -78,26 +81,96 @@ def count_scored(batch: Mapping[str, Any]) -> Tensor:
     return _predicted(batch["labels"], batch.get("attention_mask"), positions).sum()
 
 
+def scored_sequences(batch: Mapping[str, Any]) -> Tensor:
+    """Which sequence each trained token belongs to, int64 `(K,)`: row, segment or branch, counted from 0."""
+    if "scored_sequence" in batch:
+        return batch["scored_sequence"]
+    if "decoder_labels" in batch:
+        return (batch["decoder_labels"] != IGNORED).nonzero()[:, 0]
+    labels, mask, positions = batch["labels"], batch.get("attention_mask"), None
+    if is_flat(batch):
+        positions = batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
+        sequence = (positions == 0).cumsum(dim=1) - 1
+    else:
+        sequence = torch.arange(len(labels), device=labels.device)[:, None].expand(labels.shape)
+    return _positions(labels, sequence, mask, positions).sequence
+
+
 def count_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Number of real tokens of a batch as an int64 scalar."""
+    """Number of real tokens of a batch as an int64 scalar; of an encoder-decoder's, prompts and completions."""
+    if "decoder_labels" in batch:
+        return batch["attention_mask"].sum() + (batch["decoder_labels"] != IGNORED).sum()
     if "attention_mask" in batch:
         return batch["attention_mask"].sum()
     tokens = torch.as_tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
     return tokens - batch["filler"].sum() if "filler" in batch else tokens
 
 
+def count_sequence_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Number of real tokens of a batch's sequences as an int64 scalar: each branch of a tree counts its prompt too."""
+    if "segment_table" not in batch:
+        return count_tokens(batch)
+    segments = _segments(_without_filler(batch))
+    every = list(segments)
+    tokens = sum(every[number][1] + every[number][3] for number in _leaves(segments))
+    return torch.tensor(tokens, device=batch["input_ids"].device)
+
+
 def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any]:
-    """The first `kept` of a batch's rows; a flat batch is left whole unless its segments are its rows."""
+    """The first `kept` of a batch's rows.
+
+    A flat batch is left whole unless its segments (or trees) are its rows, or it says by `rows` that each row has as
+    many as the others: rows of packed sequences cannot be told apart. Images are not counted by rows: a batch with some
+    keeps its rows, and the labels of the first ones only.
+    """
+    own = {name: value[: len(value) // of * kept] for name, value in batch.items() if name in ROW_KEYS}
+    rest = {name: value for name, value in batch.items() if name not in ROW_KEYS}
+    return {**_first_sequences(rest, kept, of=of, several="rows" in batch), **own}
+
+
+def _first_sequences(batch: dict[str, Any], kept: int, *, of: int, several: bool) -> dict[str, Any]:
+    """The sequences of the first `kept` of `of` rows; `several`: a row of a flat batch may have more than one."""
     if not is_flat(batch):
-        return {name: value[:kept] for name, value in batch.items()}
-    if "segment_table" in batch:
-        return dict(batch)
+        if batch.get("pixel_values") is None:
+            return {name: value[: len(value) // of * kept] for name, value in batch.items()}
+        labels = batch["labels"].clone()
+        labels[len(labels) // of * kept :] = IGNORED
+        return {**batch, "labels": labels}
     batch = _without_filler(batch)
     segments = _segments(batch)
-    if len(segments) != of or kept == of:
+    starts = _beginnings(segments)
+    if kept == of or len(starts) % of or (len(starts) != of and not several):
         return batch
-    end = segments.start[kept]
-    return {name: value[:, :end] for name, value in batch.items()}
+    end = starts[len(starts) // of * kept]
+    if "segment_table" not in batch:
+        return {name: value[:, :end] for name, value in batch.items()}
+    return _cut_trees(batch, end)
+
+
+def _beginnings(segments: Segments) -> list[int]:
+    """Where each sequence begins: a plain segment itself, a branch with its prompt."""
+    prompts = {prefix_start for _, _, prefix_start, prefix in segments if prefix}
+    starts = []
+    for start, _, prefix_start, prefix in segments:
+        if prefix or start not in prompts:
+            starts.append(prefix_start if prefix else start)
+    return starts
+
+
+def _cut_trees(batch: dict[str, Any], end: int) -> dict[str, Any]:
+    """A flat row of trees without those that begin at position `end` or later."""
+    table = batch["segment_table"]
+    cut = {
+        name: value[:, :end]
+        for name, value in batch.items()
+        if name in ("input_ids", "position_ids", "labels")
+    }
+    cut["segment_table"] = table[:, :, table[0, 0, :, 0] < end]
+    scored = [name for name in ("scored_source", "scored_target", "scored_sequence") if name in batch]
+    if scored:
+        kept = batch["scored_source"] < end
+        cut.update({name: batch[name][kept] for name in scored})
+    return {**batch, **cut}
 
 
 def _without_filler(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,14 +180,17 @@ def _without_filler(batch: Mapping[str, Any]) -> dict[str, Any]:
     if filler is None:
         return row
     end = row["input_ids"].shape[1] - int(filler.sum())
+    if "segment_table" in row:
+        return _cut_trees(row, end)
     return {name: value[:, :end] for name, value in row.items()}
 
 
-def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
+def flat_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = True) -> ModelBatch:
     """The batch as one flat row of real tokens, `input_ids (1, N)`.
 
     `with_table` adds the segment table as the attention mask (`flat_attention` reads it); without it the model's
-    own variable-length attention finds the segments from `position_ids`.
+    own variable-length attention finds the segments from `position_ids`. Labels are `shifted` where they are tokens that
+    the token before predicts; classes of tokens are not.
     """
     if is_flat(batch):
         input_ids, labels = batch["input_ids"], batch.get("labels")
@@ -128,17 +204,26 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool) -> ModelBatch:
         inputs["attention_mask"] = segments.to_table()
     lengths = torch.tensor(segments.length) + torch.tensor(segments.prefix_length)
     own = torch.tensor(segments.length)
-    sequence = torch.repeat_interleave(torch.arange(len(segments)), own).to(device)
+    numbers, ends = _sequences(segments, real=int(count_tokens(batch)))
+    sequence = torch.repeat_interleave(numbers, own).to(device).view(1, -1)
+    if not shifted:
+        scored = labelled_positions(labels, sequence)
+    else:
+        scored = _given_positions(batch) or _positions(labels, sequence, positions=positions)
     return ModelBatch(
         inputs=inputs,
-        scored=_given_positions(batch) or _positions(labels, sequence.view(1, -1), positions=positions),
+        scored=scored,
         real_tokens=torch.arange(int(count_tokens(batch)), device=device),
         sequence_lengths=torch.repeat_interleave(lengths, own).to(device),
+        sequence_ends=ends.to(device),
     )
 
 
-def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int) -> ModelBatch:
-    """The batch as rows padded on the right, `input_ids (B, T)`; a flat row is cut into its segments."""
+def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int, shifted: bool = True) -> ModelBatch:
+    """The batch as rows padded on the right, `input_ids (B, T)`; a flat row is cut into its sequences.
+
+    Labels are `shifted` as in `flat_batch`.
+    """
     if not is_flat(batch):
         batch = _padded_on_the_right(batch)
     extras, batch = _extras(batch), padded_rows(batch, pad_token_id=pad_token_id)
@@ -146,16 +231,22 @@ def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int) -> ModelBatch:
     rows, width = input_ids.shape
     sequence = torch.arange(rows, device=input_ids.device)[:, None].expand(rows, width)
     inputs = {"input_ids": input_ids, "attention_mask": mask, **extras}
+    labels, lengths = batch.get("labels"), mask.sum(dim=1)
     return ModelBatch(
         inputs=inputs,
-        scored=_positions(batch.get("labels"), sequence, mask),
+        scored=_positions(labels, sequence, mask) if shifted else labelled_positions(labels, sequence, mask),
         real_tokens=mask.flatten().nonzero()[:, 0],
-        sequence_lengths=(mask.sum(dim=1, keepdim=True) * mask).flatten(),
+        sequence_lengths=(lengths[:, None] * mask).flatten(),
+        sequence_ends=torch.arange(rows, device=mask.device) * width + lengths - 1,
     )
 
 
 def _extras(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name not in _LAYOUT_KEYS and value is not None}
+    return {
+        name: value
+        for name, value in batch.items()
+        if name not in _LAYOUT_KEYS | ROW_KEYS and value is not None
+    }
 
 
 def _segments(batch: Mapping[str, Any]) -> Segments:
@@ -175,6 +266,22 @@ def _segments(batch: Mapping[str, Any]) -> Segments:
             f"got {positions[0, :8].tolist()}... ."
         )
     return Segments.from_lengths(end - start for start, end in zip(starts, [*starts[1:], total], strict=True))
+
+
+def _leaves(segments: Segments) -> list[int]:
+    """The segments that end a sequence: all but the prompts that have branches."""
+    prompts = {prefix_start for _, _, prefix_start, prefix in segments if prefix}
+    return [number for number, (start, _, _, prefix) in enumerate(segments) if prefix or start not in prompts]
+
+
+def _sequences(segments: Segments, *, real: int) -> tuple[Tensor, Tensor]:
+    """Each segment's sequence, counted as `padded_rows` makes rows, and where each sequence ends in the row.
+
+    A prompt counts as part of its first branch; segments behind the `real` tokens are filler and end no sequence.
+    """
+    leaves = torch.tensor(_leaves(segments))
+    ends = torch.tensor(segments.start)[leaves] + torch.tensor(segments.length)[leaves] - 1
+    return torch.searchsorted(leaves, torch.arange(len(segments))), ends[ends < real]
 
 
 def _without_padding(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Segments]:
@@ -229,7 +336,8 @@ def _padded_on_the_right(batch: Mapping[str, Any]) -> dict[str, Any]:
 def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `labels` `(B, T)` of a batch of either layout.
 
-    The segments of a flat row become rows padded on the right, a branch its prompt and itself.
+    The sequences of a flat row become rows padded on the right, a branch its prompt and itself. Labels of a prompt
+    stand in the row of its first branch.
     """
     if not is_flat(batch):
         rows, names = _padded_on_the_right(batch), ("input_ids", "attention_mask", "labels")
@@ -237,21 +345,37 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
     batch = _without_filler(batch)
     segments = _segments(batch)
     labels = batch.get("labels")
-    lengths = [length + prefix for _, length, _, prefix in segments]
-    shape = (len(segments), max(lengths))
+    every = list(segments)
+    leaves = [every[number] for number in _leaves(segments)]
+    shape = (len(leaves), max(length + prefix for _, length, _, prefix in leaves))
     device = batch["input_ids"].device
     rows = {
         "input_ids": torch.full(shape, pad_token_id, dtype=torch.int64, device=device),
         "attention_mask": torch.zeros(shape, dtype=torch.int64, device=device),
         "labels": torch.full(shape, IGNORED, dtype=torch.int64, device=device),
     }
-    for row, (start, length, prefix_start, prefix) in enumerate(segments):
+    labelled: set[int] = set()
+    for row, (start, length, prefix_start, prefix) in enumerate(leaves):
         rows["input_ids"][row, :prefix] = batch["input_ids"][0, prefix_start : prefix_start + prefix]
         rows["input_ids"][row, prefix : prefix + length] = batch["input_ids"][0, start : start + length]
         rows["attention_mask"][row, : prefix + length] = 1
         if labels is not None:
             rows["labels"][row, prefix : prefix + length] = labels[0, start : start + length]
+            if prefix_start not in labelled:
+                rows["labels"][row, :prefix] = labels[0, prefix_start : prefix_start + prefix]
+            labelled.update([prefix_start] if prefix else [])
     return rows
+
+
+def labelled_positions(
+    labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None
+) -> ScoredPositions:
+    """Real positions that have a label of their own, as classes of tokens or a decoder's labels are: all `(B, T)`."""
+    if labels is None:
+        return _positions(None, sequence)
+    own = labels.ne(IGNORED) if mask is None else labels.ne(IGNORED) & mask.bool()
+    source = own.flatten().nonzero()[:, 0]
+    return ScoredPositions(source, labels.flatten()[source], sequence.flatten()[source])
 
 
 def _given_positions(batch: Mapping[str, Any]) -> ScoredPositions | None:

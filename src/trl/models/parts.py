@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -63,25 +63,44 @@ def prompt_learning_obstacle(model: nn.Module) -> str | None:
 
 
 def head_obstacle(core: PreTrainedModel, rule: LogitRule) -> str | None:
-    """Why decoder + head + rule are not this model's logits, in words; None where they are.
-
-    The model's own forward is run on three made-up hidden states, with the decoder left out: its logits must be what
-    the head and the config's rule give. The states are large, so that a soft cap bends the logits.
-    """
+    """Why decoder + head + rule are not this model's logits, in words; None where they are."""
     head = core.get_output_embeddings()
     if head is None or decoder_of(core) in (None, core):
         return "it exposes no decoder and output head"
+    return logits_obstacle(core, [decoder_of(core)], head, rule)
+
+
+def logits_obstacle(
+    core: PreTrainedModel,
+    bodies: Sequence[nn.Module],
+    head: nn.Module,
+    rule: LogitRule,
+    *,
+    bias: Tensor | None = None,
+    **inputs: Tensor,
+) -> str | None:
+    """Why `rule(head(hidden) + bias)` are not this model's logits, in words; None where they are.
+
+    The model's own forward is run on three made-up hidden states, which the `bodies` (its decoder, also its encoder)
+    stand aside for: its logits, or those of the last token where it gives no others, must be what the head and the rule
+    give. The states are large, so that a soft cap bends the logits.
+    """
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in head.parameters()):
         return None  # sharded before it could be looked at (ZeRO-3): its config is trusted
-    with torch.no_grad(), _eval_mode(core):
+    with torch.no_grad(), _eval_mode(core), ExitStack() as replaced:
         hidden: Any = _made_up_hidden_states(core, head)
-        hidden = hidden * (_LARGE_LOGIT / head(hidden).abs().max().clamp(min=1e-3)).to(hidden.dtype)
-        expected = rule.apply_(head(hidden).float())
         try:
-            with replaced_forward(decoder_of(core), lambda *_, **__: _OnlyHidden(last_hidden_state=hidden)):
-                logits = core(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=hidden.device)).logits
+            hidden = hidden * (_LARGE_LOGIT / head(hidden).abs().max().clamp(min=1e-3)).to(hidden.dtype)
+            products = head(hidden[0]).float()
+            expected = rule.apply_(products if bias is None else products + bias)
+            for body in bodies:
+                stand_in = replaced_forward(body, lambda *_, **__: _OnlyHidden(last_hidden_state=hidden))
+                replaced.enter_context(stand_in)
+            ids = torch.full((1, 3), 1 if core.config.get_text_config().pad_token_id == 0 else 0)
+            logits = core(input_ids=ids.to(hidden.device), **inputs).logits[0]
         except Exception as error:  # an unknown forward may raise anything without its decoder
             return f"its forward could not be followed ({type(error).__name__}: {error})"
+    expected = expected[-1] if logits.ndim == 1 else expected
     if logits.shape == expected.shape:
         closeness = 2e-2 if logits.dtype.itemsize < 4 else 5e-3  # of bfloat16, and of TF32 products
         if (logits.float() - expected).abs().max() <= closeness * expected.abs().max():

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from trl.models.layout import ModelBatch
 from trl.models.parts import replaced_forward
-from trl.tensors.any_head import local_loss_through, token_scores_through
+from trl.tensors.any_head import AnyHead, local_loss_through, token_scores_through
 from trl.tensors.local_loss import local_loss
 from trl.tensors.logprobs import token_entropies, token_scores
-from trl.tensors.softmax_rows import LogitRule
+from trl.tensors.softmax_rows import LogitRule, Statistics
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """(log-probs of a chunk (C,), which scored positions these are) -> each token's weighted loss (C,)."""
@@ -28,23 +28,37 @@ LossOf = Callable[[Tensor, slice], Tensor]
 class ScoreOptions:
     """What to compute beside the log-probabilities.
 
-    `entropy`: of the scored positions, of all real tokens (summed), or not at all. `temperature` divides the logits.
+    `entropy`: of the scored positions, of all real tokens (summed), or not at all. `correct`: whether the most likely
+    token was the target. `collision`: the log of the sum over the vocabulary of p^2 (WPO). `mean_logits`: of the logits
+    over the vocabulary, before the temperature. All but the log-probabilities and entropies are detached.
+    `temperature` divides the logits.
     """
 
     loss_of: LossOf | None = None
     entropy: Literal["none", "scored", "all"] = "none"
     correct: bool = False
+    collision: bool = False
+    mean_logits: bool = False
     temperature: float = 1.0
 
 
 def call_head(
-    head: nn.Module, hidden: Tensor, batch: ModelBatch, rule: LogitRule, options: ScoreOptions
+    head: nn.Module,
+    hidden: Tensor,
+    batch: ModelBatch,
+    rule: LogitRule,
+    options: ScoreOptions,
+    *,
+    bias: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Run the scoring primitive as the head's own forward: `hidden (tokens, H)`."""
+    """Run the scoring primitive as the head's own forward: `hidden (tokens, H)`.
+
+    `bias` `(V,)` is what a model adds to its head's products outside of the head (BART's `final_logits_bias`).
+    """
     plain = plain_linear(head)
     if plain is None:
-        return score_hidden(head, hidden, batch, rule, options)
-    with replaced_forward(plain, lambda states: score_hidden(plain, states, batch, rule, options)):
+        return score_hidden(head, hidden, batch, rule, options, bias=bias)
+    with replaced_forward(plain, lambda states: score_hidden(plain, states, batch, rule, options, bias=bias)):
         return plain(hidden)
 
 
@@ -58,7 +72,13 @@ def plain_linear(head: nn.Module) -> nn.Linear | None:
 
 
 def score_hidden(
-    head: nn.Module, hidden: Tensor, batch: ModelBatch, rule: LogitRule, options: ScoreOptions
+    head: nn.Module,
+    hidden: Tensor,
+    batch: ModelBatch,
+    rule: LogitRule,
+    options: ScoreOptions,
+    *,
+    bias: Tensor | None = None,
 ) -> dict[str, Any]:
     """Log-probs (or a local loss) of the scored positions, and entropies of the others where all are asked for.
 
@@ -66,39 +86,60 @@ def score_hidden(
     """
     rule = replace(rule, temperature=options.temperature)
     states, targets = hidden[batch.scored.source], batch.scored.target
-    wants: dict[str, Any] = {"rule": rule, "entropy": options.entropy != "none", "correct": options.correct}
-    linear = plain_linear(head)
+    wanted = Statistics(options.entropy != "none", options.correct, options.collision, options.mean_logits)
+    wants: dict[str, Any] = {"rule": rule, "wanted": wanted}
+    products = _Products.of(head, bias)
+    weight, bias = products.weight, products.bias
     if options.loss_of is None:
-        if linear is not None:
-            scores = token_scores(states, linear.weight, targets, bias=linear.bias, **wants)
+        if weight is not None:
+            scores = token_scores(states, weight, targets, bias=bias, **wants)
         else:
-            scores = token_scores_through(head, states, targets, **wants)
+            scores = token_scores_through(products.call, states, targets, **wants)
         found = {**scores._asdict(), "total": None}
     else:
-        if linear is not None:
-            loss = local_loss(states, linear.weight, targets, options.loss_of, bias=linear.bias, **wants)
+        if weight is not None:
+            loss = local_loss(states, weight, targets, options.loss_of, bias=bias, **wants)
         else:
-            loss = local_loss_through(head, states, targets, options.loss_of, **wants)
+            loss = local_loss_through(products.call, states, targets, options.loss_of, **wants)
         found = {**loss.scores._asdict(), "total": loss.total}
     if options.entropy == "all":
-        found["entropy_total"] = _entropy_of_all(head, hidden, batch, rule, found["entropies"])
+        found["entropy_total"] = _entropy_of_all(products, hidden, batch, rule, found["entropies"])
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """How hidden states become products: by a weight and bias that can be read, or by a call."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    call: AnyHead
+
+    @classmethod
+    def of(cls, head: nn.Module, bias: Tensor | None) -> _Products:
+        """The products of a head, with a bias from outside of it."""
+        linear = plain_linear(head)
+        if linear is None:
+            return cls(None, None, head if bias is None else lambda states: head(states) + bias)
+        biases = [x for x in (linear.bias, bias) if x is not None]
+        return cls(linear.weight, sum(biases[1:], biases[0]) if biases else None, head)
 
 
 @torch.no_grad()
 def _entropy_of_all(
-    head: nn.Module, hidden: Tensor, batch: ModelBatch, rule: LogitRule, scored: Tensor
+    products: _Products, hidden: Tensor, batch: ModelBatch, rule: LogitRule, scored: Tensor
 ) -> Tensor:
     """Sum of the entropies of all real tokens; those of the scored positions are known already."""
     unscored = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
     unscored[batch.real_tokens] = True
     unscored[batch.scored.source] = False
-    states, linear = hidden[unscored.nonzero()[:, 0]], plain_linear(head)
-    if linear is not None:
-        rest = token_entropies(states, linear.weight, bias=linear.bias, rule=rule)
+    states = hidden[unscored.nonzero()[:, 0]]
+    if products.weight is not None:
+        rest = token_entropies(states, products.weight, bias=products.bias, rule=rule)
     else:
         nowhere = torch.zeros(len(states), dtype=torch.int64, device=hidden.device)
-        rest = token_scores_through(head, states, nowhere, rule=rule, entropy=True).entropies
+        wanted = Statistics(entropy=True)
+        rest = token_scores_through(products.call, states, nowhere, rule=rule, wanted=wanted).entropies
         assert rest is not None
     return scored.sum() + rest.sum()
 

@@ -7,6 +7,7 @@ its own autograd and hooks work and one chunk's logits exist at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trl.tensors.heads import ACCELERATOR_CHUNK_ROWS, CPU_CHUNK_ROWS, Scoring, chunks
 from trl.tensors.local_loss import LocalLoss, LossOf
-from trl.tensors.logprobs import PLAIN_LOGITS, TokenScores
-from trl.tensors.softmax_rows import LogitRule, row_slopes_
+from trl.tensors.logprobs import NOTHING_ELSE, PLAIN_LOGITS, TokenScores
+from trl.tensors.softmax_rows import LogitRule, Statistics, row_slopes_
 
 AnyHead = Callable[[Tensor], Tensor]
 """Hidden states `(C, H)` -> head products `(C, V)`, before scale, soft cap and temperature."""
@@ -29,8 +30,7 @@ def token_scores_through(
     targets: Tensor,
     *,
     rule: LogitRule = PLAIN_LOGITS,
-    entropy: bool = False,
-    correct: bool = False,
+    wanted: Statistics = NOTHING_ELSE,
     chunk_size: int | None = None,
 ) -> TokenScores:
     """`token_scores` for any head; what the head's autograd reaches gets its gradient.
@@ -41,7 +41,7 @@ def token_scores_through(
     """
     size = _chunk_size(hidden, chunk_size)
     parts = [
-        _score_chunk(head, states, chunk, rule, entropy, correct)
+        _score_chunk(head, states, chunk, rule, wanted)
         for states, chunk in zip(hidden.split(size), targets.split(size), strict=True)
     ]
     return TokenScores._make(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
@@ -54,9 +54,8 @@ def local_loss_through(
     loss_of: LossOf,
     *,
     rule: LogitRule = PLAIN_LOGITS,
-    entropy: bool = False,
+    wanted: Statistics = NOTHING_ELSE,
     entropy_in_loss: bool = False,
-    correct: bool = False,
     chunk_size: int | None = None,
 ) -> LocalLoss:
     """`local_loss` for any head: the same contract, with one more product per chunk.
@@ -65,15 +64,8 @@ def local_loss_through(
     >>> loss.total
     tensor(2.7726)
     """
-    scores = token_scores_through(
-        head,
-        hidden,
-        targets,
-        rule=rule,
-        entropy=entropy or entropy_in_loss,
-        correct=correct,
-        chunk_size=chunk_size,
-    )
+    wanted = replace(wanted, entropy=wanted.entropy or entropy_in_loss)
+    scores = token_scores_through(head, hidden, targets, rule=rule, wanted=wanted, chunk_size=chunk_size)
     values = []
     for rows in chunks(len(hidden), _chunk_size(hidden, chunk_size)):
         entropies = [scores.entropies[rows]] if entropy_in_loss and scores.entropies is not None else []
@@ -91,11 +83,11 @@ def _chunk_size(hidden: Tensor, chunk_size: int | None) -> int:
 
 
 def _score_chunk(
-    head: AnyHead, hidden: Tensor, targets: Tensor, rule: LogitRule, entropy: bool, correct: bool
+    head: AnyHead, hidden: Tensor, targets: Tensor, rule: LogitRule, wanted: Statistics
 ) -> TokenScores:
     def scores(hidden: Tensor) -> tuple[Tensor | None, ...]:
         products = head(hidden)
-        scoring = Scoring(rule, entropy, correct, len(hidden), products.dtype)
+        scoring = Scoring(rule, wanted, len(hidden), products.dtype)
         return _ScoreProducts.apply(products, targets, scoring)
 
     if torch.is_grad_enabled():
@@ -113,9 +105,9 @@ class _ScoreProducts(torch.autograd.Function):
         ctx.scoring, ctx.dtype = scoring, products.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, targets)
-        if scores.correct is not None:
-            ctx.mark_non_differentiable(scores.correct)
-        return scores.logps, scores.entropies, scores.correct
+        tokens = TokenScores._make(scores[: len(TokenScores._fields)])
+        ctx.mark_non_differentiable(*tokens.constants)
+        return tuple(tokens)
 
     @staticmethod
     @once_differentiable

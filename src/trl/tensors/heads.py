@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trl.tensors.softmax_rows import LogitRule, RowScores, Workspace, score_rows
+from trl.tensors.softmax_rows import LogitRule, RowScores, Statistics, Workspace, score_rows
 
 # Bytes of one buffer of logits. On a CPU the products are within 5 % of their best from 128 rows on (below
 # that, adding up the head's gradient costs more than computing it; measured at vocabularies of 5k and 152k,
@@ -51,8 +51,7 @@ class Scoring:
     """
 
     rule: LogitRule
-    entropy: bool
-    correct: bool
+    wanted: Statistics
     chunk_size: int
     product_dtype: torch.dtype
 
@@ -72,8 +71,7 @@ class Scoring:
         weight: Tensor,
         *,
         rule: LogitRule,
-        entropy: bool,
-        correct: bool,
+        wanted: Statistics,
         chunk_size: int | None,
     ) -> Scoring:
         """Settings for these tensors: dtype from autocast where it is on, else the wider of the two."""
@@ -91,11 +89,11 @@ class Scoring:
             size = math.ceil(
                 count / math.ceil(count / size)
             )  # even chunks: a short one costs as much in sums
-        return cls(rule, entropy, correct, min(size, count), dtype)
+        return cls(rule, wanted, min(size, count), dtype)
 
     def for_slopes(self, entropies_slope: Tensor | None) -> Scoring:
         """The same, with only what a backward pass needs."""
-        return replace(self, entropy=entropies_slope is not None, correct=False)
+        return replace(self, wanted=Statistics(entropy=entropies_slope is not None))
 
     def workspace(
         self, hidden: Tensor, vocabulary: int, *, own_logits: bool = True, for_gradient: bool = False
@@ -107,12 +105,15 @@ class Scoring:
         capped = for_gradient and self.rule.soft_cap is not None
         shifted = hidden.new_empty((self.chunk_size, vocabulary), dtype=self.exact_dtype)
         logits = torch.empty_like(shifted) if capped and own_logits else shifted
-        exps = torch.empty_like(shifted) if capped or self.entropy else shifted
+        exps = torch.empty_like(shifted) if capped or self.wanted.entropy else shifted
         return Workspace(logits, shifted, exps)
 
     def score(self, space: Workspace, targets: Tensor) -> RowScores:
         ties = self.product_dtype.itemsize < 4 or self.rule.soft_cap is not None
-        return score_rows(space, targets, entropy=self.entropy, correct=self.correct, ties=ties)
+        scores = score_rows(space, targets, wanted=self.wanted, ties=ties)
+        if scores.mean_logits is not None:
+            scores.mean_logits.mul_(self.rule.temperature)
+        return scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ matrix products where scoring first and going back later takes four.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trl.tensors.heads import Head, HeadGradients, Scoring, check_shapes, chunks
-from trl.tensors.logprobs import PLAIN_LOGITS, TokenScores, empty_scores, write_scores
-from trl.tensors.softmax_rows import LogitRule, row_slopes_
+from trl.tensors.logprobs import NOTHING_ELSE, PLAIN_LOGITS, TokenScores, empty_scores, write_scores
+from trl.tensors.softmax_rows import LogitRule, Statistics, row_slopes_
 
 LossOf = Callable[..., Tensor]
 
@@ -37,9 +38,8 @@ def local_loss(
     *,
     bias: Tensor | None = None,
     rule: LogitRule = PLAIN_LOGITS,
-    entropy: bool = False,
+    wanted: Statistics = NOTHING_ELSE,
     entropy_in_loss: bool = False,
-    correct: bool = False,
     chunk_size: int | None = None,
 ) -> LocalLoss:
     """Sum of `loss_of(logps, rows)` over chunks of tokens, its gradients computed in the same pass.
@@ -58,8 +58,8 @@ def local_loss(
     (tensor(4.1589), tensor([1.3863, 1.3863, 1.3863]))
     """
     check_shapes(hidden, weight, targets, bias)
-    entropy = entropy or entropy_in_loss
-    scoring = Scoring.over(hidden, weight, rule=rule, entropy=entropy, correct=correct, chunk_size=chunk_size)
+    wanted = replace(wanted, entropy=wanted.entropy or entropy_in_loss)
+    scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
     total, values, *scores = _LocalLoss.apply(
         hidden, weight, bias, targets, loss_of, scoring, entropy_in_loss, torch.is_grad_enabled()
     )

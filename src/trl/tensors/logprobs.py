@@ -13,21 +13,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trl.tensors.heads import Head, HeadGradients, Scoring, check_shapes, chunks
-from trl.tensors.softmax_rows import LogitRule, RowScores, row_slopes_
+from trl.tensors.softmax_rows import LogitRule, RowScores, Statistics, row_slopes_
 
 # Logits of a call that are smaller than this together wait for the backward pass instead of being
 # computed again: one matrix product of four.
 KEEP_BYTES = 64 * 2**20
 
 PLAIN_LOGITS = LogitRule()
+NOTHING_ELSE = Statistics()
 
 
 class TokenScores(NamedTuple):
-    """Per token `(N,)`: log-probability and entropy in nats, and whether the arg-max is the target."""
+    """Per token `(N,)`: log-probability and entropy in nats, and whether the arg-max is the target.
+
+    Without gradient: `log_collision`, `log sum_v p(v)^2` in nats, and `mean_logits`, over the vocabulary, of the logits
+    before the temperature divides them.
+    """
 
     logps: Tensor
-    entropies: Tensor | None
-    correct: Tensor | None
+    entropies: Tensor | None = None
+    correct: Tensor | None = None
+    log_collision: Tensor | None = None
+    mean_logits: Tensor | None = None
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """Those of the scores that have no gradient."""
+        return [x for x in (self.correct, self.log_collision, self.mean_logits) if x is not None]
 
 
 def token_scores(
@@ -37,14 +49,14 @@ def token_scores(
     *,
     bias: Tensor | None = None,
     rule: LogitRule = PLAIN_LOGITS,
-    entropy: bool = False,
-    correct: bool = False,
+    wanted: Statistics = NOTHING_ELSE,
     chunk_size: int | None = None,
 ) -> TokenScores:
     """Log-probs of `targets` under `softmax(rule(hidden @ weight.T + bias))`, with gradient.
 
     Shapes `hidden (N, H)`, `weight (V, H)`, `bias (V,)`, `targets (N,)` in `[0, V)`. Results are float32, or
-    float64 for float64 inputs; entropies carry a gradient too. `chunk_size` is in tokens (None: by size).
+    float64 for float64 inputs; `wanted` names what else to compute, of which entropies carry a gradient too.
+    `chunk_size` is in tokens (None: by size).
     Products run in the autocast dtype where autocast is on. Raises ValueError where shapes do not fit.
 
     >>> hidden, weight = torch.eye(2), torch.log(torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
@@ -52,7 +64,7 @@ def token_scores(
     tensor([0.7500, 0.5000])
     """
     check_shapes(hidden, weight, targets, bias)
-    scoring = Scoring.over(hidden, weight, rule=rule, entropy=entropy, correct=correct, chunk_size=chunk_size)
+    scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
     return TokenScores(*_TokenScores.apply(hidden, weight, bias, targets, scoring, torch.is_grad_enabled()))
 
 
@@ -71,7 +83,8 @@ def token_entropies(
     tensor([4.])
     """
     nowhere = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
-    scores = token_scores(hidden, weight, nowhere, bias=bias, rule=rule, entropy=True, chunk_size=chunk_size)
+    wanted = Statistics(entropy=True)
+    scores = token_scores(hidden, weight, nowhere, bias=bias, rule=rule, wanted=wanted, chunk_size=chunk_size)
     assert scores.entropies is not None
     return scores.entropies
 
@@ -93,8 +106,7 @@ class _TokenScores(torch.autograd.Function):
         ctx.scoring = scoring
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, *kept)
-        if scores.correct is not None:
-            ctx.mark_non_differentiable(scores.correct)
+        ctx.mark_non_differentiable(*scores.constants)
         return tuple(scores)
 
     @staticmethod
@@ -174,16 +186,18 @@ def _gradients(
 
 def empty_scores(hidden: Tensor, scoring: Scoring) -> TokenScores:
     """Unwritten scores for every row of `hidden`."""
-    count, dtype = len(hidden), scoring.exact_dtype
+    count, dtype, wanted = len(hidden), scoring.exact_dtype, scoring.wanted
     return TokenScores(
         hidden.new_empty(count, dtype=dtype),
-        hidden.new_empty(count, dtype=dtype) if scoring.entropy else None,
-        hidden.new_empty(count, dtype=torch.bool) if scoring.correct else None,
+        hidden.new_empty(count, dtype=dtype) if wanted.entropy else None,
+        hidden.new_empty(count, dtype=torch.bool) if wanted.correct else None,
+        hidden.new_empty(count, dtype=dtype) if wanted.collision else None,
+        hidden.new_empty(count, dtype=dtype) if wanted.mean_logit else None,
     )
 
 
 def write_scores(scores: TokenScores, rows: slice, chunk: RowScores) -> None:
     """Write one chunk's scores to its rows."""
-    for whole, part in zip(scores, chunk[:3], strict=True):
+    for whole, part in zip(scores, chunk[: len(scores)], strict=True):
         if whole is not None and part is not None:
             whole[rows] = part

@@ -14,14 +14,15 @@ from torch import Tensor
 def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Sum of the values of each sequence, `(K,) -> (count,)`; 0 for a sequence without tokens.
 
-    `sequence` is int64 `(K,)` in `[0, count)`, in any order. Sums are taken in float32 or wider, and are the same bits
-    in every run, also on a GPU.
+    `sequence` is int64 `(K,)` in `[0, count)`, in any order. Sums are float64 (float32 on a device without it): the
+    difference of two long ones, a log-ratio, keeps the digits that its terms have. They are the same bits in every run,
+    also on a GPU.
 
     >>> sum_by_sequence(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), count=3)
-    tensor([3., 0., 4.])
+    tensor([3., 0., 4.], dtype=torch.float64)
     """
     _check_index(values, sequence)
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    wide = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
     totals = wide.new_zeros(count)
     if (
         wide.is_cuda
@@ -43,7 +44,7 @@ def mean_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Mean of the values of each sequence, `(K,) -> (count,)`; 0 for a sequence without tokens.
 
     >>> mean_by_sequence(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), count=3)
-    tensor([1.5000, 0.0000, 4.0000])
+    tensor([1.5000, 0.0000, 4.0000], dtype=torch.float64)
     """
     return sum_by_sequence(values, sequence, count) / tokens_by_sequence(sequence, count).clamp(min=1)
 
@@ -86,7 +87,7 @@ def length_desensitized(logps: Tensor, sequence: Tensor, count: int, *, alpha: f
 
     >>> logps, sequence = torch.tensor([-1.0, -2.0, -4.0, -3.0]), torch.tensor([0, 0, 0, 1])
     >>> length_desensitized(logps, sequence, count=2, alpha=0.5)
-    tensor([-4., -3.])
+    tensor([-4., -3.], dtype=torch.float64)
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"ld_alpha must be in [0, 1], got {alpha}. Use None for plain log-probabilities.")
@@ -103,7 +104,7 @@ def alignment_by_sequence(logps: Tensor, log_collision: Tensor, sequence: Tensor
 
     >>> p = torch.tensor([0.5, 0.5]).log()  # a fair coin: log(0.5^2 + 0.5^2) = log 0.5
     >>> alignment_by_sequence(p, p, torch.tensor([0, 0]), count=1)
-    tensor([0.])
+    tensor([0.], dtype=torch.float64)
     """
     return mean_by_sequence((logps - log_collision).detach(), sequence, count)
 

@@ -73,46 +73,65 @@ class Workspace(NamedTuple):
         return Workspace(self.logits[:count], self.shifted[:count], self.exps[:count])
 
 
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What to compute of each token beside its log-probability.
+
+    `entropy` of its distribution, in nats; `correct`, whether the target is the arg-max; `collision`, the log of the
+    probability that two draws agree, `log sum_v p(v)^2`; `mean_logit` over the vocabulary.
+    """
+
+    entropy: bool = False
+    correct: bool = False
+    collision: bool = False
+    mean_logit: bool = False
+
+
 class RowScores(NamedTuple):
     """What a chunk's logits say about its targets; `peak` and `total` `(C, 1)` carry the normaliser."""
 
     logps: Tensor
     entropies: Tensor | None
     correct: Tensor | None
+    log_collision: Tensor | None
+    mean_logits: Tensor | None
     peak: Tensor
     total: Tensor
 
 
-def score_rows(
-    space: Workspace, targets: Tensor, *, entropy: bool = False, correct: bool = False, ties: bool = False
-) -> RowScores:
+def score_rows(space: Workspace, targets: Tensor, *, wanted: Statistics, ties: bool = False) -> RowScores:
     """Score `targets` `(C,)` under `space.logits`; leaves `exp(logits - peak)` in `space.exps`.
 
-    Entropies are in nats. `ties` says that equal logits are likely (half-precision products, capped
+    `ties` says that equal logits are likely (half-precision products, capped
     logits): the arg-max is then searched instead of comparing the target's logit with the maximum.
     """
     index = targets.unsqueeze(1)
     chosen = space.logits.gather(1, index)
     best = None
-    if correct and ties:
+    means = space.logits.mean(dim=1) if wanted.mean_logit else None
+    if wanted.correct and ties:
         peak, best = space.logits.max(dim=1, keepdim=True)
     else:
         peak = space.logits.amax(dim=1, keepdim=True)
     hits = None
-    if correct:
+    if wanted.correct:
         hits = (chosen == peak if best is None else best == index).squeeze(1)
     shifted = torch.sub(space.logits, peak, out=space.shifted)
-    if entropy:
+    if wanted.entropy:
         shifted.clamp_(min=_LOWEST_SHIFTED)
     exps = torch.exp(shifted, out=space.exps)
     total = exps.sum(dim=1, keepdim=True)
     log_total = total.log()
+    collisions = None
+    if wanted.collision:
+        squares = torch.bmm(exps.unsqueeze(1), exps.unsqueeze(2)).view(-1, 1)
+        collisions = (squares.log() - 2 * log_total).squeeze(1)
     entropies = None
-    if entropy:
+    if wanted.entropy:
         weighted = torch.bmm(exps.unsqueeze(1), shifted.unsqueeze(2)).view(-1, 1)
         entropies = (log_total - weighted / total).squeeze(1)
     logps = (chosen - peak - log_total).squeeze(1)
-    return RowScores(logps, entropies, hits, peak, total)
+    return RowScores(logps, entropies, hits, collisions, means, peak, total)
 
 
 def row_slopes_(

@@ -1,0 +1,188 @@
+"""Prompts with their completions as one flat row: pairs of DPO's family, and single completions of KTO's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.collators.rows import IGNORED, Row, as_ids, flatten_rows, pad_rows
+from trl.collators.trees import flatten_trees
+from trl.data.preference_tokens import OWN_PROMPT
+
+Prompted = tuple[Any, Sequence[Any]]
+"""A prompt's token ids and those of its completions."""
+
+Split = tuple[Tensor, Tensor]
+"""A prompt's token ids and those of its one completion."""
+
+PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[str, Tensor]:
+    """Prompts and completions as one flat batch whose sequences are the completions, in order.
+
+    With `prefix_sharing` each prompt stands once, in front of its completions (`flatten_trees`); without, once for each
+    completion. `labels (1, N)` are -100 on prompts. `rows (B,)` counts the rows.
+
+    Raises: ValueError naming row and completion where a prompt or completion has no tokens.
+
+    >>> completion_batch([([5, 6], [[7], [8, 9]])], prefix_sharing=False)["input_ids"].tolist()
+    [[5, 6, 7, 5, 6, 8, 9]]
+    """
+    trees = flatten_trees(rows)  # checks the rows too
+    count = torch.arange(len(rows))
+    if prefix_sharing:
+        return {**trees.as_batch(), "rows": count}
+    ids, labels, lengths = [], [], []
+    for prompt, completions in rows:
+        prompt = as_ids(prompt)
+        for completion in map(as_ids, completions):
+            ids += [prompt, completion]
+            labels += [torch.full_like(prompt, IGNORED), completion]
+            lengths.append(len(prompt) + len(completion))
+    return {**flatten_rows(torch.cat(ids), torch.cat(labels), lengths, pad_token_id=0), "rows": count}
+
+
+@dataclass
+class PairCollator:
+    """Batches rows of `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` as `completion_batch` says.
+
+    Sequence 2i is row i's chosen completion, 2i + 1 its rejected one. A row with `rejected_prompt_input_ids` shares no
+    prompt: truncation left its two completions different ones. Columns `ref_chosen_logps` and
+    `ref_rejected_logps`, where the rows have them, become `ref_logps (2B,)` in that order.
+
+    Args:
+        prefix_sharing: Whether a pair's two completions stand behind one copy of their prompt.
+
+    >>> rows = [{"prompt_input_ids": [5], "chosen_input_ids": [6, 7], "rejected_input_ids": [8]}]
+    >>> PairCollator()(rows)["labels"].tolist()
+    [[-100, 6, 7, 8]]
+    """
+
+    prefix_sharing: bool = True
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """One flat batch of the rows, in their order."""
+        prompted: list[Prompted] = []
+        for row in rows:
+            prompt, chosen, rejected = (row[name] for name in PAIR_COLUMNS)
+            own = row.get(OWN_PROMPT)
+            prompted += (
+                [(prompt, [chosen, rejected])] if own is None else [(prompt, [chosen]), (own, [rejected])]
+            )
+        batch = completion_batch(prompted, prefix_sharing=self.prefix_sharing)
+        batch["rows"] = torch.arange(len(rows))
+        return {**batch, **reference_logps(rows)}
+
+
+def reference_logps(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """`ref_logps (2B,)`, chosen and rejected in turn, where the rows have the reference's columns; otherwise nothing."""
+    if rows[0].get(REFERENCE_COLUMNS[0]) is None:
+        return {}
+    values = [float(row[column]) for row in rows for column in REFERENCE_COLUMNS]
+    return {"ref_logps": torch.tensor(values, dtype=torch.float64)}
+
+
+@dataclass
+class DPODataCollatorWithPadding:
+    """Pads each group of columns of tokenised pairs by itself, as earlier levels did.
+
+    Columns that end in `_input_ids`, `_attention_mask` and `_labels` become tensors `(B, T)`, padded with
+    `pad_token_id`, 0 and `label_pad_token_id`; those that begin with `prompt` on the left. A missing `_attention_mask` is
+    added. Columns that end in `_logps` become tensors `(B,)`; others stay lists. `DPOTrainer` takes such batches too.
+
+    Args:
+        pad_token_id: Token that fills padded positions.
+        label_pad_token_id: Label of padded positions.
+        is_encoder_decoder: Kept for compatibility; the columns say by themselves what they are.
+
+    >>> DPODataCollatorWithPadding()([{"chosen_input_ids": [5, 6]}, {"chosen_input_ids": [7]}])["chosen_attention_mask"]
+    tensor([[1, 1],
+            [1, 0]])
+    """
+
+    pad_token_id: int = 0
+    label_pad_token_id: int = IGNORED
+    is_encoder_decoder: bool | None = False
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        """The padded batch."""
+        fill = {"_input_ids": self.pad_token_id, "_attention_mask": 0, "_labels": self.label_pad_token_id}
+        batch: dict[str, Any] = {}
+        for name in features[0]:
+            suffix = next((suffix for suffix in fill if name.endswith(suffix)), None)
+            values = [feature[name] for feature in features]
+            if suffix is not None:
+                side = "left" if name.startswith("prompt") else "right"
+                rows = [as_ids(value) for value in values]
+                batch[name] = pad_rows(rows, fill[suffix], side=side)
+                mask = name.removesuffix(suffix) + "_attention_mask"
+                if suffix == "_input_ids" and mask not in features[0]:
+                    batch[mask] = pad_rows([torch.ones_like(row) for row in rows], 0, side=side)
+            elif name.endswith("_logps"):
+                batch[name] = torch.tensor(values)
+            else:
+                batch[name] = values
+        return batch
+
+
+def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
+    """A batch of pairs in the form of `PairCollator`, from what a user's own collator made.
+
+    Understood are, besides that form and padded rows with `labels` (chosen and rejected in turn): tensors
+    `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids` with their `_attention_mask`; and whole sequences
+    `chosen_input_ids`, `chosen_labels`, ... whose labels are -100 on the prompt.
+
+    Raises: ValueError for anything else, with the names it has.
+    """
+    if "labels" in batch or "decoder_labels" in batch:
+        return batch
+    if "chosen_labels" in batch:
+        pairs = _cut_by_labels(batch)
+    elif all(_mask_of(name) in batch for name in PAIR_COLUMNS):
+        prompts, chosen, rejected = (_real_tokens(batch, name) for name in PAIR_COLUMNS)
+        pairs = [((p, c), (p, r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
+    else:
+        raise ValueError(
+            f"a batch has {sorted(batch)}, expected prompt_input_ids, chosen_input_ids and rejected_input_ids, each with "
+            "its attention mask (prompt_attention_mask, ...). Let the data_collator add them, or leave it out."
+        )
+    if prefix_sharing and all(torch.equal(chosen[0], rejected[0]) for chosen, rejected in pairs):
+        rows = [(chosen[0], [chosen[1], rejected[1]]) for chosen, rejected in pairs]
+        found = completion_batch(rows, prefix_sharing=True)
+    else:
+        each = [(prompt, [completion]) for pair in pairs for prompt, completion in pair]
+        found = completion_batch(each, prefix_sharing=False)
+    found["rows"] = torch.arange(len(pairs))
+    if REFERENCE_COLUMNS[0] in batch:
+        found["ref_logps"] = torch.stack([batch[name] for name in REFERENCE_COLUMNS], dim=1).flatten()
+    return {name: value.to(batch["chosen_input_ids"].device) for name, value in found.items()}
+
+
+def _mask_of(name: str) -> str:
+    return f"{name.removesuffix('_input_ids')}_attention_mask"
+
+
+def _real_tokens(batch: Mapping[str, Any], name: str) -> list[Tensor]:
+    return [ids[mask] for ids, mask in zip(batch[name], batch[_mask_of(name)].bool(), strict=True)]
+
+
+def _cut_by_labels(batch: Mapping[str, Any]) -> list[tuple[Split, Split]]:
+    """Whole sequences, cut where their labels begin: per pair, prompt and completion of each side."""
+    sides = []
+    for name in PAIR_COLUMNS[1:]:
+        mask = batch.get(_mask_of(name), torch.ones_like(batch[name])).bool()
+        rows = zip(batch[name], batch[name.replace("_input_ids", "_labels")], mask, strict=True)
+        sides.append([_cut(ids[real], labels[real]) for ids, labels, real in rows])
+    return list(zip(*sides, strict=True))
+
+
+def _cut(ids: Tensor, labels: Tensor) -> Split:
+    trained = (labels != IGNORED).nonzero()[:, 0]
+    start = int(trained[0]) if len(trained) else len(ids)
+    return ids[:start], ids[start:]

@@ -1,0 +1,180 @@
+"""The scoring forward of classifiers: logits of whole sequences (reward models) or of labelled tokens.
+
+`ClassificationScorer` runs a decoder once over a batch in either layout, trees included, and then the classification
+head on the wanted positions only, inside the model's own `forward` and the head's own `__call__`, so that the hooks of
+DDP, FSDP2 and ZeRO-3 fire. Sequences end where their mask or position says, never where a pad token stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trl.models.layout import ModelBatch
+from trl.models.parts import causal_core, logits_obstacle, prompt_learning_obstacle, replaced_forward
+from trl.models.scorer_base import ScorerBase, given_inputs
+from trl.tensors.softmax_rows import LogitRule
+
+_HEAD_NAMES = ("score", "classifier")
+_OF_TOKENS = ("labels", "scored_source", "scored_target", "scored_sequence")
+
+
+class ClassificationScorer(ScorerBase):
+    """How one sequence or token classifier is scored, decided once, as `Scorer` decides for language models.
+
+    A decoder with a linear head gives the logits of its sequences' ends and of any token alike. Other classifiers
+    (encoders, prompt learning) are run as they are on padded rows; `fallbacks` says so.
+
+    Example:
+        >>> scorer = ClassificationScorer(model, pad_token_id=tokenizer.pad_token_id)  # doctest: +SKIP
+        >>> scorer.score(model, batch)  # doctest: +SKIP
+    """
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, flat: bool | None = None) -> None:
+        core = causal_core(model)
+        _check_classifier(core)
+        virtual_tokens = prompt_learning_obstacle(model)
+        self._row_by_row = virtual_tokens is not None  # virtual tokens hide from the model where its rows end
+        obstacle = virtual_tokens or _head_obstacle(core)
+        super().__init__(core, obstacle=obstacle, pad_token_id=pad_token_id, flat=flat)
+
+    def score(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Logits `(S, C)` at the end of every sequence (row, segment or branch), in the model's dtype, with gradient.
+
+        Raises: ValueError where a row has no real token.
+        """
+        _check_rows(batch)
+        laid_out = self.lay_out({name: value for name, value in batch.items() if name not in _OF_TOKENS})
+        if self.uses_head:
+            return self._through_head(model, laid_out, laid_out.sequence_ends)
+        if not self._row_by_row:
+            return self._own_sequence_logits(model, laid_out)
+        return torch.cat([self._own_sequence_logits(model, row) for row in _single_rows(laid_out)])
+
+    def score_tokens(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Logits `(K, C)` and labels `(K,)` of the tokens whose label is not -100, with gradient.
+
+        Raises: ValueError for a batch without labels, TypeError for a model that gives one logit row per sequence only.
+        """
+        if batch.get("labels") is None:
+            raise ValueError(
+                f"a batch for token classification must have 'labels', got {sorted(batch)}. "
+                "Give every token a class, or -100."
+            )
+        laid_out = self.lay_out(batch, shifted=False)
+        source, labels = laid_out.scored.source, laid_out.scored.target
+        if self.uses_head:
+            return self._through_head(model, laid_out, source), labels
+        logits = self._own_logits(model, laid_out)
+        if logits.ndim != 3:
+            raise TypeError(
+                f"model is a {type(self.core).__name__}, which gives one row of logits per sequence, expected one per "
+                "token. Load it with AutoModelForTokenClassification."
+            )
+        return logits.flatten(0, 1)[source], labels
+
+    def _through_head(self, model: nn.Module, batch: ModelBatch, positions: Tensor) -> Tensor:
+        """Logits `(K, C)` of the decoder's hidden states at flattened positions `(K,)`."""
+        core: Any = self.core
+
+        def forward(**inputs: Any) -> dict[str, Tensor]:
+            with self.embedding_noise(batch):
+                outputs = core.base_model(**given_inputs(inputs), **_without_cache(core))
+            states = outputs.last_hidden_state.flatten(0, 1)[positions]
+            if isinstance(getattr(core, "dropout", None), nn.Dropout):
+                states = core.dropout(states)
+            head = head_of(core)
+            assert head is not None
+            return {"logits": head(states)}
+
+        with replaced_forward(self.core, forward):
+            return self.uncompiled(model)(**batch.inputs)["logits"]
+
+    def _own_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
+        """The model's own logits: `(B, C)`, or `(B, T, C)` of the rows' own tokens."""
+        with self.embedding_noise(rows):
+            logits = model(**rows.inputs).logits
+        return logits if logits.ndim == 2 else logits[:, -rows.inputs["input_ids"].shape[1] :]
+
+    def _own_sequence_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
+        """The model's own logits `(B, C)` of padded rows, whichever token fills them.
+
+        Many models take a row's last token that is not the pad token for its end: so nothing but padding may look so.
+        """
+        mask = rows.inputs["attention_mask"]
+        filler = self._token_that_ends_no_row(rows)
+        ids = rows.inputs["input_ids"].masked_fill(mask == 0, filler)
+        with _padding_is(self.core, filler):
+            logits = self._own_logits(model, replace(rows, inputs={**rows.inputs, "input_ids": ids}))
+        return logits if logits.ndim == 2 else logits.flatten(0, 1)[rows.sequence_ends]
+
+    def _token_that_ends_no_row(self, rows: ModelBatch) -> int:
+        """The pad token, or the smallest other one, that is no row's last."""
+        last = set(rows.inputs["input_ids"].flatten()[rows.sequence_ends].tolist())
+        return next(token for token in (self.pad_token_id, *range(len(last) + 1)) if token not in last)
+
+
+def _check_classifier(core: PreTrainedModel) -> None:
+    if core.can_generate() or core.base_model is core:
+        raise TypeError(
+            f"model is a {type(core).__name__}, which has no classification head, expected a sequence or token "
+            "classifier. Load it with AutoModelForSequenceClassification (num_labels=1 for a reward model) or "
+            "AutoModelForTokenClassification."
+        )
+
+
+def head_of(core: PreTrainedModel) -> nn.Module | None:
+    """The module that turns hidden states into class logits, under the names transformers gives it."""
+    heads = (getattr(core, name, None) for name in _HEAD_NAMES)
+    return next((head for head in heads if isinstance(head, nn.Module)), None)
+
+
+def _head_obstacle(core: PreTrainedModel) -> str | None:
+    head = head_of(core)
+    if head is None:
+        return f"it has no classification head under the names {' or '.join(_HEAD_NAMES)}"
+    return logits_obstacle(core, [core.base_model], head, LogitRule())
+
+
+def _without_cache(core: PreTrainedModel) -> dict[str, bool]:
+    return {"use_cache": False} if getattr(core.config.get_text_config(), "use_cache", False) else {}
+
+
+def _check_rows(batch: Mapping[str, Any]) -> None:
+    mask = batch.get("attention_mask")
+    if mask is not None and (empty := (mask.sum(dim=1) == 0).nonzero()[:, 0].tolist()):
+        raise ValueError(
+            f"every row must have a real token to be scored at its end, got none in rows {empty}. Leave empty rows out."
+        )
+
+
+def _single_rows(rows: ModelBatch) -> Iterator[ModelBatch]:
+    """Each padded row as a batch of its own, without its padding."""
+    shape = rows.inputs["input_ids"].shape
+    for row, length in enumerate(rows.inputs["attention_mask"].sum(dim=1).tolist()):
+        inputs = {
+            name: value[row : row + 1, :length]
+            if isinstance(value, Tensor) and value.shape == shape
+            else value
+            for name, value in rows.inputs.items()
+        }
+        lengths = rows.sequence_lengths.view(shape)[row, :length]
+        yield replace(rows, inputs=inputs, sequence_lengths=lengths, sequence_ends=lengths[:1] - 1)
+
+
+@contextmanager
+def _padding_is(core: PreTrainedModel, token: int) -> Iterator[None]:
+    """Let the model's config call another token padding for a while."""
+    config = core.config.get_text_config()
+    before = config.pad_token_id
+    config.pad_token_id = token
+    try:
+        yield
+    finally:
+        config.pad_token_id = before

@@ -1,0 +1,89 @@
+"""What every scorer of decoder models is: a model, the layout it takes, and what it could not take, in words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trl.models.attention import flat_obstacle, use_flat_attention
+from trl.models.layout import ModelBatch, flat_batch, padded_batch, padded_rows
+
+logger = logging.getLogger(__name__)
+
+_OWN_LOGITS = "it is scored from its own logits"
+
+
+class ScorerBase:
+    """How one model is run, decided once: `flat` or padded rows, and with its head alone or for its own logits.
+
+    `obstacle` says why the head cannot be used alone (None: it can); `fallbacks` collects, in words, whatever the model
+    could not take.
+    """
+
+    def __init__(
+        self, core: PreTrainedModel, *, obstacle: str | None, pad_token_id: int, flat: bool | None
+    ) -> None:
+        self.core = core
+        self.pad_token_id = pad_token_id
+        self.neftune_alpha: float | None = None
+        self.fallbacks: list[str] = []
+        self.uses_head = obstacle is None
+        if obstacle:
+            self.fallbacks.append(f"{_OWN_LOGITS}, because {obstacle}")
+        obstacle = flat_obstacle(core) if self.uses_head else _OWN_LOGITS
+        self.flat = flat is not False and obstacle is None
+        if flat is not False and obstacle:
+            self.fallbacks.append(f"its batches are padded, because {obstacle}")
+        self._needs_table = self.flat and use_flat_attention(core)
+
+    def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
+        """The batch in the layout that this model takes."""
+        if self.flat:
+            return flat_batch(batch, with_table=self._needs_table, shifted=shifted)
+        return padded_batch(batch, pad_token_id=self.pad_token_id, shifted=shifted)
+
+    def padded_inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """A batch of either layout as padded `input_ids`, `attention_mask` and `labels`, each `(B, T)`."""
+        return padded_rows(batch, pad_token_id=self.pad_token_id)
+
+    def uncompiled(self, model: nn.Module) -> nn.Module:
+        """The module that `torch.compile` wraps: a stand-in for its forward cannot be traced; said once."""
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        said = "it runs uncompiled (torch_compile has no effect), because the scoring forward stands in for its own"
+        if said not in self.fallbacks:
+            self.fallbacks.append(said)
+            logger.warning("%s: %s.", type(self.core).__name__, said)
+        return inner
+
+    @contextmanager
+    def embedding_noise(self, batch: ModelBatch) -> Iterator[None]:
+        """NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length."""
+        if not self.neftune_alpha or not self.core.training:
+            yield
+            return
+        alpha = self.neftune_alpha
+
+        def add_noise(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+            lengths = batch.sequence_lengths.view(embedded.shape[:-1]).clamp(min=1)
+            size = alpha / (lengths * embedded.shape[-1]).sqrt()
+            size = torch.where(batch.sequence_lengths.view_as(lengths) > 0, size, 0.0).to(embedded.dtype)
+            return embedded + torch.empty_like(embedded).uniform_(-1, 1) * size[..., None]
+
+        handle = self.core.get_input_embeddings().register_forward_hook(add_noise)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a wrapper (PEFT) hands to a model's forward, without those that say nothing to a decoder."""
+    return {name: value for name, value in inputs.items() if value is not None and name != "return_dict"}
