@@ -42,15 +42,24 @@ class PreparationReport:
     def summary(self) -> str:
         """One line for people: rows, tokens, and every count that is not zero."""
         parts = [f"{self.rows} rows", f"{self.tokens} tokens"]
-        parts += [text.format(self) for name, text in _PHRASES.items() if getattr(self, name)]
+        parts += [text.format(self) for name, text in self.phrases().items() if getattr(self, name)]
         seen = " (streaming, so far)" if self.is_streaming else ""
         return f"{self.dataset_name} dataset{seen}: {', '.join(parts)}"
 
     def new_warnings(self) -> list[str]:
         """One sentence for each count that a person should look into, given once."""
-        due = [name for name in _WARNINGS if getattr(self, name) and name not in self.warned]
+        texts = self.warnings()
+        due = [name for name in texts if getattr(self, name) and name not in self.warned]
         self.warned += due
-        return [f"{self.dataset_name} dataset: {_WARNINGS[name].format(self)}" for name in due]
+        return [f"{self.dataset_name} dataset: {texts[name].format(self)}" for name in due]
+
+    def phrases(self) -> Mapping[str, str]:
+        """How the summary speaks of each count."""
+        return _PHRASES
+
+    def warnings(self) -> Mapping[str, str]:
+        """The counts that call for a warning, and its words."""
+        return _WARNINGS
 
 
 _PHRASES = {

@@ -93,7 +93,7 @@ def prepare_sft_dataset(
     report = PreparationReport(settings.dataset_name, is_streaming=isinstance(dataset, IterableDataset))
     if settings.skip_prepare:
         return dataset, report
-    processing_class = _with_eos(processing_class, settings.eos_token)
+    processing_class = with_eos(processing_class, settings.eos_token)
     dataset, row_type, columns = _formatted(dataset, settings)
     check_sft_settings(
         row_type,
@@ -111,7 +111,7 @@ def prepare_sft_dataset(
     vocabulary = _vocabulary(settings, row_type, processing_class)
     if isinstance(tokenized, Dataset):
         counted = _count_stored(tokenized, report, settings, vocabulary)
-        _log_warnings(report)
+        log_warnings(report)
     else:
         counted = _count_passing(tokenized, report, settings, vocabulary)
     return _cut(counted, settings), report  # type: ignore[return-value]
@@ -127,17 +127,24 @@ class Vocabulary(NamedTuple):
 def _vocabulary(
     settings: SFTPreparation, row_type: SFTRowType, processing_class: ProcessingClass
 ) -> Vocabulary | None:
-    """The ids to hold rows to, or None where the tokenizer makes them and the model takes all that it makes."""
+    return allowed_ids(processing_class, settings.vocab_size, given=row_type.kind == "tokens")
+
+
+def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, given: bool) -> Vocabulary | None:
+    """The ids to hold rows to, or None where the tokenizer makes them and the model takes all that it makes.
+
+    `rows`: how many token ids the model embeds (None: as many as the tokenizer has); `given`: whether the rows came as
+    tokens.
+    """
     tokens = len(text_tokenizer(processing_class))
-    rows = settings.vocab_size
     if rows is None:
-        return Vocabulary(tokens, f"the tokenizer has {tokens} tokens") if row_type.kind == "tokens" else None
-    if row_type.kind != "tokens" and tokens <= rows:
+        return Vocabulary(tokens, f"the tokenizer has {tokens} tokens") if given else None
+    if not given and tokens <= rows:
         return None
     return Vocabulary(rows, f"the model embeds {rows} token ids, the tokenizer has {tokens} tokens")
 
 
-def _with_eos(processing_class: ProcessingClass, eos_token: str | None) -> ProcessingClass:
+def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> ProcessingClass:
     """A copy with this eos token, where it is another than the tokenizer's own."""
     if eos_token is None or text_tokenizer(processing_class).eos_token == eos_token:
         return processing_class
@@ -147,7 +154,7 @@ def _with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proce
     return changed
 
 
-def _log_warnings(report: PreparationReport) -> None:
+def log_warnings(report: PreparationReport) -> None:
     for warning in report.new_warnings():
         logger.warning(warning)
 
@@ -269,11 +276,11 @@ def _check_stored_ids(dataset: Dataset, vocabulary: "Vocabulary", name: str) -> 
     columns = [column for column in ("input_ids", "labels") if column in dataset.column_names]
     for table in dataset.with_format("numpy").select_columns(columns).iter(batch_size=1000):
         for column in columns:
-            _check_ids(list(table[column]), vocabulary, name, start, column)  # type: ignore[index]
+            check_ids(list(table[column]), vocabulary, name, start, column)  # type: ignore[index]
         start += len(table["input_ids"])  # type: ignore[index]
 
 
-def _check_ids(
+def check_ids(
     rows: list, vocabulary: "Vocabulary", name: str, first_row: int, column: str = "input_ids"
 ) -> None:
     """Raise for the first row whose token ids the model has not; -100 in `labels` marks what is not trained."""
@@ -309,14 +316,14 @@ class PassingRows:
         counted = report_of(counts, flags, name=self.settings.dataset_name)
         kept = apply_policy(counts, counted, self.settings.untrained_rows, first_row=indices[0])
         self.report.add(counted)
-        _log_warnings(self.report)
+        log_warnings(self.report)
         return {name: [values[row] for row in kept] for name, values in batch.items() if name not in COUNTED}
 
     def count(self, batch: dict[str, list], first_row: int) -> RowCounts:
         name = self.settings.dataset_name
         if self.vocabulary is not None:
             for column in ("input_ids", "labels"):
-                _check_ids(batch.get(column, []), self.vocabulary, name, first_row, column)
+                check_ids(batch.get(column, []), self.vocabulary, name, first_row, column)
         columns = {column: ragged_of(batch[column]) for column in ("input_ids", *MASKS) if column in batch}
         return count_rows(columns, max_length=self.settings.kept_length, name=name, first_row=first_row)
 

@@ -144,16 +144,16 @@ def render_prompt(processing_class: ProcessingClass, chat: Chat) -> str:
 
 
 def split_rendering(
-    processing_class: ProcessingClass, prompt: Chat, completion: list[Message]
+    processing_class: ProcessingClass, prompt: Chat, completion: list[Message], opened: str | None = None
 ) -> tuple[str, str]:
     """The text of prompt + completion, cut where the prompt's own rendering (ready for generation) ends.
 
     Some templates write more into the generation prompt than into a finished conversation (an opened `<think>`);
-    the cut then lies where the two part.
+    the cut then lies where the two part. `opened` is that rendering of the prompt, where the caller has it already.
 
     Raises: TemplateRefusal where the completion changes how the prompt itself is rendered.
     """
-    opened = render_prompt(processing_class, prompt)
+    opened = render_prompt(processing_class, prompt) if opened is None else opened
     joint = render(processing_class, prompt._replace(messages=[*prompt.messages, *completion]))
     if joint.startswith(opened):
         return opened, joint[len(opened) :]

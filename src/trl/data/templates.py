@@ -71,11 +71,11 @@ def _render_columns(processing_class: ProcessingClass, turns: dict[str, Any], ch
     if not answers:
         return {"prompt": render_prompt(processing_class, prompt)}
     pieces = {key: split_rendering(processing_class, prompt, answer) for key, answer in answers.items()}
-    shared = _shared_prompt([piece[0] for piece in pieces.values()])
+    shared = shared_prompt([piece[0] for piece in pieces.values()])
     return {"prompt": shared, **{key: "".join(piece)[len(shared) :] for key, piece in pieces.items()}}
 
 
-def _shared_prompt(prompts: list[str]) -> str:
+def shared_prompt(prompts: list[str]) -> str:
     """What the prompts of all completions have in common: all of it, but for templates that are cut in the middle."""
     shared = prompts[0]
     for prompt in prompts[1:]:

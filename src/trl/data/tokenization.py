@@ -1,6 +1,6 @@
 """Rows -> token ids and masks of what is trained, a batch of rows at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,10 +71,18 @@ class SFTTokenizer:
     def _texts(
         self, rows: list[dict], indices: Sequence[int], column: str, *, may_be_empty: bool = False
     ) -> list[str]:
-        return [
+        texts = [
             check_text(row.get(column), self._place(index, column), may_be_empty=may_be_empty)
             for index, row in zip(indices, rows, strict=True)
         ]
+        placeholder = getattr(self.processing_class, "image_token", None)
+        for index, text in zip(indices, texts, strict=True):
+            if placeholder and str(placeholder) in text and isinstance(self.processing_class, ProcessorMixin):
+                raise ValueError(
+                    f"{self._place(index, column)}: the text holds the placeholder {str(placeholder)!r}, but the rows have no "
+                    "images. Give them in a column 'images' or 'image', or remove it."
+                )
+        return texts
 
     def text_rows(self, rows: list[dict], indices: Sequence[int]) -> list[TokenRow]:
         texts = self._texts(rows, indices, self.row_type.columns[0])
@@ -153,21 +161,7 @@ class SFTTokenizer:
         return [self._chat(row, index, columns[0], roles) for index, row in zip(indices, rows, strict=True)]
 
     def _chat(self, row: dict, index: int, column: str, roles: frozenset[str]) -> Chat:
-        converted = maybe_convert_to_chatml(row)
-        messages = check_messages(converted.get(column), self._place(index, column), roles=roles)
-        if isinstance(self.processing_class, ProcessorMixin):
-            messages = prepare_multimodal_messages(messages, images=[])
-        try:
-            tools = read_tools(row.get("tools"))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{self._place(index, 'tools')}: {error}") from error
-        kwargs = row.get("chat_template_kwargs") or {}
-        if not isinstance(kwargs, dict):
-            raise TypeError(
-                f"{self._place(index, 'chat_template_kwargs')}: a {type(kwargs).__name__}, expected a dict of template "
-                "variables. Give one dict for each row."
-            )
-        return Chat(messages, tools, remove_none_values(kwargs))
+        return read_chat(self.processing_class, row, self._place(index, column), roles=roles)
 
     def _assistant_tokens(self, chat: Chat, stop_tokens: StopTokens, place: Place) -> AssistantTokens:
         if not any(message["role"] == "assistant" for message in chat.messages):
@@ -183,6 +177,40 @@ class SFTTokenizer:
             return function(*arguments)
         except TemplateRefusal as error:
             raise ValueError(f"{place}: {error}") from error
+
+
+def read_chat(
+    processing_class: ProcessingClass,
+    row: dict[str, Any],
+    place: Place,
+    *,
+    roles: frozenset[str],
+    tools: list[dict | Callable] | None = None,
+) -> Chat:
+    """The messages in the column at `place`, checked, with the row's template variables and tools.
+
+    `tools` stand in for those of the row's own column.
+
+    Raises: TypeError or ValueError naming the place where messages, tools or template variables are not readable.
+    """
+    converted = maybe_convert_to_chatml(row)
+    messages = check_messages(converted.get(place.column), place, roles=roles)
+    if isinstance(processing_class, ProcessorMixin):
+        try:
+            messages = prepare_multimodal_messages(messages, images=[])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{place}: {error} Images stand in a column 'images' or 'image'.") from error
+    try:
+        tools = read_tools(row.get("tools") if tools is None else tools)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{place._replace(column='tools')}: {error}") from error
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise TypeError(
+            f"{place._replace(column='chat_template_kwargs')}: a {type(kwargs).__name__}, expected a dict of template "
+            "variables. Give one dict for each row."
+        )
+    return Chat(messages, tools, remove_none_values(kwargs))
 
 
 _METHODS = {

@@ -103,6 +103,21 @@ def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
     return value
 
 
+def check_label(value: Any, place: Place) -> bool:
+    """The true or false at a place.
+
+    Raises: TypeError for anything else (0 and 1 too, which may mean anything), ValueError for None.
+    """
+    if isinstance(value, bool):
+        return value
+    if value is None:
+        raise ValueError(f"{place}: None, expected true or false. Fill it in or filter the row out.")
+    remedy = "Map it to True where the completion (or step) is good, and to False elsewhere."
+    if isinstance(value, int) and value in (0, 1):
+        remedy = "Convert the column with dataset.cast_column (to Value('bool'), or a list of it), or the values with bool()."
+    raise TypeError(f"{place}: {value!r} is of type {type(value).__name__}, expected true or false. {remedy}")
+
+
 def accepted_roles(template: str) -> frozenset[str]:
     """The roles that messages may have: the usual ones, and every word that the chat template compares with.
 
@@ -212,19 +227,33 @@ def check_tokenizer(processing_class: ProcessingClass, row_type: SFTRowType, *, 
 
     Raises: ValueError naming the column and what to set.
     """
-    start = f"{name} dataset, row 0, column {row_type.columns[0]!r}"
-    if row_type.is_conversational and not template_source(processing_class):
+    place = Place(name, 0, row_type.columns[0])
+    if row_type.is_conversational:
+        check_chat_template(processing_class, place)
+    elif row_type.kind in ("text", "prompt_completion"):
+        check_eos(processing_class, place)
+
+
+def check_chat_template(processing_class: ProcessingClass, place: Place) -> None:
+    """Raise ValueError where there is no chat template for the conversations at `place`."""
+    if not template_source(processing_class):
         raise ValueError(
-            f"{start}: conversational data, but the tokenizer has no chat template. Set chat_template_path in the "
+            f"{place}: conversational data, but the tokenizer has no chat template. Set chat_template_path in the "
             "config, tokenizer.chat_template, or give text."
         )
-    if row_type.kind in ("text", "prompt_completion") and not row_type.is_conversational:
-        eos = text_tokenizer(processing_class).eos_token
-        if eos is None:
-            raise ValueError(
-                f"{start}: the tokenizer has no eos token, so the model would not learn to stop. Set eos_token in the "
-                "config to a token of its vocabulary."
-            )
+
+
+def check_eos(
+    processing_class: ProcessingClass,
+    place: Place,
+    *,
+    remedy: str = "Set eos_token in the config to a token of its vocabulary.",
+) -> None:
+    """Raise ValueError where there is no eos token to close the texts at `place` with."""
+    if text_tokenizer(processing_class).eos_token is None:
+        raise ValueError(
+            f"{place}: the tokenizer has no eos token, so the model would not learn to stop. {remedy}"
+        )
 
 
 def vocabulary_token(tokenizer: PreTrainedTokenizerBase, token: str, *, setting: str) -> int:

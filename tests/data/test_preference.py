@@ -1,0 +1,569 @@
+"""Preference data sets prepared for the pair losses and for reward models: token ids, truncation, counts, caching."""
+
+import importlib.util
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from tests.tiny_tokenizers import tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trl.data.preference import (
+    PreferencePreparation,
+    RewardPreparation,
+    prepare_preference_dataset,
+    prepare_reward_dataset,
+    tokenize_preference_row,
+)
+from trl.data.preference_lengths import PairLengths, Side
+
+BEGIN, EOS = 1, 2
+SKY = {"prompt": "The sky is", "chosen": " blue", "rejected": " brown"}
+THE_SKY_IS, BLUE, BROWN = [274, 376, 272], [396, EOS], [289, 86, 83, 91, 82, EOS]
+
+ASK = {"role": "user", "content": "And then?"}
+UP = {"role": "assistant", "content": "Look up."}
+NEXT = {"role": "assistant", "content": "Next."}
+CHAT = {"prompt": [ASK], "chosen": [UP], "rejected": [NEXT]}
+WHOLE_CHAT = {"chosen": [ASK, UP], "rejected": [ASK, NEXT]}
+# <|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n
+OPENED = [3, 89, 336, 203, 37, 281, 382, 35, 2, 203, 3, 69, 335, 369, 88, 203]
+LOOK_UP, SAY_NEXT = [309, 299, 18, 2, 203], [310, 345, 18, 2, 203]  # ...<|im_end|>\n
+
+NUMBERS = [[*range(10, 16)], [*range(20, 23)], [*range(30, 38)]]  # a prompt of 6, completions of 3 and 8
+
+
+def prepare(rows: list[dict], tokenizer: Any = None, *, streaming: bool = False, **settings: Any) -> Any:
+    dataset: Any = Dataset.from_list(rows)
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    return prepare_preference_dataset(
+        dataset, tokenizer or tiny_tokenizer(), PreferencePreparation(**settings)
+    )
+
+
+def prepare_reward(
+    rows: list[dict], tokenizer: Any = None, *, streaming: bool = False, **settings: Any
+) -> Any:
+    dataset: Any = Dataset.from_list(rows)
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    return prepare_reward_dataset(dataset, tokenizer or tiny_tokenizer(), RewardPreparation(**settings))
+
+
+def ids_of(row: dict, tokenizer: Any = None, **settings: Any) -> tuple[list[int], ...]:
+    """The prompt's, the chosen and the rejected ids of one row whose completions share the prompt."""
+    prepared, _ = prepare([row], tokenizer, **settings)
+    assert prepared.column_names == ["prompt_input_ids", "chosen_input_ids", "rejected_input_ids"]
+    return tuple(prepared[0].values())
+
+
+# The same pair in every form -> prompt, chosen, rejected ids.
+FORMS: dict[str, tuple[dict, tuple]] = {
+    "text": (SKY, (THE_SKY_IS, BLUE, BROWN)),
+    "text, implicit prompt": (
+        {"chosen": "The sky is blue", "rejected": "The sky is brown"},
+        (THE_SKY_IS, BLUE, BROWN),
+    ),
+    "text with its eos": ({**SKY, "chosen": " blue<|im_end|>"}, (THE_SKY_IS, BLUE, BROWN)),
+    "messages": (CHAT, (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS])),
+    "messages, implicit prompt": (WHOLE_CHAT, (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS])),
+    "messages after a text prompt": (
+        {"prompt": "And then?", **WHOLE_CHAT},
+        (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS]),
+    ),
+    "messages that repeat the prompt": (
+        {"prompt": [ASK], **WHOLE_CHAT},
+        (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS]),
+    ),
+    "from and value": (
+        {
+            "prompt": [{"from": "human", "value": "And then?"}],
+            "chosen": [{"from": "gpt", "value": "Look up."}],
+            "rejected": [{"from": "gpt", "value": "Next."}],
+        },
+        (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS]),
+    ),
+    "tokens": (
+        {"prompt_input_ids": [5, 6], "chosen_input_ids": [7], "rejected_input_ids": [8, 9]},
+        ([5, 6], [7], [8, 9]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "expected"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ids_of_every_form(row: dict, expected: tuple, streaming: bool) -> None:
+    prepared, report = prepare([row, row], streaming=streaming)
+    found = [dict(item) for item in prepared]
+    for item in found:
+        assert item.pop("rejected_prompt_input_ids", None) is None
+        assert tuple(item.values()) == expected
+    assert len(found) == report.rows == 2
+    assert report.tokens == 2 * sum(map(len, expected))
+
+
+@pytest.mark.parametrize("prompt", ["The sky is", "<s>The sky is"])
+def test_one_begin_token_stands_before_the_prompt(prompt: str) -> None:
+    prepared, report = prepare([{**SKY, "prompt": prompt}], tiny_tokenizer(adds_begin=True))
+    assert list(prepared[0].values()) == [[BEGIN, *THE_SKY_IS], BLUE, BROWN]
+    assert report.removed_begin_tokens == int(prompt.startswith("<s>"))
+    bare, _ = prepare([SKY], tiny_tokenizer(adds_begin=True), add_special_tokens=False)
+    assert list(bare[0].values()) == [THE_SKY_IS, BLUE, BROWN]
+
+
+def test_a_template_that_writes_the_begin_token_gets_no_second_one() -> None:
+    prompt, chosen, _ = ids_of(CHAT, tiny_tokenizer("begin", adds_begin=True))
+    assert (prompt, chosen) == ([BEGIN, *OPENED], [*LOOK_UP, EOS])
+
+
+def test_a_boundary_inside_a_token_goes_to_the_completions(caplog: pytest.LogCaptureFixture) -> None:
+    """`app` + `les?` is ` apples` `?` together: the completions keep all of their text, in the tokens of the whole."""
+    row = {"prompt": "How many app", "chosen": "les?", "rejected": "ricots"}
+    tokenizer = tiny_tokenizer()
+    assert tokenizer("How many app")["input_ids"] == [307, 91, 387, 294]
+    assert tokenizer("How many apples?")["input_ids"] == [307, 91, 387, 303, 35]
+    prepared, report = prepare([row])
+    assert list(prepared[0].values()) == [[307, 91, 387], [303, 35, EOS], [294, 86, 77, 277, 338, EOS]]
+    assert report.shifted_rows == 1
+    assert "a token reaches over the end of the prompt" in caplog.text
+    whole = prepared[0]["prompt_input_ids"] + prepared[0]["chosen_input_ids"]
+    assert tokenizer.decode(whole) == "How many apples?<|im_end|>"
+
+
+def test_implicit_prompts_part_between_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    """The texts part within a word (` bl`): both completions begin with the whole word's own tokens."""
+    prepared, report = prepare([{"chosen": "The sky is blue", "rejected": "The sky is blurred"}])
+    assert list(prepared[0].values()) == [THE_SKY_IS, BLUE, [374, 86, 284, 72, EOS]]
+    assert (report.shifted_rows, caplog.text) == (0, "")
+
+
+def test_an_answer_that_the_other_continues_is_its_eos(caplog: pytest.LogCaptureFixture) -> None:
+    prepared, report = prepare([{"chosen": "The sky is blue", "rejected": "The sky is"}])
+    assert list(prepared[0].values()) == [THE_SKY_IS, BLUE, [EOS]]
+    assert report.empty_completions == 1
+    assert "in 1 of 1 rows (first: [0]) one answer is what the other one continues" in caplog.text
+
+
+def test_of_conversations_that_continue_each_other_the_last_answer_is_compared() -> None:
+    prompt, chosen, rejected = ids_of({"chosen": [ASK, UP], "rejected": [ASK, UP, ASK, NEXT]})
+    assert (prompt, chosen) == (OPENED, [*LOOK_UP, EOS])
+    assert rejected == [*LOOK_UP, *OPENED, *SAY_NEXT, EOS]
+
+
+def test_a_template_that_opens_a_thought_is_cut_where_the_answers_begin() -> None:
+    prompt, chosen, rejected = ids_of(CHAT, tiny_tokenizer("opens_thought"))
+    assert (prompt, chosen, rejected) == (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS])
+
+
+def test_the_stop_token_is_added_where_the_template_has_none() -> None:
+    _, chosen, rejected = ids_of(CHAT, tiny_tokenizer("no_stop"))
+    assert chosen[-1] == rejected[-1] == EOS
+    assert chosen.count(EOS) == 1
+
+
+def test_tools_come_from_the_rows_or_the_settings() -> None:
+    look = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+    tokenizer = tiny_tokenizer("qwen3_like")
+    for rows, settings in (
+        ([{**CHAT, "tools": json.dumps([look])}], {}),
+        ([CHAT], {"tools": [look]}),
+    ):
+        prompts = [
+            prepare(rows, tokenizer, **settings)[0][0]["prompt_input_ids"],
+            prepare_reward(rows, tokenizer, **settings)[0][0]["chosen_input_ids"],
+        ]
+        assert all('"name": "look"' in tokenizer.decode(prompt) for prompt in prompts)
+    assert "# Tools" not in tokenizer.decode(prepare([CHAT], tokenizer)[0][0]["prompt_input_ids"])
+
+
+def test_template_kwargs_of_a_row_reach_the_template() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    thoughtless = {
+        **CHAT,
+        "chosen": [{**UP, "content": "<think>\n\n</think>\n\nLook up."}],
+        "rejected": [{**NEXT, "content": "<think>\n\n</think>\n\nNext."}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    prepared, _ = prepare([thoughtless], tokenizer)
+    assert tokenizer.decode(prepared[0]["prompt_input_ids"]).endswith("<think>\n\n</think>\n\n")
+    assert tokenizer.decode(prepared[0]["chosen_input_ids"]).startswith("Look up.")
+
+
+def test_encoder_decoders_have_an_eos_behind_the_prompt_and_no_begin_token_before_completions() -> None:
+    tokenizer = tiny_tokenizer(adds_begin=True)
+    assert ids_of(SKY, tokenizer, is_encoder_decoder=True) == ([BEGIN, *THE_SKY_IS, EOS], BLUE, BROWN)
+    assert ids_of(SKY, is_encoder_decoder=True, max_prompt_length=2, max_completion_length=3) == (
+        [272, EOS],
+        BLUE,
+        BROWN[:3],
+    )
+    assert ids_of(SKY, is_encoder_decoder=True, max_length=1) == ([*THE_SKY_IS, EOS], BLUE, BROWN)
+    start = {"truncation_mode": "keep_start", "truncation_order": "prompt_first", "max_prompt_length": 2}
+    assert ids_of(SKY, is_encoder_decoder=True, **start) == ([274, EOS], BLUE, BROWN)
+
+
+# Limits -> for the prompt 10..15 and completions 20..22, 30..37: (prompt, completion) of each.
+P, C, R = NUMBERS
+CUTS: dict[str, tuple[PairLengths, list[tuple[list[int], list[int]]]]] = {
+    "none": (PairLengths(), [(P, C), (P, R)]),
+    "prompt": (PairLengths(max_prompt_length=2), [([14, 15], C), ([14, 15], R)]),
+    "prompt, keep_start": (
+        PairLengths(max_prompt_length=2, mode="keep_start"),
+        [([14, 15], C), ([14, 15], R)],
+    ),
+    "completion": (PairLengths(max_completion_length=4), [(P, C), (P, R[:4])]),
+    "sequence": (PairLengths(max_length=10), [(P, C), (P[4:], R)]),
+    "sequence, keep_start": (PairLengths(max_length=10, mode="keep_start"), [(P, C), (P, R[:4])]),
+    "sequence shorter than a completion": (PairLengths(max_length=5), [(P[4:], C), ([], R[3:])]),
+    "sequence shorter than the prompt": (
+        PairLengths(max_length=5, mode="keep_start"),
+        [(P[:5], []), (P[:5], [])],
+    ),
+    "all three": (PairLengths(6, 4, 5), [(P[3:], C), ([15], R[:5])]),
+    "prompt first, enough": (
+        PairLengths(12, 3, order="prompt_first"),
+        [(P[3:], C), (P[3:], R)],
+    ),
+    "prompt first, fits": (PairLengths(14, 3, order="prompt_first"), [(P, C), (P, R)]),
+    "prompt first, then completions": (
+        PairLengths(8, 3, order="prompt_first"),
+        [(P[3:], C), (P[3:], R[:5])],
+    ),
+    "prompt first, keep_start": (
+        PairLengths(8, 3, mode="keep_start", order="prompt_first"),
+        [(P[:3], C), (P[:3], R[:5])],
+    ),
+    "prompt first, no prompt limit": (PairLengths(8, order="prompt_first"), [(P, C[:2]), (P, R[:2])]),
+    "prompt first, no sequence limit": (
+        PairLengths(None, 3, order="prompt_first"),
+        [(P[3:], C), (P[3:], R)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("lengths", "expected"), CUTS.values(), ids=CUTS)
+def test_cuts(lengths: PairLengths, expected: list) -> None:
+    assert lengths.cut(P, [C, R]) == [Side(*side) for side in expected]
+
+
+TOKENS = dict(zip(("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"), NUMBERS, strict=True))
+
+
+def test_a_prompt_that_differs_stands_in_a_column_of_its_own() -> None:
+    rows, report = prepare([TOKENS, {**TOKENS, "rejected_input_ids": [30, 31]}], max_length=10)
+    assert rows[0] == {**TOKENS, "rejected_prompt_input_ids": [14, 15]}
+    assert rows[1] == {**TOKENS, "rejected_input_ids": [30, 31], "rejected_prompt_input_ids": None}
+    assert (report.truncated_rows, report.removed_tokens) == (1, 4)
+    again, counted = prepare(rows.to_list(), max_length=10)
+    assert again.to_list() == rows.to_list()
+    assert counted.removed_tokens == 0
+
+
+def test_without_a_prompt_the_first_token_is_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    rows, report = prepare([TOKENS], max_length=5)
+    assert rows[0] == {
+        "prompt_input_ids": [14, 15],
+        "chosen_input_ids": C,
+        "rejected_input_ids": [34, 35, 36, 37],
+        "rejected_prompt_input_ids": [33],
+    }
+    assert report.promptless_rows == 1
+    assert "in 1 of 1 rows (first: [0]) no token of the prompt is left" in caplog.text
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=r"row 0, column 'chosen_input_ids': no token of the prompt"):
+            prepare([TOKENS], max_length=5, untrained_rows="error", streaming=streaming)
+
+
+def test_rows_that_lose_a_completion_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    short = {"prompt_input_ids": [5], "chosen_input_ids": [6], "rejected_input_ids": [7]}
+    limits = {"max_length": 5, "truncation_mode": "keep_start"}
+    for streaming in (False, True):
+        caplog.clear()
+        rows, report = prepare([short, TOKENS], streaming=streaming, **limits)
+        assert [row["prompt_input_ids"] for row in rows] == [[5]]
+        assert (report.rows, report.untrained_rows, report.dropped_rows, report.tokens) == (2, 1, 1, 3)
+        assert caplog.text.count("in 1 of 2 rows (first: [1]) truncation left no token") == 1
+        with pytest.raises(ValueError, match=r"row 1, column 'chosen_input_ids': truncation to .* leaves no"):
+            prepare([short, TOKENS], streaming=streaming, untrained_rows="error", **limits)
+        with pytest.raises(ValueError, match="rows are"):
+            prepare([TOKENS, TOKENS], streaming=streaming, **limits)
+
+
+def test_equal_completions_are_counted_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    equal = {**SKY, "rejected": " blue"}
+    for streaming in (False, True):
+        caplog.clear()
+        rows, report = prepare([SKY, equal, SKY, equal, equal, equal] * 30, streaming=streaming)
+        assert len(list(rows)) == 180
+        assert (report.equal_rows, report.dropped_rows) == (120, 0)
+        assert report.first["equal_rows"] == [1, 3, 4]
+        assert caplog.text.count("the chosen and the rejected completion are equal") == 1
+        assert "(first: [1, 3, 4])" in caplog.text
+    assert prepare([{"chosen": "Blue.", "rejected": "Blue."}])[1].equal_rows == 1
+    assert prepare([{"chosen": [ASK, UP], "rejected": [ASK, UP]}])[1].equal_rows == 1
+    assert prepare_reward([equal, SKY])[1].equal_rows == 1
+
+
+def test_reference_log_probs_and_named_columns_are_kept() -> None:
+    row = {**SKY, "ref_chosen_logps": -3.5, "ref_rejected_logps": -4, "source": "a", "other": 1}
+    rows, _ = prepare([row], keep_columns=("source",))
+    assert rows[0]["ref_chosen_logps"] == -3.5
+    assert rows[0]["ref_rejected_logps"] == -4.0
+    assert rows[0]["source"] == "a"
+    assert "other" not in rows.column_names
+
+
+def without_nones(rows: Any) -> list[dict]:
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
+
+
+SETTINGS: dict[str, tuple[list[dict], dict[str, Any]]] = {
+    "text": ([SKY, {**SKY, "chosen": " grey"}], {}),
+    "truncated": ([SKY, {**SKY, "prompt": "The sky"}] * 40, {"max_length": 5}),
+    "messages": ([CHAT] * 70, {"max_prompt_length": 7, "max_completion_length": 3}),
+    "tokens": ([TOKENS], {"max_length": 8, "truncation_order": "prompt_first", "max_prompt_length": 4}),
+    "kept": ([{**SKY, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}], {}),
+}
+
+
+@pytest.mark.parametrize(("rows", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_streaming_gives_the_rows_and_counts_of_a_stored_data_set(rows: list[dict], settings: dict) -> None:
+    stored, counted = prepare(rows, **settings)
+    stream, passing = prepare(rows, streaming=True, **settings)
+    assert without_nones(stream) == without_nones(stored)
+    passing.is_streaming = False
+    assert passing == counted
+
+
+def test_streams_that_do_not_know_their_columns() -> None:
+    stream: Any = IterableDataset.from_generator(lambda: iter([SKY, SKY]))
+    prepared, _ = prepare_preference_dataset(stream, tiny_tokenizer(), PreferencePreparation())
+    assert without_nones(prepared) == without_nones(prepare([SKY, SKY])[0])
+    rewards, _ = prepare_reward_dataset(
+        IterableDataset.from_generator(lambda: iter([SKY])), tiny_tokenizer(), RewardPreparation()
+    )
+    assert list(rewards) == list(prepare_reward([SKY])[0])
+
+
+def test_two_processes_count_and_number_rows_as_one() -> None:
+    rows = [{**SKY, "chosen": f" blue {number}"} for number in range(20)] + [{**SKY, "rejected": " blue"}]
+    alone, counted = prepare(rows, max_length=7)
+    together, report = prepare(rows, max_length=7, num_proc=2)
+    assert together.to_list() == alone.to_list()
+    assert report == counted
+    assert report.first["equal_rows"] == [20]
+    with pytest.raises(ValueError, match="row 15, column 'chosen'"):
+        prepare([*rows[:15], {**SKY, "chosen": ""}, *rows[16:]], num_proc=2)
+
+
+def test_prepared_twice_is_read_from_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(SKY))
+    for _ in range(2):
+        dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+        for prepare_with, settings in (
+            (prepare_preference_dataset, PreferencePreparation(max_length=9)),
+            (prepare_reward_dataset, RewardPreparation(max_length=9)),
+        ):
+            prepared = [prepare_with(dataset, tiny_tokenizer(), settings) for _ in range(2)]  # type: ignore[operator]
+            assert len({rows._fingerprint for rows, _ in prepared}) == 1
+            assert prepared[0][0].cache_files == prepared[1][0].cache_files != []
+            assert prepared[0][1] == prepared[1][1]
+    first, _ = prepare_preference_dataset(dataset, tiny_tokenizer(), PreferencePreparation(max_length=9))
+    other, _ = prepare_preference_dataset(dataset, tiny_tokenizer(), PreferencePreparation(max_length=8))
+    assert other._fingerprint != first._fingerprint
+
+
+# Reward rows -> chosen, rejected ids.
+REWARDS: dict[str, tuple[dict, tuple]] = {
+    "text": (SKY, ([*THE_SKY_IS, *BLUE], [*THE_SKY_IS, *BROWN])),
+    "text, implicit prompt": (
+        {"chosen": "The sky is blue", "rejected": "The sky is brown"},
+        ([*THE_SKY_IS, *BLUE], [*THE_SKY_IS, *BROWN]),
+    ),
+    "text that shares nothing": ({"chosen": " blue", "rejected": " brown"}, (BLUE, BROWN)),
+    "messages": (CHAT, ([*OPENED, *LOOK_UP], [*OPENED, *SAY_NEXT])),
+    "messages, implicit prompt": (WHOLE_CHAT, ([*OPENED, *LOOK_UP], [*OPENED, *SAY_NEXT])),
+    "messages after a text prompt": (
+        {"prompt": "And then?", **WHOLE_CHAT},
+        ([*OPENED, *LOOK_UP], [*OPENED, *SAY_NEXT]),
+    ),
+    "tokens": ({"chosen_input_ids": [7], "rejected_input_ids": [8, 9]}, ([7], [8, 9])),
+    "tokens with a prompt": (
+        {"prompt_input_ids": [5], "chosen_input_ids": [7], "rejected_input_ids": [8, 9]},
+        ([5, 7], [5, 8, 9]),
+    ),
+    "older columns": (
+        {
+            "input_ids_chosen": [7, 6, 0],
+            "attention_mask_chosen": [1, 1, 0],
+            "input_ids_rejected": [0, 8, 9],
+            "attention_mask_rejected": [0, 1, 1],
+        },
+        ([7, 6], [8, 9]),
+    ),
+    "older columns without masks": (
+        {"input_ids_chosen": [7, 6], "input_ids_rejected": [8]},
+        ([7, 6], [8]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "expected"), REWARDS.values(), ids=REWARDS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_whole_sequences_for_reward_models(row: dict, expected: tuple, streaming: bool) -> None:
+    prepared, report = prepare_reward([{**row, "margin": 2}], streaming=streaming)
+    chosen, rejected = expected
+    assert list(prepared) == [{"chosen_input_ids": chosen, "rejected_input_ids": rejected, "margin": 2.0}]
+    assert report.tokens == len(chosen) + len(rejected)
+
+
+def test_rows_longer_than_max_length_are_left_out_of_reward_data(caplog: pytest.LogCaptureFixture) -> None:
+    short = {**SKY, "rejected": " grey"}
+    lengths = [len(row["rejected_input_ids"]) for row in prepare_reward([SKY, short])[0]]
+    for streaming in (False, True):
+        caplog.clear()
+        limit = min(lengths)
+        rows, report = prepare_reward([SKY, short, short], max_length=limit, streaming=streaming)
+        assert len(list(rows)) == 2
+        assert (report.rows, report.untrained_rows, report.dropped_rows) == (3, 1, 1)
+        assert "1 longer than max_length, 1 of these dropped" in report.summary()
+        assert (
+            caplog.text.count("1 of 3 rows (first: [0]) have a sequence of more than max_length tokens") == 1
+        )
+        with pytest.raises(
+            ValueError, match=r"rejected_input_ids' has more than max_length 4 tokens.*rows are"
+        ):
+            prepare_reward([SKY, short], max_length=4, streaming=streaming)
+        with pytest.raises(ValueError, match="row 0, column 'chosen_input_ids': this sequence or the one in"):
+            prepare_reward([SKY, short], max_length=limit, streaming=streaming, untrained_rows="error")
+
+
+def test_another_eos_token_is_used_without_changing_the_tokenizer() -> None:
+    tokenizer = tiny_tokenizer()
+    rows, _ = prepare_reward([SKY], tokenizer, eos_token="<|stop|>")
+    assert rows[0]["chosen_input_ids"][-1] == tokenizer.convert_tokens_to_ids("<|stop|>")
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_the_published_row_function() -> None:
+    plain = tokenize_preference_row(SKY, tiny_tokenizer(), add_special_tokens=False)
+    assert plain == dict(zip(TOKENS, (THE_SKY_IS, BLUE, BROWN), strict=True))
+    wrapped = tokenize_preference_row(SKY, tiny_tokenizer())
+    assert wrapped["prompt_input_ids"] == [BEGIN, *THE_SKY_IS, EOS]
+    assert tokenize_preference_row(SKY, tiny_tokenizer(bos_token=None))["prompt_input_ids"] == [
+        *THE_SKY_IS,
+        EOS,
+    ]
+    cut = tokenize_preference_row(
+        SKY, tiny_tokenizer(), max_prompt_length=2, max_completion_length=2, add_special_tokens=False
+    )
+    assert cut == dict(zip(TOKENS, (THE_SKY_IS[1:], BLUE, BROWN[:2]), strict=True))
+    with pytest.raises(ValueError, match="the tokenizer has no eos token"):
+        tokenize_preference_row(SKY, tiny_tokenizer(eos_token=None))
+
+
+# Recorded runs (shared/golden) whose first step scores the data set's first rows with fresh weights.
+LENGTH_NAMES = ("max_length", "max_prompt_length", "max_completion_length", "truncation_mode")
+RECORDED = [
+    *(f"dpo/{name}" for name in ("loss_sigmoid", "keep_end", "keep_start", "max_prompt_length",
+                                 "max_completion_length", "implicit_text", "implicit_chat", "explicit_chat")),
+    *(f"cpo/{name}" for name in ("chat", "implicit_chat", "implicit_text", "keep_end", "keep_start",
+                                 "max_completion_length")),
+    *(f"orpo/{name}" for name in ("chat", "implicit_text", "keep_end", "keep_start")),
+]  # fmt: skip
+
+
+@cache
+def recorded_cases(folder: Path) -> dict[str, Any]:
+    spec = importlib.util.spec_from_file_location("golden_check", folder / "check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.load(folder / "golden_public.json")["cases"]
+
+
+@cache
+def recorded_model(folder: Path, name: str, kind: Any) -> Any:
+    return kind.from_pretrained(folder / "assets_public" / name).double().eval()
+
+
+def recorded_rows(folder: Path, case: dict) -> Dataset:
+    lines = (folder / "assets_public" / "datasets" / f"{case['dataset']}.jsonl").read_text().splitlines()
+    return Dataset.from_list([json.loads(line) for line in lines[: case["rows"]]])
+
+
+@torch.no_grad()
+def completion_score(model: Any, prompt: list[int], completion: list[int], *, average: bool) -> float:
+    ids = torch.tensor([prompt + completion])
+    logps = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+    scored = logps[len(prompt) - 1 :]
+    return float(scored.mean() if average else scored.sum())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_log_probs_of_the_recorded_runs(shared: Path, name: str) -> None:
+    folder = shared / "golden"
+    case = recorded_cases(folder)[name]
+    settings = {key: case["kwargs"][key] for key in LENGTH_NAMES if key in case["kwargs"]}
+    settings["truncation_order"] = "sequence" if case["family"] == "dpo" else "prompt_first"
+    tokenizer = AutoTokenizer.from_pretrained(folder / "assets_public" / "tok")
+    rows, _ = prepare_preference_dataset(
+        recorded_rows(folder, case), tokenizer, PreferencePreparation(**settings)
+    )
+    model, average = recorded_model(folder, "lm", AutoModelForCausalLM), case["family"] == "orpo"
+    first_step = case["result"]["steps"][0]
+    for side in ("chosen", "rejected"):
+        prompts = [
+            (side == "rejected" and row.get("rejected_prompt_input_ids")) or row["prompt_input_ids"]
+            for row in rows
+        ]
+        scores = [
+            completion_score(model, prompt, row[f"{side}_input_ids"], average=average)
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
+        assert sum(scores) / 4 == pytest.approx(first_step[f"logps/{side}"], rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["implicit_text", "explicit_text", "implicit_chat", "explicit_chat", "margin", "max_length"]
+)
+def test_rewards_and_token_counts_of_the_recorded_runs(shared: Path, name: str) -> None:
+    folder = shared / "golden"
+    case = recorded_cases(folder)[f"reward/{name}"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "assets_public" / "tok")
+    settings = RewardPreparation(max_length=case["kwargs"].get("max_length"))
+    rows, report = prepare_reward_dataset(recorded_rows(folder, case), tokenizer, settings)
+    first_step = case["result"]["steps"][0]
+    assert report.tokens == first_step["num_tokens"]
+    model = recorded_model(folder, "rm", AutoModelForSequenceClassification)
+    with torch.no_grad():
+        rewards = [
+            float(model(input_ids=torch.tensor([row[column]])).logits)
+            for row in rows
+            for column in ("chosen_input_ids", "rejected_input_ids")
+        ]
+    assert sum(rewards) / len(rewards) == pytest.approx(first_step["mean_reward"], rel=1e-5)
+    if name == "margin":
+        assert rows["margin"][:2] == pytest.approx([0.969, 0.443])
+
+
+def test_real_dialogues_are_prepared_without_loss(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = shared / "data" / "hh_harmless" / "test.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not present on this machine")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    tokenizer = tiny_tokenizer()
+    with caplog.at_level(logging.ERROR):
+        prepared, report = prepare(rows)
+    assert (len(prepared), report.dropped_rows) == (len(rows), 0)
+    for raw, row in zip(rows, prepared, strict=True):
+        for side in ("chosen", "rejected"):
+            ids = row["prompt_input_ids"] + row[f"{side}_input_ids"]
+            assert ids == [*tokenizer(raw[side])["input_ids"], EOS]
