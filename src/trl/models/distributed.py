@@ -61,7 +61,7 @@ def prepare_fsdp(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.M
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         model = fsdp2_prepare_model(accelerator, model)
-    elif not _is_fsdp1(model):
+    elif not is_fsdp1(model):
         model = _wrap_fsdp1(model, plugin, accelerator.device)
     return model.eval()
 
@@ -87,10 +87,19 @@ def _wrap_fsdp1(model: torch.nn.Module, plugin: Any, device: torch.device) -> to
     )
 
 
-def _is_fsdp1(model: Any) -> bool:
+def is_fsdp1(model: Any) -> bool:
+    """Whether a module is wrapped by the first version of FSDP."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return isinstance(model, FullyShardedDataParallel)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether a process holds a part of the model's weights only (ZeRO-3, FSDP of either version)."""
+    from torch.distributed.tensor import DTensor
+
+    parts = any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in model.parameters())
+    return parts or any(is_fsdp1(module) for module in model.modules())
 
 
 def gathered_parameters(
@@ -160,7 +169,7 @@ def _generation_config(model: Any, kwargs: dict[str, Any] | None) -> Iterator[No
 
 @contextmanager
 def _whole_weights(model: Any, accelerator: Accelerator, gather_zero3: bool) -> Iterator[None]:
-    if _is_fsdp1(model):
+    if is_fsdp1(model):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         with FullyShardedDataParallel.summon_full_params(model, writeback=False, recurse=True):

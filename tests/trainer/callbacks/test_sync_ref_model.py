@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trl.models.reference import DisabledAdapter, FrozenModel
 from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.callbacks.reference_moves import lend_reference
 
 
 def pair():
@@ -45,3 +47,42 @@ def test_only_when_due(step, expected):
 def test_other_parameters_are_refused():
     with pytest.raises(ValueError, match=r"bias.*sync_ref_model"):
         SyncRefModelCallback.sync_target_model(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False), 0.5)
+
+
+def test_a_trainers_reference_is_lent_to_it():
+    policy, module = pair()
+    reference = FrozenModel(module, None)
+    callback = SyncRefModelCallback(None, None)
+    assert lend_reference([object(), callback], reference) is reference
+    args = SimpleNamespace(ref_model_sync_steps=1, ref_model_mixup_alpha=0.5)
+    callback.on_step_end(args, SimpleNamespace(global_step=1), None, model=policy)
+    assert module.weight.item() == 3.0
+    assert lend_reference([object()], reference) is None
+
+
+@pytest.mark.parametrize("reference", [None, DisabledAdapter(None)])
+def test_a_reference_that_cannot_move_is_refused(reference):
+    with pytest.raises(ValueError, match=r"SyncRefModelCallback moves the reference.*sync_ref_model"):
+        lend_reference([SyncRefModelCallback(None, None)], reference)
+
+
+def test_a_moved_reference_goes_on_from_its_checkpoint(tmp_path):
+    """Four synced steps, and two, a file and two more, end in the same bits."""
+
+    def steps(reference, policy, first, last, alpha=0.3):
+        for step in range(first, last):
+            policy.weight.data.mul_(1 + 1 / step)
+            SyncRefModelCallback.sync_target_model(policy, reference.module, alpha)
+
+    policy, module = pair()
+    whole = FrozenModel(module, None)
+    steps(whole, policy, 1, 5)
+    policy, module = pair()
+    cut = FrozenModel(module, None)
+    steps(cut, policy, 1, 3)
+    cut.save(tmp_path)
+    resumed = FrozenModel(pair()[1], None)
+    resumed.load(tmp_path)
+    steps(resumed, policy, 3, 5)
+    assert torch.equal(resumed.module.weight, whole.module.weight)
+    assert torch.equal(resumed.module.bias, whole.module.bias)

@@ -122,7 +122,7 @@ class BEMACallback(TrainerCallback):
     def _begin_at(self, model: Any) -> None:
         """Let both averages begin at the model's present weights."""
         running = self._running()
-        for name, weights in _trained(model).items():
+        for name, weights in trained_weights(model).items():
             self.start[name] = weights.to(self.device, torch.float32, copy=True)
             self.ema[name] = self.start[name].clone()
             running[name].data.copy_(weights)
@@ -132,7 +132,7 @@ class BEMACallback(TrainerCallback):
         beta = max(size**-self.ema_power, self.min_ema_multiplier)
         alpha = size**-self.bias_power
         running = self._running()
-        for name, weights in _trained(model).items():
+        for name, weights in trained_weights(model).items():
             present = weights.to(self.device, torch.float32)
             ema = self.ema[name].mul_(1.0 - beta).add_(present, alpha=beta)
             running[name].data.copy_(ema + alpha * (present - self.start[name]))
@@ -157,7 +157,8 @@ def _unwrapped(model: Any) -> Any:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
-def _trained(model: Any) -> dict[str, Tensor]:
+def trained_weights(model: Any) -> dict[str, Tensor]:
+    """The model's trainable parameters, detached, by the names they have without DDP."""
     return {name: p.detach() for name, p in _unwrapped(model).named_parameters() if p.requires_grad}
 
 

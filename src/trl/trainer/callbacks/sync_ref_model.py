@@ -16,9 +16,19 @@ class SyncRefModelCallback(TrainerCallback):
     the policy. Source: Gorbatovski et al. 2024, eq. 3 (soft) and 4 (hard update), arXiv:2404.09656.
     """
 
-    def __init__(self, ref_model: torch.nn.Module, accelerator: Accelerator | None):
+    def __init__(self, ref_model: torch.nn.Module | None, accelerator: Accelerator | None):
         self.ref_model = ref_model
         self.accelerator = accelerator
+
+    @property
+    def moves_reference(self) -> bool:
+        """Always."""
+        return True
+
+    def use_reference(self, reference: torch.nn.Module) -> None:
+        """Write into the trainer's reference, unless a `ref_model` was given."""
+        if self.ref_model is None:
+            self.ref_model = reference
 
     @staticmethod
     @torch.no_grad()

@@ -1,0 +1,115 @@
+"""BEMA whose average becomes the reference of preference training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast
+from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+
+from trl.trainer.callbacks.bema import BEMACallback as _BEMACallback
+from trl.trainer.callbacks.bema import trained_weights
+
+
+class BEMACallback(_BEMACallback):
+    """`trl.BEMACallback` that also writes its average into the trainer's reference, with `update_ref_model=True`.
+
+    From step `ref_model_update_after` on, every `ref_model_update_freq` optimiser steps, the reference's weights become
+    the BEMA weights as they are then. The other arguments are those of `trl.BEMACallback`.
+
+    Example:
+        >>> callback = BEMACallback(update_freq=100, update_ref_model=True, ref_model_update_freq=100)
+        >>> trainer = DPOTrainer(model, args=args, train_dataset=pairs, callbacks=[callback])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        update_freq: int = 400,
+        ema_power: float = 0.5,
+        bias_power: float = 0.2,
+        lag: int = 10,
+        update_after: int = 0,
+        multiplier: float = 1.0,
+        min_ema_multiplier: float = 0.0,
+        device: str = "cpu",
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
+    ) -> None:
+        super().__init__(
+            update_freq=update_freq,
+            ema_power=ema_power,
+            bias_power=bias_power,
+            lag=lag,
+            update_after=update_after,
+            multiplier=multiplier,
+            min_ema_multiplier=min_ema_multiplier,
+            device=device,
+        )
+        if ref_model_update_freq < 1:
+            raise ValueError(
+                f"ref_model_update_freq must be at least 1, got {ref_model_update_freq}. Use 1 for an update at every step."
+            )
+        self.update_ref_model = update_ref_model
+        self.ref_model_update_freq = ref_model_update_freq
+        self.ref_model_update_after = ref_model_update_after
+        self.reference: torch.nn.Module | None = None
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether `update_ref_model` asks for it."""
+        return self.update_ref_model
+
+    def use_reference(self, reference: torch.nn.Module) -> None:
+        """Write into this module from now on."""
+        self.reference = reference
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel,
+        **kwargs: Any,
+    ):
+        if self.update_ref_model and self.reference is None:
+            raise ValueError(
+                "update_ref_model=True needs a trainer with a reference model, and this one hands out none. Use "
+                "DPOTrainer, or set update_ref_model=False."
+            )
+        super().on_train_begin(args, state, control, model=model, **kwargs)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel,
+        **kwargs: Any,
+    ):
+        super().on_step_end(args, state, control, model=model, **kwargs)
+        step = state.global_step
+        if self.reference is None or step < self.ref_model_update_after:
+            return
+        if step % self.ref_model_update_freq == 0:
+            self._write_reference(model)
+
+    @torch.no_grad()
+    def _write_reference(self, model: Any) -> None:
+        """The main process holds the averages; the others are sent what it writes."""
+        assert self.reference is not None
+        targets = dict(self.reference.named_parameters())
+        names = trained_weights(model).keys()
+        if not names <= targets.keys():
+            raise ValueError(
+                f"The reference lacks weights that the model trains ({sorted(names - targets.keys())[:3]}), expected the same "
+                "ones. Train without an adapter, or set update_ref_model=False."
+            )
+        running = dict(self.running_model.named_parameters()) if self.running_model is not None else None
+        for name in names:
+            if running is not None:
+                targets[name].data.copy_(running[name])
+            if PartialState().num_processes > 1:
+                broadcast(targets[name].data, from_process=0)

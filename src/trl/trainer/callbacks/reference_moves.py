@@ -1,0 +1,52 @@
+"""Callbacks that move the reference while training goes on, and the one copy that they move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from trl.models.reference import FrozenModel, Reference
+
+
+@runtime_checkable
+class MovesReference(Protocol):
+    """A callback that writes into a reference's weights, which a trainer hands to it."""
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether it is set to do so."""
+        ...
+
+    def use_reference(self, reference: torch.nn.Module) -> None:
+        """Take the module to write into."""
+
+
+def lend_reference(callbacks: Iterable[Any], reference: Reference | None) -> FrozenModel | None:
+    """Hand the frozen copy to the callbacks that move it; None where none does.
+
+    What comes back must be part of every checkpoint (`save`, `load`). Call it once the reference is prepared.
+
+    Raises: ValueError for a reference that cannot move.
+    """
+    movers = [
+        callback
+        for callback in callbacks
+        if isinstance(callback, MovesReference) and callback.moves_reference
+    ]
+    if not movers:
+        return None
+    if not isinstance(reference, FrozenModel):
+        raise ValueError(
+            f"{type(movers[0]).__name__} moves the reference's weights, and this run has {_named(reference)}, expected a "
+            "model of its own. Train without an adapter and without precomputed or absent reference, or leave the "
+            "callback (sync_ref_model) out."
+        )
+    for callback in movers:
+        callback.use_reference(reference.module)
+    return reference
+
+
+def _named(reference: Reference | None) -> str:
+    return "none" if reference is None else f"a reference of kind {type(reference).__name__}"
