@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
 from trl.data.preparation import SFTPreparation, prepare_sft_dataset
 from trl.data.rendering import ProcessingClass, text_tokenizer
@@ -23,6 +24,7 @@ from trl.data.templates import get_training_chat_template
 from trl.models.layout import is_flat
 from trl.models.setup import check_positions, check_table, table_of_positions
 from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_images import check_rows, refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,11 @@ class SFTDatasets:
         *,
         formatting_func: Callable[[dict[str, Any]], Any] | None,
         model: Any,
+        image_collator: Any = None,
     ) -> None:
+        """`image_collator` makes the batches where rows have images: they stay raw until then."""
         self.args, self.formatting_func, self.model = args, formatting_func, model
+        self.image_collator = image_collator
         self.vocab_size = model.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
         self.processing_class = (
             for_training(processing_class) if args.assistant_only_loss else processing_class
@@ -76,6 +81,12 @@ class SFTDatasets:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return check_finished(dataset, name)
         args = self.args
+        if self.image_collator is not None:
+            is_ours = isinstance(self.image_collator, DataCollatorForVisionLanguageModeling)
+            if is_ours and not self._extra.get("skip_prepare"):
+                check_rows(dataset, self.image_collator, self.model, name=name)
+            return dataset
+        refuse_images(dataset, name=name)
         settings = SFTPreparation(
             text_field=args.dataset_text_field,
             max_length=args.max_length,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, move_onto_config
-from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
 from trl.models.layout import padded_batch
 from trl.models.loading import apply_special_tokens, load_processing_class
@@ -36,6 +36,7 @@ from trl.tensors.reduce import Weighted
 from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator, needs_preparation
+from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,13 @@ class SFTTrainer(BaseTrainer):
     Args:
         model: a causal language model, a `PeftModel` (whose adapter goes on training), or a name or path.
         args: an `SFTConfig`; a plain `TrainingArguments` is taken over into one.
-        data_collator: makes batches of prepared rows; by default `DataCollatorForLanguageModeling`.
+        data_collator: makes batches of prepared rows; by default `DataCollatorForLanguageModeling`, and for rows with
+            images, which stay as they are, `DataCollatorForVisionLanguageModeling`.
         train_dataset: rows of any language-modelling or prompt-completion type, standard or conversational, or
-            tokenised (`input_ids`); a `datasets.Dataset` or a stream.
+            tokenised (`input_ids`); a `datasets.Dataset` or a stream. An `images` or `image` column takes a
+            vision-language model.
         eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer; by default the one saved with the model.
+        processing_class: the tokenizer, or the processor of a vision-language model; by default the one saved with the model.
         compute_loss_func: your own `(outputs, labels, num_items_in_batch) -> loss`; it is given the model's logits.
         compute_metrics: `EvalPrediction -> dict`; it is given logits and labels of padded rows.
         peft_config: trains a new adapter with these settings instead of the model.
@@ -111,13 +114,23 @@ class SFTTrainer(BaseTrainer):
             logger.warning("%s: %s.", type(loaded).__name__, fallback)
 
         self.padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
+        self.with_images = isinstance(data_collator, DataCollatorForVisionLanguageModeling) or has_images(
+            train_dataset, eval_dataset
+        )
+        if self.with_images:
+            data_collator = collator_for_images(
+                data_collator, args, processing_class, loaded, formatting_func
+            )
         data_collator = data_collator or DataCollatorForLanguageModeling(
             pad_token_id=pad_token_id(tokenizer),
             completion_only_loss=args.completion_only_loss is not False,
             padding_free=self.padding_free,
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
-        self._sets = SFTDatasets(args, processing_class, formatting_func=formatting_func, model=loaded)
+        self._sets = SFTDatasets(
+            args, processing_class, formatting_func=formatting_func, model=loaded,
+            image_collator=data_collator if self.with_images else None,
+        )  # fmt: skip
         if train_dataset is not None:
             train_dataset = self._sets.train(train_dataset)
         if eval_dataset is not None:
@@ -140,10 +153,6 @@ class SFTTrainer(BaseTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if args.activation_offloading:
-            offloading = get_act_offloading_ctx_manager(self.model)  # type: ignore[arg-type]
-            self._offloading = lambda: offloading
 
     # ---- the data
 
@@ -159,11 +168,6 @@ class SFTTrainer(BaseTrainer):
         return self._sets.evaluation(dataset) if needs_preparation(dataset) else dataset
 
     # ---- the loss
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One micro-batch; with `activation_offloading` its activations wait for the backward pass in CPU memory."""
-        with self._offloading():
-            return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self,
@@ -278,6 +282,9 @@ class SFTTrainer(BaseTrainer):
                 "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks",
                 "attention_mask", "position_ids",
             ]  # fmt: skip
+            if self.with_images:
+                assert isinstance(self.args, SFTConfig)
+                self._signature_columns += [*RAW_COLUMNS, self.args.dataset_text_field]
 
 
 def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None) -> None:

@@ -1,0 +1,90 @@
+"""Rows with images for supervised fine-tuning, as a padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from trl.collators.images import BatchPlace, Illustrated, ImageCollator, Limits, check_examples
+from trl.collators.rows import Row
+from trl.data.image_rows import ImageRows, image_column, image_row_type, read_images
+from trl.data.validation import Place
+
+
+@dataclass
+class DataCollatorForVisionLanguageModeling(ImageCollator):
+    """Batches raw rows with `images` (a list) or `image`, and `messages`, `prompt` with `completion`, or text.
+
+    Conversations get exactly what the processor's chat template writes; plain text must hold the processor's
+    placeholder for each image, and gets the tokenizer's special tokens and an eos token. The processor turns texts and
+    images into `input_ids`, `attention_mask`, `(B, T)`, padded on the right, `pixel_values` and whatever else its model
+    takes. `labels (B, T)` are -100 on padding, on images, and on prompts where completions only are trained. Labels are
+    not shifted.
+
+    Args:
+        processor: Processor with a tokenizer and an image processor.
+        max_length: Rows lose their end beyond this many tokens, those of the images counted; None: no limit. An
+            image that would lose tokens is an error.
+        completion_only_loss: Whether rows of `prompt` and `completion` train the completion only; None: likewise, and
+            rows without completion are trained whole.
+        pad_to_multiple_of: Rounds T up to a multiple, in tokens.
+        dataset_text_field: Column of plain text.
+        return_tensors: Only "pt".
+
+    Example:
+        >>> collate = DataCollatorForVisionLanguageModeling(processor)  # doctest: +SKIP
+        >>> question = {"role": "user", "content": "What is it?"}  # doctest: +SKIP
+        >>> collate([{"images": [image], "messages": [question, {"role": "assistant", "content": "A cat."}]}])  # doctest: +SKIP
+    """
+
+    processor: ProcessorMixin
+    max_length: int | None = None
+    completion_only_loss: bool | None = False
+    pad_to_multiple_of: int | None = None
+    dataset_text_field: str = "text"
+    return_tensors: str = "pt"
+    rows_cut: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.return_tensors != "pt":
+            raise ValueError(
+                f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
+            )
+        self.check()
+
+    @property
+    def limits(self) -> Limits:
+        """Rows lose their end."""
+        return Limits(max_length=self.max_length)
+
+    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order.
+
+        Raises: ValueError or TypeError naming the row of the batch and its column.
+        """
+        check_examples(examples)
+        rows = self._rows(examples[0])
+        places: list[Place] = [
+            BatchPlace("", index, rows.column or rows.row_type.columns[0]) for index in range(len(examples))
+        ]
+        images = [read_images(row, rows.column, place) for row, place in zip(examples, places, strict=True)]
+        halves = [rows.halves(row, index, images[index]) for index, row in enumerate(examples)]
+        sequences = Illustrated(halves, images, places, adds_special=not rows.row_type.is_conversational)
+        return self.collate(sequences, completions_only=self._completions_only(rows))
+
+    def _rows(self, first: Row) -> ImageRows:
+        column = image_column(list(first))
+        row_type = image_row_type(list(first), first, text_field=self.dataset_text_field, name="batch")
+        return ImageRows(self.processor, row_type, column, lambda row, column: BatchPlace("", row, column))
+
+    def _completions_only(self, rows: ImageRows) -> bool:
+        has_completions = rows.row_type.kind == "prompt_completion"
+        if self.completion_only_loss and not has_completions:
+            raise ValueError(
+                f"row 0 of the batch, column {rows.row_type.columns[0]!r}: completion_only_loss=True, but the row has no "
+                "completion. Give 'prompt' and 'completion' columns, or set completion_only_loss=False."
+            )
+        return has_completions and self.completion_only_loss is not False
