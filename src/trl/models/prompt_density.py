@@ -1,0 +1,242 @@
+"""BCO's underlying-distribution matching: how likely a prompt is to come from a desirable row, read off its embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast, gather
+from datasets import Dataset, IterableDataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+CLASSIFIER_FILE = "prompt_classifier.safetensors"
+STREAM_ROWS_PER_SAMPLE = 16  # how many rows of a stream are read for each prompt of the sample
+
+
+class EmbeddingFunction(Protocol):
+    """Turns padded prompts `(B, T)` into embeddings `(B, H)`; the user's own, around a model of its own."""
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class PromptClassifier:
+    """Logistic regression on embeddings: `coefficients (H,)` and `intercept ()`, in float64."""
+
+    coefficients: Tensor
+    intercept: Tensor
+
+    def probability(self, embeddings: Tensor) -> Tensor:
+        """P(desirable | prompt), `(B, H) -> (B,)`, in at least float32.
+
+        Raises: ValueError for embeddings of another size than those that it was fitted on.
+        """
+        if embeddings.ndim != 2 or embeddings.shape[1] != len(self.coefficients):
+            raise ValueError(
+                f"embeddings have shape {tuple(embeddings.shape)}, expected (B, {len(self.coefficients)}) as when the "
+                "classifier was fitted. Use the embedding_func of that run."
+            )
+        logits = embeddings.double() @ self.coefficients.to(embeddings.device)
+        logits = logits + self.intercept.to(embeddings.device)
+        return logits.sigmoid().to(torch.promote_types(embeddings.dtype, torch.float32))
+
+    def save(self, folder: str | Path) -> None:
+        """Write it into a checkpoint, without losing a bit."""
+        save_file(
+            {"coefficients": self.coefficients, "intercept": self.intercept}, Path(folder) / CLASSIFIER_FILE
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path) -> PromptClassifier:
+        """Read it from a checkpoint.
+
+        Raises: FileNotFoundError for a checkpoint of a run without it.
+        """
+        path = Path(folder) / CLASSIFIER_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing, expected in a checkpoint of a run with embedding_func. Resume from such a one, or "
+                "start the run anew."
+            )
+        return cls(**load_file(path))
+
+
+def fit_classifier(desirable: Tensor, undesirable: Tensor) -> PromptClassifier:
+    """The classifier between the embeddings of two kinds of prompts, `(N, H)` and `(M, H)`; both kinds weigh the same.
+
+    The same numbers give the same bits.
+
+    Raises: ImportError without scikit-learn; ValueError where a kind has no row or an embedding is not finite.
+    Source: Jung et al. 2024, BCO, underlying distribution matching (arXiv:2404.04656).
+    """
+    regression = _logistic_regression()
+    check_sample(desirable, undesirable)
+    values = torch.cat([desirable, undesirable]).double().cpu().numpy()
+    kinds = np.repeat([1, 0], [len(desirable), len(undesirable)])
+    fitted = regression(class_weight="balanced", max_iter=1000).fit(values, kinds)
+    return PromptClassifier(torch.from_numpy(fitted.coef_[0].copy()), torch.tensor(float(fitted.intercept_[0]), dtype=torch.float64))  # fmt: skip
+
+
+def check_sample(desirable: Tensor, undesirable: Tensor) -> None:
+    """Raise ValueError where a kind of prompts has no row, or an embedding is not finite."""
+    for name, embeddings in (("desirable", desirable), ("undesirable", undesirable)):
+        if not len(embeddings):
+            raise ValueError(
+                f"no {name} prompt, expected at least one of each kind to tell them apart. Leave embedding_func out, or "
+                "add such rows."
+            )
+        finite = embeddings.isfinite().all(dim=1)
+        if not finite.all():
+            raise ValueError(
+                f"the embedding of {name} prompt {int((~finite).nonzero()[0])} of the sample is not finite. Check "
+                "embedding_func and its model's precision."
+            )
+
+
+def _logistic_regression() -> Any:
+    try:
+        from sklearn.linear_model import LogisticRegression
+    except ImportError as error:
+        raise ImportError(
+            "embedding_func needs scikit-learn, which is not installed. Run `pip install trl[bco]`, or leave "
+            "embedding_func out."
+        ) from error
+    return LogisticRegression
+
+
+@dataclass
+class PromptDensity:
+    """P(desirable | prompt) of a run: embeds a sample of the training prompts, fits the classifier, applies it.
+
+    `embedding_tokenizer` has made the rows' `embedding_input_ids`; it pads them, so it needs a pad token.
+
+    Raises: TypeError or ValueError for a missing or unfit tokenizer, ImportError without scikit-learn.
+    """
+
+    embedding_func: EmbeddingFunction
+    embedding_tokenizer: PreTrainedTokenizerBase
+    classifier: PromptClassifier | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.embedding_func):
+            raise TypeError(
+                f"embedding_func is a {type(self.embedding_func).__name__}, expected a function of input_ids and "
+                "attention_mask that returns embeddings (B, H). Wrap the model in one."
+            )
+        if self.embedding_tokenizer is None:
+            raise ValueError(
+                "embedding_func without embedding_tokenizer, expected both. Give the tokenizer that belongs to the "
+                "embedding model."
+            )
+        if self.embedding_tokenizer.pad_token_id is None:
+            raise ValueError(
+                "embedding_tokenizer has no pad token, expected one to pad prompts with. Set "
+                "embedding_tokenizer.pad_token, for example to its eos_token."
+            )
+        _logistic_regression()
+
+    def embed(self, prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
+        """Embeddings `(B, H)` of tokenised prompts, padded together.
+
+        Raises: TypeError or ValueError where embedding_func returns anything else.
+        """
+        padded = self.embedding_tokenizer.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt")  # fmt: skip
+        ids, mask = padded["input_ids"].to(device), padded["attention_mask"].to(device)  # type: ignore[union-attr]
+        with torch.no_grad():
+            embeddings = self.embedding_func(input_ids=ids, attention_mask=mask)
+        if not isinstance(embeddings, Tensor):
+            raise TypeError(
+                f"embedding_func returned a {type(embeddings).__name__}, expected a tensor (B, H). Return the pooled "
+                "hidden states."
+            )
+        if embeddings.ndim != 2 or len(embeddings) != len(prompts):
+            raise ValueError(
+                f"embedding_func returned shape {tuple(embeddings.shape)} for {len(prompts)} prompts, expected "
+                f"({len(prompts)}, H). Pool over the tokens of each prompt."
+            )
+        return embeddings
+
+    def fit(
+        self, dataset: Dataset | IterableDataset, *, sample_size: int, seed: int, batch_size: int
+    ) -> PromptClassifier:
+        """Fit on a sample of at most `sample_size` prompts of each kind, drawn with `seed`; the same on every process.
+
+        `dataset` has `embedding_input_ids` and `label`; of a stream the first rows are taken. Every process embeds its
+        share in batches of `batch_size`, as many batches as the others.
+
+        Raises: ValueError as `fit_classifier` does.
+        """
+        sample = sample_prompts(dataset, sample_size=sample_size, seed=seed)
+        embeddings = [self._embed_shared(prompts, batch_size) for prompts in sample]
+        check_sample(*embeddings)  # on every process, so that none waits for one that raised
+        state = PartialState()
+        if state.is_main_process:
+            fitted = fit_classifier(*embeddings)
+        else:
+            size = embeddings[0].shape[1]
+            fitted = PromptClassifier(torch.zeros(size, dtype=torch.float64), torch.zeros((), dtype=torch.float64))  # fmt: skip
+        if state.num_processes > 1:
+            packed = torch.cat([fitted.coefficients, fitted.intercept.reshape(1)]).to(state.device)
+            values: Tensor = broadcast(packed).cpu()  # type: ignore[assignment]
+            fitted = PromptClassifier(values[:-1].clone(), values[-1].clone())
+        self.classifier = fitted
+        return fitted
+
+    def _embed_shared(self, prompts: list[list[int]], batch_size: int) -> Tensor:
+        """Embeddings of all prompts, each made on one process; short shares are filled with a prompt that is cut off."""
+        if not prompts:
+            return torch.zeros(0, 0)
+        state = PartialState()
+        share = -(-len(prompts) // state.num_processes)
+        start = state.process_index * share
+        mine = prompts[start : start + share]
+        mine += [prompts[-1]] * (share - len(mine))
+        batches = [mine[first : first + batch_size] for first in range(0, share, batch_size)]
+        made = torch.cat([self.embed(batch, state.device or "cpu") for batch in batches])
+        return gather(made)[: len(prompts)] if state.num_processes > 1 else made  # type: ignore[index]
+
+    def probability(self, prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
+        """P(desirable | prompt) of tokenised prompts, `(B,)`."""
+        assert self.classifier is not None, "fit or load comes first"
+        return self.classifier.probability(self.embed(prompts, device))
+
+    def save(self, folder: str | Path) -> None:
+        """Write the classifier into a checkpoint (call it on the main process)."""
+        assert self.classifier is not None, "fit or load comes first"
+        self.classifier.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Take the classifier of a checkpoint: a resumed run goes on with the same bits."""
+        self.classifier = PromptClassifier.load(folder)
+
+
+def sample_prompts(
+    dataset: Dataset | IterableDataset, *, sample_size: int, seed: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """`embedding_input_ids` of up to `sample_size` desirable and as many undesirable rows.
+
+    Raises: ValueError for a sample without prompts, or rows that were prepared without `embedding_input_ids`.
+    """
+    if sample_size < 1:
+        raise ValueError(f"prompt_sample_size must be >= 1, got {sample_size}. Some hundreds are enough.")
+    if isinstance(dataset, IterableDataset):
+        rows = list(dataset.take(STREAM_ROWS_PER_SAMPLE * sample_size))
+        dataset = Dataset.from_list(rows)
+    if "embedding_input_ids" not in dataset.column_names:
+        raise ValueError(
+            f"the rows have {dataset.column_names}, expected 'embedding_input_ids', the prompt under the "
+            "embedding_tokenizer. Let the trainer prepare the rows, or add that column."
+        )
+    labels = np.asarray(dataset.with_format("numpy")["label"][:])
+    random = np.random.default_rng(seed)
+    kinds = (np.flatnonzero(labels), np.flatnonzero(~labels))
+    chosen = [np.sort(random.permutation(rows)[:sample_size]) for rows in kinds]
+    desirable, undesirable = (list(dataset.select(rows)["embedding_input_ids"]) for rows in chosen)
+    return desirable, undesirable

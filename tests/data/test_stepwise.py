@@ -1,0 +1,235 @@
+"""Stepwise rows: where the classes stand, what is cut off, the recorded first losses, and what is refused."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from tests.tiny_tokenizers import tiny_tokenizer
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
+from trl.objectives.reward_modelling import step_classification
+from trl.tensors.reduce import count_units, reduce_terms
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "How many apples are left?", "completions": ["Seven apples.", "And 12 pears."], "labels": [True, False]},
+    {"prompt": "And then?", "completions": ["Look up.", "It is blue.", "Next."], "labels": [True, True, True]},
+    {"prompt": "And then?", "completions": ["Be brief."], "labels": [False]},
+]  # fmt: skip
+
+
+def prepare(rows: list[dict], *, streaming: bool = False, **settings: Any) -> Any:
+    dataset: Any = Dataset.from_list(rows)
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    return prepare_stepwise_dataset(dataset, tiny_tokenizer(), StepwisePreparation(**settings))
+
+
+def ids(text: str) -> list[int]:
+    return tiny_tokenizer()(text)["input_ids"]
+
+
+def test_the_class_of_a_step_stands_on_the_last_token_of_its_separator() -> None:
+    rows, report = prepare(ROWS, step_separator="\n\n")
+    steps = [ids(step) + ids("\n\n") for step in ROWS[0]["completions"]]
+    prompt = ids("<s>") + ids(ROWS[0]["prompt"])
+    assert rows[0]["input_ids"] == prompt + steps[0] + steps[1]
+    quiet = [[-100] * (len(step) - 1) for step in steps]
+    assert rows[0]["labels"] == [-100] * len(prompt) + quiet[0] + [1] + quiet[1] + [0]
+    assert (report.rows, report.steps, report.removed_steps) == (3, 6, 0)
+    assert report.summary() == f"train dataset: 3 rows, {report.tokens} tokens, 6 labelled steps"
+
+
+def test_only_the_last_step_is_labelled_in_training_and_all_in_evaluation() -> None:
+    every, _ = prepare(ROWS)
+    last, report = prepare(ROWS, train_on_last_step_only=True)
+    evaluated, _ = prepare(ROWS, train_on_last_step_only=True, is_eval=True)
+    assert evaluated[:] == every[:]
+    assert last["input_ids"][:] == every["input_ids"][:]
+    kept = [[label for label in row if label != -100] for row in last["labels"]]
+    assert kept == [[0], [1], [0]]
+    assert [row[-1] for row in last["labels"]] == [0, 1, 0]
+    assert report.steps == 3
+
+
+def test_prompts_keep_their_end_and_steps_their_beginning() -> None:
+    whole, _ = prepare(ROWS)
+    row, begin = whole[0], ids("<s>")
+    prompt = ids(ROWS[0]["prompt"])
+    rows, _ = prepare(ROWS, max_prompt_length=3)
+    assert rows[0]["input_ids"] == begin + prompt[-3:] + row["input_ids"][1 + len(prompt) :]
+    rows, report = prepare(ROWS, max_completion_length=4)
+    assert rows[0]["input_ids"] == row["input_ids"][: 1 + len(prompt) + 4]
+    assert all(len(line["labels"]) == len(line["input_ids"]) for line in rows)
+    rows, _ = prepare(ROWS, max_length=12)
+    assert rows[0]["input_ids"] == row["input_ids"][:12]
+    assert rows[0]["labels"] == row["labels"][:12]
+    assert report.removed_tokens == sum(map(len, whole["input_ids"])) - report.tokens
+
+
+def test_what_truncation_takes_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    rows, report = prepare(ROWS, max_length=10)
+    left = [sum(label != -100 for label in row) for row in rows["labels"]]
+    assert (report.rows, report.steps) == (3, 6)
+    assert report.removed_steps == 6 - sum(left)
+    assert report.untrained_rows == left.count(0) > 0
+    assert f"{report.removed_steps} of 6 labelled steps were cut off by max_length" in caplog.text
+    assert f"{left.count(0)} of 3 rows have no trained token left" in caplog.text
+    dropped, report = prepare(ROWS, max_length=10, untrained_rows="drop")
+    assert (len(dropped), report.dropped_rows) == (3 - left.count(0), left.count(0))
+    with pytest.raises(
+        ValueError, match=r"train dataset, row 0, column 'input_ids': none .* Raise max_length"
+    ):
+        prepare(ROWS, max_length=10, untrained_rows="error")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "last only": {"train_on_last_step_only": True},
+    "cut": {"max_length": 14, "max_prompt_length": 4, "max_completion_length": 9},
+    "dropped": {"max_length": 10, "untrained_rows": "drop"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_stream_gives_the_rows_and_counts_of_a_stored_data_set(settings: dict) -> None:
+    stored, counted = prepare(ROWS * 50, **settings)
+    stream, passing = prepare(ROWS * 50, streaming=True, **settings)
+    assert list(stream) == list(stored)
+    passing.is_streaming = False
+    assert passing == counted
+
+
+def test_one_row_alone_is_the_row_of_the_data_set() -> None:
+    rows, _ = prepare(ROWS, max_length=14, max_prompt_length=4, max_completion_length=9, train_on_last_step_only=True)  # fmt: skip
+    for row, given in zip(rows, ROWS, strict=True):
+        assert tokenize_stepwise_row(given, tiny_tokenizer(), "\n", 14, 4, 9, True, False) == row
+
+
+def test_two_processes_and_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS * 10)))
+    dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+    settings = StepwisePreparation(max_length=20)
+    first, counted = prepare_stepwise_dataset(dataset, tiny_tokenizer(), settings)
+    again, recounted = prepare_stepwise_dataset(dataset, tiny_tokenizer(), settings)
+    assert (first._fingerprint, counted) == (again._fingerprint, recounted)
+    together, report = prepare_stepwise_dataset(
+        dataset, tiny_tokenizer(), StepwisePreparation(max_length=20, num_proc=2)
+    )
+    assert (together[:], report) == (first[:], counted)
+
+
+def test_tokens_pass_and_are_cut() -> None:
+    given = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 1, -100, 0], "other": "x"}]
+    rows, report = prepare(given, max_length=3)
+    assert rows[:] == {"input_ids": [[5, 6, 7]], "labels": [[-100, 1, -100]]}
+    assert (report.steps, report.removed_steps, report.removed_tokens) == (2, 1, 1)
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {**ROWS[0], **changes}
+
+
+BAD = {
+    "labels of another number": (
+        [ROWS[1], row(labels=[True])], {}, ValueError,
+        "train dataset, row 1, column 'labels': 1 labels for 2 steps in 'completions', expected as many",
+    ),
+    "labels that are numbers": (
+        [row(labels=[1, 0])], {}, TypeError,
+        r"row 0, column 'labels\[0\]': 1 is of type int, expected true or false. Convert the column",
+    ),
+    "labels that are words": (
+        [row(labels=["+", "-"])], {}, TypeError, r"row 0, column 'labels\[0\]': '\+' is of type str, expected true or false. Map it"
+    ),
+    "a label that is missing": ([row(labels=[True, None])], {}, ValueError, r"row 0, column 'labels\[1\]': None"),
+    "one label": ([row(labels=True)], {}, TypeError, "row 0, column 'labels': True is of type bool, expected a list"),
+    "no steps": ([row(completions=[], labels=[])], {}, ValueError, "row 0, column 'completions': an empty list"),
+    "an empty step": (
+        [row(completions=["a", ""])], {}, ValueError, r"row 0, column 'completions\[1\]': an empty string"
+    ),
+    "steps in one text": ([row(completions="a")], {}, TypeError, "row 0, column 'completions': 'a' is of type str, expected a list of steps"),
+    "steps that are messages": (
+        [row(completions=[[{"role": "assistant", "content": "a"}]] * 2)], {}, TypeError, r"row 0, column 'completions\[0\]': a list, expected a string",
+    ),
+    "no prompt": ([row(prompt="")], {}, ValueError, "row 0, column 'prompt': an empty string"),
+    "no labels": (
+        [{"prompt": "a", "completions": ["b"]}], {}, ValueError, "has columns .* without 'labels'; PRM takes 'prompt'"
+    ),
+    "one completion": (
+        [{"prompt": "a", "completion": "b", "label": True}], {}, ValueError, "Split 'completion' into a list of steps"
+    ),
+    "no rows": ([], {}, ValueError, "train dataset: no rows, expected at least one with prompt, completions, labels"),
+    "nothing left": (
+        ROWS, {"max_length": 3}, ValueError, "none of the row's .* All 3 rows looked at are like this"
+    ),
+    "separator without tokens": (ROWS, {"step_separator": ""}, ValueError, "step_separator '' has no token under this tokenizer"),
+    "token of another vocabulary": ([{"input_ids": [5, 9999], "labels": [-100, 1]}], {}, ValueError, "token id 9999, expected 0 to"),
+    "token labels of another length": (
+        [{"input_ids": [5, 6], "labels": [1]}], {}, ValueError, "row 0, column 'labels': 1 labels for 2 tokens"
+    ),
+    "token labels that are no classes": (
+        [{"input_ids": [5, 6], "labels": [-1, 1]}], {}, ValueError, "row 0, column 'labels': -1, expected a class"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("rows", "settings", "error", "says"), BAD.values(), ids=BAD)
+def test_bad_rows_are_refused(rows: list, settings: dict, error: type, says: str, streaming: bool) -> None:
+    dataset: Any = Dataset.from_list(rows)
+    if streaming:
+        dataset = IterableDataset.from_generator(lambda: iter(rows))
+    with pytest.raises(error, match=says) as caught:
+        prepare_stepwise_dataset(dataset, tiny_tokenizer(), StepwisePreparation(**settings))
+    assert type(caught.value) is error
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_prompt_length must be >= 1, got 0"):
+        StepwisePreparation(max_prompt_length=0)
+    with pytest.raises(TypeError, match="step_separator must be a string, got None"):
+        StepwisePreparation(step_separator=None)  # type: ignore[arg-type]
+
+
+def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        stream, report = prepare(ROWS * 100, streaming=True, max_length=12)
+        assert len(list(stream)) == 300
+    assert caplog.text.count("labelled steps were cut off") == 1
+    assert report.steps == 600
+
+
+RECORDED = [
+    ("default", {}),
+    ("separator", {"step_separator": " ;"}),
+    ("last_step_only", {"train_on_last_step_only": True}),
+    ("max_lengths", {"max_length": 30, "max_prompt_length": 8}),
+    ("max_completion_length", {"max_completion_length": 16}),
+]
+LOSSES = {
+    "default": 1.1435742,
+    "separator": 1.0133851,
+    "last_step_only": 0.86463553,
+    "max_lengths": 1.045845,
+    "max_completion_length": 1.3242822,
+}
+
+
+@pytest.mark.parametrize(("case", "settings"), RECORDED)
+def test_first_losses_of_the_recorded_runs(shared: Path, case: str, settings: dict) -> None:
+    assets = shared / "golden" / "assets_public"
+    lines = (assets / "datasets" / "stepwise_text.jsonl").read_text().splitlines()[:4]
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
+    dataset = Dataset.from_list([json.loads(line) for line in lines])
+    rows, _ = prepare_stepwise_dataset(dataset, tokenizer, StepwisePreparation(**settings))
+    model = AutoModelForTokenClassification.from_pretrained(assets / "prm").double().eval()
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows]
+    labels = torch.tensor([label for row in rows for label in row["labels"]])
+    terms = step_classification(torch.cat(logits), labels)
+    assert float(reduce_terms(terms, count_units(terms))) == pytest.approx(LOSSES[case], rel=2e-6)

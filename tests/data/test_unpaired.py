@@ -1,0 +1,398 @@
+"""Unpaired preferences: token rows, mismatched completions, truncation, the recorded first steps, and what is refused."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from tests.tiny_tokenizers import tiny_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.objectives.unpaired import (
+    KTOOptions,
+    UnpairedScores,
+    bco_terms,
+    kl_estimate,
+    kl_sum,
+    kto_terms,
+    reward_sum,
+)
+from trl.tensors.reduce import count_units, reduce_terms
+
+TEXT: list[dict[str, Any]] = [
+    {"prompt": "Q: How many apples are left?", "completion": " A: Seven apples and 12 pears.", "label": True},
+    {"prompt": "Q: And then?", "completion": " A: Look up.", "label": False},
+    {"prompt": "Q: What colour is the sky?", "completion": " A: It is blue. Be brief.", "label": True},
+    {"prompt": "Q: And then?", "completion": " A: Next.", "label": True},
+    {"prompt": "Q: How many?", "completion": " A: 7", "label": False},
+]
+SKY = {"role": "user", "content": "What colour is the sky?"}
+BLUE, GREY = ({"role": "assistant", "content": text} for text in ("It is blue.", "Look up."))
+CHAT = [{"prompt": [SKY], "completion": [answer], "label": answer is BLUE} for answer in (BLUE, GREY)]
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": f" A: {number}"}
+    for number, row in enumerate(TEXT)
+]
+
+
+def prepare(rows: list[dict], *, streaming: bool = False, template: str = "chatml", **settings: Any) -> Any:
+    dataset: Any = Dataset.from_list(rows)
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    return prepare_unpaired_dataset(dataset, tiny_tokenizer(template), UnpairedPreparation(**settings))
+
+
+def ids(text: str) -> list[int]:
+    return tiny_tokenizer()(text)["input_ids"]
+
+
+EOS = ids("<|im_end|>")
+
+
+def test_rows_are_prompt_completion_with_its_eos_and_label() -> None:
+    rows, report = prepare(TEXT)
+    assert rows.column_names == ["prompt_input_ids", "completion_input_ids", "label"]
+    for row, given in zip(rows, TEXT, strict=True):
+        assert row["prompt_input_ids"] == ids(given["prompt"])
+        assert row["completion_input_ids"] == ids(given["completion"]) + EOS
+        assert row["label"] is given["label"]
+    assert (report.rows, report.desirable_rows, report.undesirable_rows) == (5, 3, 2)
+    assert report.summary() == f"train dataset: 5 rows, {report.tokens} tokens, 3 desirable"
+
+
+def test_conversations_are_what_the_template_writes() -> None:
+    rows, _ = prepare(CHAT)
+    text = "<|im_start|>user\nWhat colour is the sky?<|im_end|>\n<|im_start|>assistant\n"
+    assert rows["prompt_input_ids"][:] == [ids(text)] * 2
+    assert rows["completion_input_ids"][0] == ids("It is blue.<|im_end|>\n<|im_end|>")
+    assert rows["label"][:] == [True, False]
+
+
+def test_a_token_that_reaches_over_the_boundary_belongs_to_the_completion() -> None:
+    row = {"prompt": "It is bl", "completion": "ue.", "label": True}
+    rows, report = prepare([row, {**row, "label": False}])
+    assert rows[0]["prompt_input_ids"] == ids("It is")
+    assert rows[0]["completion_input_ids"] == ids(" blue.") + EOS
+    assert report.shifted_rows == 2
+
+
+def test_pairs_are_taken_apart_chosen_first() -> None:
+    rows, report = prepare(PAIRS)
+    apart = [{"prompt": p["prompt"], "completion": p[side], "label": side == "chosen"}
+             for side in ("chosen", "rejected") for p in PAIRS]  # fmt: skip
+    assert list(rows) == list(prepare(apart)[0])
+    assert (report.rows, report.desirable_rows) == (10, 5)
+    implicit = [{side: p["prompt"] + p[side] for side in ("chosen", "rejected")} for p in PAIRS]
+    texts = [tiny_tokenizer().decode(r["prompt_input_ids"] + r["completion_input_ids"]) for r in prepare(implicit)[0]]  # fmt: skip
+    assert texts == [tiny_tokenizer().decode(r["prompt_input_ids"] + r["completion_input_ids"]) for r in rows]
+    chats = [{"chosen": [SKY, BLUE], "rejected": [SKY, GREY]}]
+    assert prepare(chats)[0][:] == prepare(CHAT)[0][:]
+
+
+def test_blocks_of_pairs_do_not_depend_on_streaming_or_processes() -> None:
+    pairs = [{"prompt": "Q:", "chosen": f" {n}", "rejected": f" -{n}"} for n in range(1200)]
+    stored, _ = prepare(pairs, mismatch_group=4)
+    assert stored["label"][:] == [True] * 1000 + [False] * 1000 + [True] * 200 + [False] * 200
+    assert list(prepare(pairs, mismatch_group=4, streaming=True)[0]) == [
+        {**row, "KL_prompt_input_ids": None} for row in stored
+    ]
+    assert prepare(pairs, mismatch_group=4, num_proc=2)[0][:] == stored[:]
+
+
+def test_mismatched_completions_come_from_the_row_before_in_the_batch() -> None:
+    rows, _ = prepare(TEXT[:4] * 300, mismatch_group=3)
+    completions = rows["completion_input_ids"][:]
+    for start in range(0, 1200, 3):
+        own = completions[start : start + 3]
+        assert rows["KL_completion_input_ids"][start : start + 3] == [own[2], own[0], own[1]]
+    assert "KL_prompt_input_ids" not in rows.column_names
+
+
+def test_a_row_that_is_alone_in_its_batch_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    prepare(TEXT[:4], mismatch_group=4)
+    assert "alone in its batch" not in caplog.text
+    rows, _ = prepare(TEXT, mismatch_group=4)
+    assert rows[4]["KL_completion_input_ids"] == rows[4]["completion_input_ids"]
+    assert "the last row is alone in its batch of 4" in caplog.text
+
+
+def cut(prompt: list[int], completion: list[int], limit: int, prompt_limit: int, mode: str) -> tuple:
+    """The rule in words: only rows that are too long lose prompt, then completion; two places are kept for marks."""
+    room = limit - 2
+    content = completion[:-1]
+    if len(prompt) + len(content) > room:
+        prompt = prompt[:prompt_limit] if mode == "keep_start" else prompt[-prompt_limit:]
+    if len(prompt) + len(content) > room:
+        content = content[: room - prompt_limit]
+    return prompt, content + completion[-1:]
+
+
+@pytest.mark.parametrize("mode", ["keep_end", "keep_start"])
+def test_truncation(mode: str) -> None:
+    limits = {"max_length": 17, "max_prompt_length": 5, "truncation_mode": mode}
+    whole, _ = prepare(TEXT)
+    rows, report = prepare(TEXT, mismatch_group=5, **limits)
+    before, removed = whole[-1]["completion_input_ids"], 0
+    for row, given in zip(rows, whole, strict=True):
+        prompt, completion = given["prompt_input_ids"], given["completion_input_ids"]
+        found = (row["prompt_input_ids"], row["completion_input_ids"])
+        assert found == cut(prompt, completion, 17, 5, mode)
+        own = row["KL_prompt_input_ids"] or row["prompt_input_ids"]
+        assert (own, row["KL_completion_input_ids"]) == cut(prompt, before, 17, 5, mode)
+        before = completion
+        removed += len(prompt) + len(completion) - sum(map(len, found))
+        assert sum(map(len, found)) <= 17
+    assert report.removed_tokens == removed > 0
+    assert any(row["KL_prompt_input_ids"] is not None for row in rows)
+    assert any(row["KL_prompt_input_ids"] is None for row in rows)
+
+
+def test_begin_tokens_survive_truncation() -> None:
+    tokenizer = tiny_tokenizer(adds_begin=True)
+    settings = UnpairedPreparation(max_length=12, max_prompt_length=4)
+    rows, _ = prepare_unpaired_dataset(Dataset.from_list(TEXT), tokenizer, settings)
+    for row in rows:
+        assert row["prompt_input_ids"][0] == tokenizer.bos_token_id
+        assert row["completion_input_ids"][0] != tokenizer.bos_token_id
+        assert len(row["prompt_input_ids"]) + len(row["completion_input_ids"]) <= 12
+
+
+def test_prepared_rows_are_prepared_to_themselves() -> None:
+    for limits in ({}, {"max_length": 14, "max_prompt_length": 5}):
+        once, _ = prepare(TEXT, mismatch_group=5, **limits)
+        assert prepare(list(once), mismatch_group=5, **limits)[0][:] == once[:]
+
+
+def test_rows_that_lose_their_completion_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    limit = len(ids(TEXT[1]["prompt"])) + 3
+    rows, report = prepare(TEXT, max_length=limit)
+    assert (len(rows), report.dropped_rows, report.rows) == (3, 2, 5)
+    assert "in 2 of 5 rows (first: [0, 2]) truncation left no token of the completion" in caplog.text
+    with pytest.raises(ValueError, match="row 0, column 'completion_input_ids': the prompt fills max_length"):
+        prepare(TEXT, max_length=limit, untrained_rows="error")
+    with pytest.raises(ValueError, match=r"Set or lower max_prompt_length.* All 5 rows looked at are like"):
+        prepare(TEXT, max_length=5)
+
+
+def test_sides_of_an_encoder_decoder_are_tokenised_apart() -> None:
+    rows, _ = prepare(TEXT[:2], is_encoder_decoder=True, max_length=4, max_prompt_length=3, max_completion_length=4)  # fmt: skip
+    for row, given in zip(rows, TEXT, strict=False):
+        assert row["prompt_input_ids"] == (ids(given["prompt"]) + EOS)[-3:]
+        assert row["completion_input_ids"] == ids(given["completion"])[:3] + EOS
+
+
+SETTINGS: dict[str, tuple[list[dict], dict[str, Any]]] = {
+    "text": (TEXT, {}),
+    "mismatched": (TEXT * 60, {"mismatch_group": 7, "max_length": 14, "max_prompt_length": 5}),
+    "pairs": (PAIRS, {"mismatch_group": 4}),
+    "chat": (CHAT, {"mismatch_group": 2}),
+    "dropped": (TEXT, {"max_length": 9, "mismatch_group": 2}),
+    "reference": ([{**row, "reference_logps": -0.1} for row in TEXT], {}),
+    "embedded": (TEXT, {"embedding_tokenizer": tiny_tokenizer()}),
+    "tokens": ([{"prompt_input_ids": [5], "completion_input_ids": [6, 7], "label": True}] * 3, {}),
+}
+
+
+@pytest.mark.parametrize(("rows", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_a_stream_gives_the_rows_and_counts_of_a_stored_data_set(rows: list[dict], settings: dict) -> None:
+    stored, counted = prepare(rows, **settings)
+    stream, passing = prepare(rows, streaming=True, **settings)
+    found = [{k: v for k, v in row.items() if k in stored.column_names} for row in stream]
+    assert found == list(stored)
+    passing.is_streaming, passing.warned, counted.warned = False, [], []
+    assert passing == counted
+
+
+def test_reference_numbers_are_kept_to_the_bit() -> None:
+    given = [{**row, "reference_logps": -1 / 3, "reference_KL_logps": -2 / 7, "other": 1} for row in TEXT]
+    rows, _ = prepare(given, mismatch_group=5)
+    assert rows["reference_logps"][:] == [-1 / 3] * 5
+    assert rows["reference_KL_logps"][:] == [-2 / 7] * 5
+    assert "other" not in rows.column_names
+
+
+def test_prompts_under_the_embedding_tokenizer() -> None:
+    other = tiny_tokenizer(adds_begin=True, model_max_length=6)
+    rows, _ = prepare(TEXT, embedding_tokenizer=other)
+    assert rows["embedding_input_ids"][:] == [other(row["prompt"])["input_ids"][:6] for row in TEXT]
+    rows, _ = prepare(CHAT, embedding_tokenizer=tiny_tokenizer())
+    assert rows["embedding_input_ids"][:] == rows["prompt_input_ids"][:]
+
+
+def test_two_processes_and_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, TEXT * 10)))
+    dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+    settings = UnpairedPreparation(max_length=16, max_prompt_length=6, mismatch_group=4)
+    (first, counted), (again, recounted) = (
+        prepare_unpaired_dataset(dataset, tiny_tokenizer(), settings) for _ in range(2)
+    )
+    assert (first._fingerprint, counted) == (again._fingerprint, recounted)
+    several = UnpairedPreparation(max_length=16, max_prompt_length=6, mismatch_group=4, num_proc=2)
+    together, report = prepare_unpaired_dataset(dataset, tiny_tokenizer(), several)
+    assert (together[:], report) == (first[:], counted)
+
+
+def test_one_kind_of_rows_is_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    prepare([row for row in TEXT if row["label"]])
+    assert "all 3 rows are desirable (label true). That can be trained on" in caplog.text
+    prepare([row for row in TEXT if not row["label"]])
+    assert "all 2 rows are undesirable (label false)" in caplog.text
+    assert "keep the learning rate low" in caplog.text
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.5), (2 / 3, 1.0), (8 / 9, 1.0), (0.8, 1.0)])
+def test_weights_that_make_up_for_the_numbers_are_quiet(
+    weights: tuple[float, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(TEXT, weights=weights)
+    assert not caplog.text
+
+
+def test_weights_that_do_not_are_told_with_what_would(caplog: pytest.LogCaptureFixture) -> None:
+    prepare(TEXT, weights=(1.0, 1.0))  # 3 rows to 2
+    assert "Set desirable_weight to 0.6667 to 0.8889, or undesirable_weight to 1.125 to 1.5." in caplog.text
+    assert "3 desirable rows of weight 1 and 2 undesirable ones of weight 1" in caplog.text
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {**TEXT[0], **changes}
+
+
+TOKENS = {"prompt_input_ids": [5], "completion_input_ids": [6], "label": True}
+BAD: dict[str, tuple[list[dict], dict[str, Any], type[Exception], str]] = {
+    "label 1": ([row(label=1)], {}, TypeError, "row 0, column 'label': 1 is of type int, expected true or false. Convert the column with dataset.cast_column"),
+    "label 2": ([row(label=2)], {}, TypeError, "column 'label': 2 is of type int, expected true or false. Map it to True"),
+    "label good": ([row(label="good")], {}, TypeError, "column 'label': 'good' is of type str, expected true or false"),
+    "label missing in a row": ([row(), row(label=None)], {}, ValueError, "train dataset, row 1, column 'label': None, expected true or false"),
+    "no label": ([{"prompt": "a", "completion": "b"}], {}, ValueError, "without 'label'; KTO and BCO take .* Add a 'label'"),
+    "no completion": ([{"prompt": "a", "label": True}], {}, ValueError, "without 'completion'; KTO and BCO take"),
+    "steps": ([{"prompt": "a", "completions": ["b"], "labels": [True]}], {}, ValueError, "Steps of solutions are for PRMTrainer"),
+    "empty completion": ([row(), row(completion="")], {}, ValueError, "row 1, column 'completion': an empty string"),
+    "no rows": ([], {}, ValueError, "train dataset: no rows, expected at least one with 'prompt', 'completion' and 'label'"),
+    "an answer that begins with a question": (
+        [{"prompt": [SKY], "completion": [SKY, BLUE], "label": True}], {}, ValueError,
+        "row 0, column 'completion', message 0: role 'user', expected the assistant's answer",
+    ),
+    "messages behind text": ([row(prompt="a", completion=[BLUE])], {}, TypeError, "row 0, column 'prompt': 'a' is of type str, expected a list of messages"),
+    "pairs that share no prompt": ([{"chosen": "a", "rejected": "b"}], {}, ValueError, "row 0, column 'chosen': .*begin differently"),
+    "tokens without label": ([{"prompt_input_ids": [5], "completion_input_ids": [6]}], {}, ValueError, "without 'label'. Add it"),
+    "tokens with a number as label": ([{**TOKENS, "label": 0}], {}, TypeError, "row 0, column 'label': 0 is of type int"),
+    "no tokens": ([TOKENS, {**TOKENS, "completion_input_ids": []}], {}, ValueError, "row 1, column 'completion_input_ids': an empty list"),
+    "token of another vocabulary": ([{**TOKENS, "prompt_input_ids": [9999]}], {}, ValueError, "row 0, column 'prompt_input_ids': token id 9999"),
+    "tokens to be embedded": ([TOKENS], {"embedding_tokenizer": tiny_tokenizer()}, ValueError, "without 'embedding_input_ids', the prompts under embedding_tokenizer"),
+    "a number that is none": ([row(reference_logps=float("nan"))], {}, ValueError, "row 0, column 'reference_logps': nan"),
+    "a prompt limit that leaves no room": (TEXT, {"max_length": 8, "max_prompt_length": 8}, ValueError, "max_prompt_length 8 leaves no token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("rows", "settings", "error", "says"), BAD.values(), ids=BAD)
+def test_bad_rows_are_refused(rows: list, settings: dict, error: type, says: str, streaming: bool) -> None:
+    dataset: Any = (
+        IterableDataset.from_generator(lambda: iter(rows)) if streaming else Dataset.from_list(rows)
+    )
+    with pytest.raises(error, match=says) as caught:
+        prepare_unpaired_dataset(dataset, tiny_tokenizer(), UnpairedPreparation(**settings))
+    assert type(caught.value) is error
+
+
+def test_mixed_formats_of_a_stream_are_refused() -> None:
+    for rows in ([TEXT[0], CHAT[0]], [CHAT[0], TEXT[0]]):
+        stream: Any = IterableDataset.from_generator(lambda rows=rows: iter(rows))
+        with pytest.raises(TypeError, match="row 1, column 'prompt'"):
+            prepare_unpaired_dataset(stream, tiny_tokenizer(), UnpairedPreparation())
+
+
+def test_tokenizers_that_lack_something_are_refused() -> None:
+    dataset = Dataset.from_list(TEXT)
+    with pytest.raises(ValueError, match="row 0, column 'completion': the tokenizer has no eos token"):
+        prepare_unpaired_dataset(dataset, tiny_tokenizer(eos_token=None), UnpairedPreparation())
+    with pytest.raises(
+        ValueError, match="row 0, column 'completion': conversational data, but the tokenizer"
+    ):
+        prepare(CHAT, template="none")
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="per_device_train_batch_size must be at least 2 for loss_type='kto', got 1"):  # fmt: skip
+        UnpairedPreparation(mismatch_group=1)
+    with pytest.raises(ValueError, match="max_length must be >= 3, got 2"):
+        UnpairedPreparation(max_length=2)
+    with pytest.raises(ValueError, match="untrained_rows must be 'drop' or 'error', got 'report'"):
+        UnpairedPreparation(untrained_rows="report")  # type: ignore[arg-type]
+
+
+def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
+    rows = [*TEXT * 100, row(completion="")]
+    stream, _ = prepare(rows, streaming=True, mismatch_group=4)
+    with pytest.raises(ValueError, match="train dataset, row 500, column 'completion'"):
+        list(stream)
+
+
+# The first optimiser step of the recorded runs: data set, rows, family, settings, and what was logged.
+RECORDED: dict[str, tuple[str, int, dict[str, Any], dict[str, float]]] = {
+    "kto/one_batch": ("unpaired_text", 4, {}, {"loss": 0.57256949, "kl": 4.3342056, "logps/chosen": -166.60758}),
+    "kto/batch_6": ("unpaired_text", 12, {"mismatch_group": 6}, {"loss": 0.52480435, "kl": 2.3511326, "logps/rejected": -135.57036}),
+    "kto/chat": ("unpaired_chat", 12, {}, {"loss": 0.61434728, "kl": 0.87488747, "logps/chosen": -161.0861}),
+    "kto/paired_text": ("pref_text", 6, {}, {"loss": 0.52325475, "kl": 1.6563148, "logps/chosen": -144.83023}),
+    "kto/paired_implicit_chat": ("pref_implicit_chat", 6, {}, {"loss": 0.5698148, "kl": 0.0, "logps/chosen": -138.66307}),
+    "kto/max_lengths": (
+        "unpaired_text", 12, {"max_length": 26, "max_prompt_length": 12},
+        {"loss": 0.50810778, "kl": 0.0, "logps/chosen": -95.776103, "logps/rejected": -91.408676},
+    ),
+    "kto/keep_start": (
+        "unpaired_text", 12, {"max_length": 26, "max_prompt_length": 12, "truncation_mode": "keep_start"},
+        {"loss": 0.52797186, "kl": 0.91036034, "logps/chosen": -93.494181},
+    ),
+    "bco/default": ("unpaired_text", 12, {}, {"loss": 0.79981023, "delta": 0.23606244, "logps/rejected": -109.7032}),
+    "bco/chat": ("unpaired_chat", 12, {}, {"loss": 0.89560694, "delta": -0.12060147}),
+    "bco/paired_text": ("pref_text", 6, {}, {"loss": 0.69606829, "delta": 0.071960449}),
+    "bco/max_lengths": (
+        "unpaired_text", 12, {"max_length": 26, "max_prompt_length": 12}, {"loss": 0.71208894, "delta": -0.00811138}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_first_steps_of_the_recorded_runs(shared: Path, case: str) -> None:
+    assets = shared / "golden" / "assets_public"
+    name, count, settings, want = RECORDED[case]
+    lines = (assets / "datasets" / f"{name}.jsonl").read_text().splitlines()[:count]
+    group = settings.get("mismatch_group", 4)
+    known = {"max_length": 1024, "max_prompt_length": 512, "mismatch_group": group, **settings}
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
+    dataset = Dataset.from_list([json.loads(line) for line in lines])
+    rows = list(prepare_unpaired_dataset(dataset, tokenizer, UnpairedPreparation(**known))[0])[:group]
+    models = [AutoModelForCausalLM.from_pretrained(assets / part).double().eval() for part in ("lm", "ref")]
+
+    def logps(model: Any, kind: str) -> Tensor:
+        found = []
+        for row in rows:
+            prompt = row.get("KL_prompt_input_ids") if kind == "KL_" else None
+            prompt, completion = prompt or row["prompt_input_ids"], row[f"{kind}completion_input_ids"]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None]).sum())
+        return torch.stack(found)
+
+    scores = UnpairedScores(*(logps(m, "") for m in models), torch.tensor([row["label"] for row in rows]))
+    if case.startswith("kto"):
+        terms = kto_terms(scores, KTOOptions(), kl=kl_estimate(kl_sum(*(logps(m, "KL_") for m in models))))
+    else:
+        terms = bco_terms(scores, beta=0.1, delta=reward_sum(scores, 0.1).mean)
+    found = {key: float(value.mean) for key, value in terms.metrics.items()}
+    found["loss"] = float(reduce_terms(terms, count_units(terms)))
+    assert {key: found[key] for key in want} == pytest.approx(want, rel=2e-5, abs=2e-6)
+
+
+def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        stream, report = prepare(TEXT * 100, streaming=True, max_length=9)
+        assert len(list(stream)) == 500 - report.dropped_rows
+    assert report.dropped_rows == report.untrained_rows > 0
+    assert caplog.text.count("truncation left no token of the completion") == 1
