@@ -41,6 +41,10 @@ _NAMES = {
     "get_kbit_device_map": "trl.models.quantization",
     "get_quantization_config": "trl.models.quantization",
     "set_seed": "transformers.trainer_utils",
+    "DPOConfig": "trl.trainer.dpo_config",
+    "DPOTrainer": "trl.trainer.dpo_trainer",
+    "FDivergenceType": "trl.trainer.dpo_config",
+    "FDivergenceConstants": "trl.trainer.dpo_config",
 }
 
 if TYPE_CHECKING:
@@ -78,6 +82,10 @@ if TYPE_CHECKING:
     from trl.trainer.callbacks import RichProgressCallback as RichProgressCallback
     from trl.trainer.callbacks import SyncRefModelCallback as SyncRefModelCallback
     from trl.trainer.callbacks import WeaveCallback as WeaveCallback
+    from trl.trainer.dpo_config import DPOConfig as DPOConfig
+    from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
+    from trl.trainer.dpo_config import FDivergenceType as FDivergenceType
+    from trl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
 

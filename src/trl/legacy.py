@@ -39,6 +39,91 @@ SFT_ARGUMENTS: Mapping[str, Older] = {
     "dataset_batch_size": Older("ignored", "rows are prepared in batches of a fixed size"),
 }
 
+_PREFERENCE_ARGUMENTS: Mapping[str, Older] = {
+    "tokenizer": Older("argument", "processing_class"),
+    "model_init": Older("argument", "model"),
+    "beta": Older("config", "beta"),
+    "loss_type": Older("config", "loss_type"),
+    "label_pad_token_id": Older("config", "label_pad_token_id"),
+    "padding_value": Older("config", "padding_value"),
+    "truncation_mode": Older("config", "truncation_mode"),
+    "max_length": Older("config", "max_length"),
+    "max_prompt_length": Older("config", "max_prompt_length"),
+    "max_target_length": Older("config", "max_completion_length"),
+    "max_completion_length": Older("config", "max_completion_length"),
+    "disable_dropout": Older("config", "disable_dropout"),
+    "generate_during_eval": Older("config", "generate_during_eval"),
+    "dataset_num_proc": Older("config", "dataset_num_proc"),
+    "model_init_kwargs": Older("config", "model_init_kwargs"),
+}
+
+_REFERENCE_ARGUMENTS: Mapping[str, Older] = {
+    "precompute_ref_log_probs": Older("config", "precompute_ref_log_probs"),
+    "ref_model_init_kwargs": Older("config", "ref_model_init_kwargs"),
+    "model_adapter_name": Older("config", "model_adapter_name"),
+    "ref_adapter_name": Older("config", "ref_adapter_name"),
+}
+
+_FOUND_BY_ITSELF = Older("ignored", "the model's config says what it is")
+
+DPO_ARGUMENTS: Mapping[str, Older] = {
+    **_PREFERENCE_ARGUMENTS,
+    **_REFERENCE_ARGUMENTS,
+    "label_smoothing": Older("config", "label_smoothing"),
+    "reference_free": Older("config", "reference_free"),
+    "force_use_ref_model": Older("config", "force_use_ref_model"),
+    "is_encoder_decoder": _FOUND_BY_ITSELF,
+}
+
+ORPO_ARGUMENTS: Mapping[str, Older] = {
+    **{
+        name: older
+        for name, older in _PREFERENCE_ARGUMENTS.items()
+        if name not in ("model_init", "loss_type")
+    },
+    "is_encoder_decoder": Older("config", "is_encoder_decoder"),
+}
+
+CPO_ARGUMENTS: Mapping[str, Older] = {
+    **ORPO_ARGUMENTS,
+    "loss_type": Older("config", "loss_type"),
+    "label_smoothing": Older("config", "label_smoothing"),
+    "cpo_alpha": Older("config", "cpo_alpha"),
+    "simpo_gamma": Older("config", "simpo_gamma"),
+}
+
+BCO_ARGUMENTS: Mapping[str, Older] = {
+    **{name: older for name, older in _PREFERENCE_ARGUMENTS.items() if name != "loss_type"},
+    **{name: _REFERENCE_ARGUMENTS[name] for name in ("precompute_ref_log_probs", "ref_model_init_kwargs")},
+    "is_encoder_decoder": Older("config", "is_encoder_decoder"),
+    "prompt_sample_size": Older("config", "prompt_sample_size"),
+    "min_density_ratio": Older("config", "min_density_ratio"),
+    "max_density_ratio": Older("config", "max_density_ratio"),
+}
+
+KTO_ARGUMENTS: Mapping[str, Older] = {
+    **{name: older for name, older in BCO_ARGUMENTS.items() if "density" not in name and name != "prompt_sample_size"},
+    "loss_type": Older("config", "loss_type"),
+    "desirable_weight": Older("config", "desirable_weight"),
+    "undesirable_weight": Older("config", "undesirable_weight"),
+}
+
+REWARD_ARGUMENTS: Mapping[str, Older] = {
+    "tokenizer": Older("argument", "processing_class"),
+    "model_init": Older("argument", "model"),
+    "max_length": Older("config", "max_length"),
+    "dataset_num_proc": Older("config", "dataset_num_proc"),
+    "model_init_kwargs": Older("config", "model_init_kwargs"),
+}
+
+PRM_ARGUMENTS: Mapping[str, Older] = {
+    **REWARD_ARGUMENTS,
+    "max_prompt_length": Older("config", "max_prompt_length"),
+    "max_completion_length": Older("config", "max_completion_length"),
+    "step_separator": Older("config", "step_separator"),
+    "train_on_last_step_only": Older("config", "train_on_last_step_only"),
+}
+
 
 class Moved(NamedTuple):
     """A trainer's arguments after the move."""

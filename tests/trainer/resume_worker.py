@@ -91,6 +91,29 @@ def kill_while_writing(number: int) -> None:
 
 def main(out: str, kind: str, kill: str = "") -> None:
     torch.set_num_threads(1)
+    trainer = sft(out, kind) if kind in KINDS else preference(out, kind)
+    what, _, number = kill.partition(":")
+    if what == "micro":
+        KillBefore(trainer, int(number))
+    elif what == "write":
+        kill_while_writing(int(number))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(out) is not None)
+    Path(out, "end.json").write_text(json.dumps(ending(trainer), indent=1))
+
+
+def preference(out: str, method: str):
+    """Two epochs of eight rows in five steps, each of two micro-batches."""
+    from tests.trainer.preference_methods import RESUMED
+
+    make, settings = RESUMED[method]
+    return make(
+        out, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=5, learning_rate=1e-2,
+        optim="adamw_torch", lr_scheduler_type="cosine", save_strategy="steps", save_steps=2, save_total_limit=2,
+        logging_steps=3, **settings,
+    )  # fmt: skip
+
+
+def sft(out: str, kind: str) -> SFTTrainer:
     settings = {"num_train_epochs": 2, **KINDS[kind]}
     args = SFTConfig(
         out, per_device_train_batch_size=3, learning_rate=1e-2, save_steps=2, logging_steps=3, report_to="none",
@@ -99,16 +122,9 @@ def main(out: str, kind: str, kill: str = "") -> None:
     data = IterableDataset.from_generator(stream) if kind == "streaming" else Dataset.from_list(rows())
     if kind == "streaming":
         data = data.shuffle(seed=3, buffer_size=8)
-    trainer = SFTTrainer(
+    return SFTTrainer(
         tiny_model("llama", attention_dropout=0.1), args, train_dataset=data, processing_class=tokenizer()
     )
-    what, _, number = kill.partition(":")
-    if what == "micro":
-        KillBefore(trainer, int(number))
-    elif what == "write":
-        kill_while_writing(int(number))
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(out) is not None)
-    Path(out, "end.json").write_text(json.dumps(ending(trainer), indent=1))
 
 
 def tokenizer():

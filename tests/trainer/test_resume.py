@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.preference_methods import RESUMED
 from tests.trainer.resume_worker import KINDS
 from tests.trainer.sft_runs import make, model_for
 
@@ -44,6 +45,18 @@ def test_a_killed_run_ends_in_the_same_bits(kind, tmp_path):
     assert not list(killed.glob("incomplete-*"))
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found["logs"] == expected["logs"]
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", RESUMED)
+def test_a_killed_run_on_preferences_ends_in_the_same_bits(method, tmp_path):
+    """Killed within an accumulated step, within a checkpoint's files, and after one whole checkpoint."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    jobs = [[str(killed), method, kill] for kill in ("micro:6", "write:2", "micro:4")]
+    ends, log = work([str(whole), method, ""], *jobs, [str(killed), method, ""])
+    assert ends == [0, *[SIGKILLED] * len(jobs), 0], log
+    expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found == expected
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from trl.data.streams import RepeatedStream, is_stream
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
 from trl.models.layout import count_scored, count_tokens, first_rows
 from trl.models.loading import load_saved_weights
@@ -65,11 +66,24 @@ class BaseTrainer(Trainer):
             self.args.dataloader_pin_memory = False  # there is no device to pin for; torch would warn
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)  # type: ignore[operator,union-attr]
+        self._offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if getattr(self.args, "activation_offloading", False):
+            offloading = get_act_offloading_ctx_manager(self.model)  # type: ignore[arg-type]
+            self._offloading = lambda: offloading
 
     # ---- one optimiser step
 
+    def take_batch(self, batch: Any) -> Any:
+        """A batch in the form that this method works on; a user's own collator may make another."""
+        return batch
+
+    def prepare_step(self, batches: list[Any]) -> None:
+        """Called with all micro-batches of an optimiser step before the first is trained on: for what a loss needs to
+        know about the whole step."""
+
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """What a batch's loss is counted in (trained tokens, unless a method says otherwise): an int64 scalar.
+        """What a batch's loss is counted in (trained tokens, unless a method says otherwise): int64, a scalar or one
+        number for each kind of unit.
 
         Raises: ValueError for a batch without labels.
         """
@@ -120,18 +134,24 @@ class BaseTrainer(Trainer):
             batch = next(epoch_iterator, None)
             if batch is None:
                 break
-            batches.append(batch)
+            batches.append(self.take_batch(batch))
         count = sum((self.count_units(batch).to(device) for batch in batches), torch.zeros((), dtype=torch.int64, device=device))  # fmt: skip
         if self.accelerator.num_processes > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         assert isinstance(count, Tensor)
+        if batches:
+            self.prepare_step(batches)
         return batches, count.clamp(min=1)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """One micro-batch, forward and backward; a loss that is not finite stops the run with advice."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        """One micro-batch, forward and backward; a loss that is not finite stops the run with advice.
+
+        With `activation_offloading` its activations wait for the backward pass in CPU memory.
+        """
+        with self._offloading():
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self._require_finite("loss", loss.item())
         return loss
 
@@ -152,7 +172,9 @@ class BaseTrainer(Trainer):
             "this step, or train in bfloat16 or float32 if this run uses float16."
         )
 
-    def score(self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions) -> Scored:
+    def score(
+        self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions | None = None
+    ) -> Scored:
         """The scoring forward under this run's precision."""
         with self.accelerator.autocast():
             return self.scorer.score(model, inputs, options)
@@ -196,10 +218,15 @@ class BaseTrainer(Trainer):
             seen = self.accelerator.reduce(seen, reduction="sum")
         return float(seen)  # type: ignore[arg-type]
 
+    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """The metrics to log, from the means of those recorded: for what is no mean itself."""
+        return means
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics recorded since the last log of a training loss."""
         if "loss" in logs:
-            logs = {**logs, **self._sums["train"].drain(self.accelerator), "num_tokens": self.num_tokens()}
+            means = self.derived_metrics(self._sums["train"].drain(self.accelerator))
+            logs = {**logs, **means, "num_tokens": self.num_tokens()}
         if "train_loss" in logs:
             logs["train_loss"] = self._mean_loss()
         super().log(logs, start_time)
@@ -236,13 +263,15 @@ class BaseTrainer(Trainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         assert output.metrics is not None
         names = self._sums["eval"].state()
-        means = self._sums["eval"].drain(self.accelerator)
+        means = self.derived_metrics(self._sums["eval"].drain(self.accelerator))
         if "loss" in names and "loss" not in means:
             logger.warning("The %s set has no trained token: its loss is NaN.", metric_key_prefix)
             output.metrics[f"{metric_key_prefix}_loss"] = math.nan
         if means:
             means["num_tokens"] = self.num_tokens()
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
+            own = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+            theirs = {name: v for name, v in output.metrics.items() if name != f"{metric_key_prefix}_loss"}
+            output.metrics.update({**own, **theirs})  # what `compute_metrics` calls by the same name stays
         return output
 
     # ---- data
@@ -302,6 +331,13 @@ class BaseTrainer(Trainer):
         if not self._weights_are_renamed:
             super()._issue_warnings_after_load(load_result)
 
+    def method_state(self) -> dict[str, Any]:
+        """What a method carries from one step to the next, as plain values: part of every checkpoint."""
+        return {}
+
+    def load_method_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `method_state` gave; nothing of it is in checkpoints that were made without it."""
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         save_progress(
@@ -315,6 +351,7 @@ class BaseTrainer(Trainer):
                 "processes": self.args.world_size,
                 "tokens_seen": int(self._tokens_seen),
                 "metrics": self._sums["train"].state(),
+                "method": self.method_state(),
             },
         )
 
@@ -330,6 +367,7 @@ class BaseTrainer(Trainer):
         self._globalstep_last_logged = state["last_logged_step"]
         self._tokens_seen = torch.tensor(state["tokens_seen"], device=self.args.device)
         self._sums["train"].load_state(state["metrics"], self.args.device)
+        self.load_method_state(state.get("method", {}))
 
     # ---- the model card
 

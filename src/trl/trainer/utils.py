@@ -41,6 +41,7 @@ _NAMES = {
     "nanmin": "trl.tensors.statistics",
     "nanstd": "trl.tensors.statistics",
     "selective_log_softmax": "trl.tensors.statistics",
+    "DPODataCollatorWithPadding": "trl.collators.preference",
 }
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from trl.collators.completion_only import (
         DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
     )
+    from trl.collators.preference import DPODataCollatorWithPadding as DPODataCollatorWithPadding
     from trl.data.constant_length import ConstantLengthDataset as ConstantLengthDataset
     from trl.data.formats import remove_none_values as remove_none_values
     from trl.models.dropout import disable_dropout_in_model as disable_dropout_in_model

@@ -1,0 +1,192 @@
+"""Configuration of direct preference optimisation."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from transformers import TrainingArguments
+
+from trl.objectives.pairs import PairOptions
+from trl.objectives.preference import check_losses
+from trl.options.batching import PaddingFree
+from trl.options.checks import check_at_least
+from trl.options.dataset import DatasetPreparation, PadToken
+from trl.options.docs import documented
+from trl.options.groups import changed_default
+from trl.options.model import ModelInit
+from trl.options.preference import (
+    CompletionLengths,
+    Dropout,
+    EvaluationSamples,
+    FusedLoss,
+    ImplicitReward,
+    LabelSmoothing,
+    OlderCollation,
+    PrefixSharing,
+    ReferenceAdapters,
+    ReferencePolicy,
+    ReferenceSync,
+)
+from trl.options.training import TrainingDefaults
+
+
+class FDivergenceType(Enum):
+    """The divergence from the reference that regularises the policy."""
+
+    REVERSE_KL = "reverse_kl"
+    JS_DIVERGENCE = "js_divergence"
+    ALPHA_DIVERGENCE = "alpha_divergence"
+
+
+class FDivergenceConstants:
+    """Names and defaults of the divergences' settings."""
+
+    ALPHA_DIVERGENCE_COEF_KEY = "alpha_divergence_coef"
+    ALPHA_DIVERGENCE_COEF_DEFAULT = 1.0
+
+
+@documented
+@dataclass
+class DPOConfig(
+    ReferenceSync,
+    ReferenceAdapters,
+    ReferencePolicy,
+    EvaluationSamples,
+    PrefixSharing,
+    PaddingFree,
+    CompletionLengths,
+    LabelSmoothing,
+    ImplicitReward,
+    Dropout,
+    FusedLoss,
+    OlderCollation,
+    PadToken,
+    DatasetPreparation,
+    ModelInit,
+    TrainingDefaults,
+):
+    """Settings of `DPOTrainer`: those of `transformers.TrainingArguments` and the ones below.
+
+    Example:
+        >>> from trl import DPOConfig
+        >>> args = DPOConfig("my-model", loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.2], use_cpu=True)
+        >>> args.beta, args.label_smoothing, args.prefix_sharing
+        (0.1, 0.0, 'auto')
+    """
+
+    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 1e-6)
+    loss_type: list[str] = field(
+        default_factory=lambda: ["sigmoid"],
+        metadata={
+            "help": "Loss of a pair, or several: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, "
+            "aot, aot_pair, apo_zero, apo_down, discopop, sft. Averaged over the pairs of an optimiser step (sft: over "
+            "the chosen completions' tokens)."
+        },
+    )
+    loss_weights: list[float] | None = field(
+        default=None,
+        metadata={"help": "Weight of each loss of loss_type (MPO). None: 1 each."},
+    )
+    f_divergence_type: str = field(
+        default=FDivergenceType.REVERSE_KL,  # type: ignore[assignment]
+        metadata={
+            "help": "What the policy is regularised with: reverse_kl, js_divergence or alpha_divergence.",
+        },
+    )
+    f_alpha_divergence_coef: float = field(
+        default=1.0, metadata={"help": "Alpha of the alpha divergence: u^-alpha, u the likelihood ratio."}
+    )
+    reference_free: bool = field(
+        default=False,
+        metadata={"help": "Train as if the reference gave every completion the same probability."},
+    )
+    use_weighting: bool = field(
+        default=False,
+        metadata={"help": "Weigh each pair by how likely the policy is to write it (WPO)."},
+    )
+    rpo_alpha: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of the chosen completions' negative log-likelihood, a mean over their tokens, added to the "
+            "loss (RPO). None: none; the paper uses 1.0."
+        },
+    )
+    ld_alpha: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight in [0, 1] of the log-probabilities past the shorter completion's length (LD-DPO). None: 1."
+        },
+    )
+    discopop_tau: float = field(
+        default=0.05, metadata={"help": "Temperature of the discopop loss's modulation."}
+    )
+    force_use_ref_model: bool = field(
+        default=False,
+        metadata={
+            "help": "Take ref_model as the reference of a model with adapters too, instead of its own base model."
+        },
+    )
+    precompute_ref_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pairs per forward of precompute_ref_log_probs. None: per_device_train_batch_size (evaluation: "
+            "per_device_eval_batch_size)."
+        },
+    )
+    tools: list[dict] | None = field(
+        default=None,
+        metadata={
+            "help": "JSON schemas of the tools that the chat template shows in every prompt; rows may have their own in a "
+            "column 'tools'."
+        },
+    )
+    use_logits_to_keep: bool = field(
+        default=False,
+        metadata={"help": "Deprecated: only completions are ever scored."},
+    )
+
+    def check(self) -> None:
+        super().check()
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
+        if isinstance(self.f_divergence_type, str):
+            self.f_divergence_type = _divergence(self.f_divergence_type)  # type: ignore[assignment]
+        check_losses(self.loss_type, self.loss_weights, self.pair_options())
+        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
+            raise ValueError(
+                f"ld_alpha must be in [0, 1] or None, got {self.ld_alpha}. Use None for plain log-probabilities."
+            )
+        if self.rpo_alpha is not None and not self.rpo_alpha >= 0:
+            raise ValueError(f"rpo_alpha must be >= 0 or None, got {self.rpo_alpha}. The paper uses 1.0.")
+        check_at_least("precompute_ref_batch_size", self.precompute_ref_batch_size, minimum=1)
+        self._check_reference()
+
+    def _check_reference(self) -> None:
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ValueError(
+                "sync_ref_model=True changes the reference while training, and precompute_ref_log_probs=True scores with "
+                "it once, before. Set one of them to False."
+            )
+        if self.reference_free and self.sync_ref_model:
+            raise ValueError(
+                "reference_free=True has no reference that sync_ref_model=True could change. Set one of them to False."
+            )
+
+    def pair_options(self) -> PairOptions:
+        """The settings that the losses take."""
+        divergence: Any = self.f_divergence_type
+        return PairOptions(
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            f_divergence=getattr(divergence, "value", divergence),
+            f_alpha=self.f_alpha_divergence_coef,
+            discopop_tau=self.discopop_tau,
+        )
+
+
+def _divergence(name: str) -> FDivergenceType:
+    try:
+        return FDivergenceType(name)
+    except ValueError:
+        known = ", ".join(repr(kind.value) for kind in FDivergenceType)
+        raise ValueError(f"f_divergence_type must be one of {known}, got {name!r}.") from None

@@ -1,0 +1,183 @@
+"""Methods that programs of 0.7-0.26 call on trainers of pairs, over the scoring and the objectives of today."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from trl.data.formats import common_prefix_length
+from trl.models.scored_head import ScoreOptions
+from trl.objectives.preference import chosen_nll
+from trl.tensors.padding import pad_to_length
+from trl.tensors.reduce import Weighted, count_units, reduce_terms
+
+IGNORED = -100
+SIDES = ("chosen", "rejected")
+
+
+def concatenated_inputs(
+    batch: Mapping[str, Any],
+    is_encoder_decoder: bool = False,
+    label_pad_token_id: int = IGNORED,
+    padding_value: int = 0,
+    device: torch.device | None = None,
+) -> dict[str, Tensor]:
+    """The columns `chosen_*` and `rejected_*` of a padded batch below each other: `concatenated_*` `(2B, T)`.
+
+    Labels are padded with `label_pad_token_id`, token ids with `padding_value`, masks with 0. For an encoder-decoder,
+    `concatenated_input_ids` and `concatenated_attention_mask` are the prompts, twice.
+    """
+    fill = {"labels": label_pad_token_id, "input_ids": padding_value, "attention_mask": 0}
+    prompts = ("input_ids", "attention_mask") if is_encoder_decoder else ()
+    found = {}
+    for name, value in fill.items():
+        if name in prompts:
+            found[f"concatenated_{name}"] = batch[f"prompt_{name}"].repeat(2, 1)
+        elif f"chosen_{name}" in batch:
+            sides = [batch[f"{side}_{name}"] for side in SIDES]
+            width = max(side.shape[1] for side in sides)
+            found[f"concatenated_{name}"] = torch.cat([pad_to_length(side, width, value) for side in sides])
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def get_batch_logps(
+    logits: Tensor,
+    labels: Tensor,
+    average_log_prob: bool = False,
+    label_pad_token_id: int = IGNORED,
+    is_encoder_decoder: bool = False,
+) -> Tensor:
+    """Log-prob of the labels under given logits, `(B, T, V), (B, T) -> (B,)`: a sum over tokens, or their mean.
+
+    Labels are shifted here, except for an encoder-decoder; those equal to `label_pad_token_id` do not count. Training
+    does not call it: it never builds logits. Raises ValueError for shapes that differ.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits and labels must agree in rows and tokens, got {tuple(logits.shape)} and {tuple(labels.shape)}. Take "
+            "both from the same padded batch."
+        )
+    if not is_encoder_decoder:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    counted = labels != label_pad_token_id
+    index = labels.masked_fill(~counted, 0).unsqueeze(-1)
+    logps = logits.gather(-1, index).squeeze(-1) - logits.logsumexp(dim=-1)
+    totals = logps.masked_fill(~counted, 0.0).sum(dim=-1)
+    return totals / counted.sum(dim=-1) if average_log_prob else totals
+
+
+def tokenized_answer(tokenizer: Any, prompt: str, answer: str) -> dict[str, list[int]]:
+    """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
+    head, whole = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + answer)
+    )
+    start = common_prefix_length(head, whole)
+    prompt_ids, answer_ids = whole[:start], whole[start:]
+    return {
+        "prompt_input_ids": prompt_ids,
+        "prompt_attention_mask": [1] * len(prompt_ids),
+        "input_ids": answer_ids,
+        "attention_mask": [1] * len(answer_ids),
+    }
+
+
+def whole_sequences(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict[str, list[int]]:
+    """A prepared row of pairs with the columns of 0.7-0.26: sequences with labels, and the prompt.
+
+    An encoder-decoder's sequences are its labels alone.
+    """
+    prompt = list(row["prompt_input_ids"])
+    found = {}
+    for side in SIDES:
+        completion = list(row[f"{side}_input_ids"])
+        if is_encoder_decoder:
+            found[f"{side}_labels"] = completion
+            continue
+        own = list((side == "rejected" and row.get("rejected_prompt_input_ids")) or prompt)
+        found[f"{side}_input_ids"] = own + completion
+        found[f"{side}_attention_mask"] = [1] * len(own + completion)
+        found[f"{side}_labels"] = [IGNORED] * len(own) + completion
+    return {**found, "prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
+
+
+class OlderPairMethods:
+    """The methods of CPO's and ORPO's trainers at 0.8-0.26 that today's training does not call."""
+
+    concatenated_inputs = staticmethod(concatenated_inputs)
+    get_batch_logps = staticmethod(get_batch_logps)
+
+    def concatenated_forward(
+        self: Any, model: nn.Module, batch: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Log-probs of chosen and rejected completions `(B,)` each, their logits `(B, T, V)` each, and the mean negative
+        log-likelihood of the chosen sequences (which is part of the loss), with gradient.
+
+        Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
+        """
+        if self.is_encoder_decoder:
+            raise TypeError(
+                "concatenated_forward gives logits over whole sequences, which encoder-decoders do not have. Call "
+                "get_batch_loss_metrics, or the model."
+            )
+        batch = self.take_batch(batch)
+        with self.accelerator.autocast():
+            scored, logits = self.scorer.score_with_logits(model, batch, ScoreOptions())
+        scores = self.pair_scores(scored, batch)
+        nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
+        return (
+            scores.chosen,
+            scores.rejected,
+            logits[0::2],
+            logits[1::2],
+            reduce_terms(nll, count_units(nll)),
+        )
+
+    def get_batch_loss_metrics(
+        self: Any, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
+        batch = self.take_batch(batch)
+        own, found = self.count_units(batch), self.outcome(model, batch)
+        values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
+        prefix = "eval_" if train_eval == "eval" else ""
+        metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
+        return self.loss_of(found, own, own.clamp(min=1)), metrics
+
+    def store_metrics(
+        self: Any, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train"
+    ) -> None:
+        """Add numbers to the metrics that the next log averages; each counts once."""
+        for name, value in metrics.items():
+            pair = Weighted(torch.as_tensor(float(value)), torch.tensor(1.0))
+            self._sums[train_eval].add(name.removeprefix("eval_") if train_eval == "eval" else name, pair)
+
+    def tokenize_row(self: Any, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
+        """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are.
+
+        `model` is not needed. Raises: what the preparation of a data set raises.
+        """
+        prepared, _ = self._sets.prepare(Dataset.from_list([dict(feature)]), "tokenize_row")
+        return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
+
+    def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
+        """Token ids of a prompt and of an answer to it: their tokens together, cut where the prompt ends."""
+        return tokenized_answer(self._tokenizer, prompt, answer)
+
+    def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list[str]:
+        """Prompts with what the model makes of them, sampled up to `max_length` tokens, as text.
+
+        `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
+        """
+        with self.accelerator.autocast(), torch.no_grad():
+            ids = model.generate(
+                input_ids=batch["prompt_input_ids"],
+                attention_mask=batch["prompt_attention_mask"],
+                max_length=self.args.max_length,
+                do_sample=True,
+                pad_token_id=self.scorer.pad_token_id,
+            )
+        return self._tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -1,0 +1,36 @@
+"""What the trainers of pairs share: how a batch is counted, and whether completions share their prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.models.layout import scored_sequences
+
+
+def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
+    """Whether the completions of one prompt are laid out behind one copy of it.
+
+    Raises: ValueError where that is required and the model cannot take it.
+    """
+    if prefix_sharing is True and not scorer.flat:
+        why = "; ".join(scorer.fallbacks) or "it takes padded rows only"
+        raise ValueError(
+            f"prefix_sharing=True, but {type(scorer.core).__name__} cannot take shared prompts: {why}. Use 'auto', which "
+            "falls back to padded rows."
+        )
+    return prefix_sharing is not False and scorer.flat
+
+
+def row_count(batch: Mapping[str, Any], *, per_row: int = 1) -> int:
+    """How many rows a batch has; padded rows that do not say it have `per_row` sequences each, in turn."""
+    return len(batch["rows"]) if "rows" in batch else batch["input_ids"].shape[0] // per_row
+
+
+def pair_units(batch: Mapping[str, Any]) -> Tensor:
+    """How many pairs a batch has, and how many trained tokens their chosen completions: int64 `(2,)`."""
+    chosen = (scored_sequences(batch) % 2 == 0).sum().cpu()
+    return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])

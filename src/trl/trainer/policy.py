@@ -1,0 +1,121 @@
+"""A policy made ready for a trainer: model, processing class, adapters and the scoring forward."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
+
+from trl.models.classification import ClassificationScorer
+from trl.models.classifier_setup import (
+    ClassifierKind,
+    adapter_of_classifier,
+    check_trained_head,
+    load_classifier,
+    take_pad_token,
+)
+from trl.models.dropout import disable_dropout_in_model
+from trl.models.forward import Scorer
+from trl.models.loading import apply_special_tokens, load_processing_class
+from trl.models.peft import is_peft_model, prepare_peft_model
+from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
+
+logger = logging.getLogger(__name__)
+
+
+class Policy(NamedTuple):
+    """What a trainer trains, and how it is scored."""
+
+    model: Any
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
+    tokenizer: PreTrainedTokenizerBase
+    scorer: Any
+
+
+def set_up_policy(
+    model: Any,
+    args: Any,
+    processing_class: Any,
+    peft_config: Any,
+    *,
+    classifier: ClassifierKind | None = None,
+) -> Policy:
+    """Load what is a name or path, take over tokens and template, add the adapter, choose the scoring forward.
+
+    `args` is a training config; of `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path` and
+    `disable_dropout` those count that it has. What the model cannot take is said in the log, once. With `classifier` the
+    model is one of that kind, whose config is told the padding token, and whose head an adapter trains too.
+
+    Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
+    """
+    init: Any = args.model_init_kwargs or {}
+    if classifier is None:
+        loaded = load_model(model, init)
+    else:
+        loaded = load_classifier(model, init, classifier, seed=args.seed)
+    if processing_class is None:
+        trusts = bool(init.get("trust_remote_code", False))
+        processing_class = load_processing_class(loaded, trust_remote_code=trusts)
+    check_processing_class(processing_class)
+    tokenizer = apply_special_tokens(
+        processing_class,
+        eos_token=getattr(args, "eos_token", None),
+        pad_token=getattr(args, "pad_token", None),
+    )
+    template = getattr(args, "chat_template_path", None)
+    loaded, peft_config = take_chat_template(loaded, tokenizer, template, peft_config)
+    if classifier is not None:
+        take_pad_token(loaded, tokenizer, classifier)
+        peft_config = adapter_of_classifier(peft_config, classifier)
+    if peft_config is not None:
+        set_seed(args.seed)  # a new adapter starts from the seed alone; the parent sets it again
+    if peft_config is not None or is_peft_model(loaded):
+        loaded = prepare_peft_model(loaded, peft_config, args)
+        if classifier is not None:
+            check_trained_head(loaded)
+    if getattr(args, "disable_dropout", False):
+        disable_dropout_in_model(loaded)
+    if classifier is None:
+        scorer = make_scorer(loaded, tokenizer)
+    else:
+        scorer = ClassificationScorer(loaded, pad_token_id=pad_token_id(tokenizer))
+    report_fallbacks(loaded, scorer)
+    return Policy(loaded, processing_class, tokenizer, scorer)
+
+
+def make_scorer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The scoring forward of a causal model or an encoder-decoder."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        from trl.models.seq2seq import Seq2SeqScorer
+
+        return Seq2SeqScorer(model, pad_token_id=pad_token_id(tokenizer))
+    return Scorer(model, pad_token_id=pad_token_id(tokenizer))
+
+
+def report_fallbacks(model: Any, scorer: Any) -> None:
+    """Say what a model cannot take."""
+    for fallback in scorer.fallbacks:
+        logger.warning("%s: %s.", type(model).__name__, fallback)
+
+
+def is_encoder_decoder(core: Any, args: Any) -> bool:
+    """Whether the model is an encoder-decoder, as its config and `args.is_encoder_decoder` (None: whatever it is) say.
+
+    Says so where `args.max_completion_length` is set and does nothing.
+
+    Raises: ValueError where the two disagree.
+    """
+    said, found = args.is_encoder_decoder, bool(core.config.is_encoder_decoder)
+    if said is not None and said != found:
+        raise ValueError(
+            f"is_encoder_decoder={said} was given with a {type(core).__name__}, whose config says {found}. Leave it out: "
+            "the model says what it is."
+        )
+    if args.max_completion_length is not None and not found:
+        logger.warning(
+            "max_completion_length=%d acts on encoder-decoders only: completions are cut where prompt and completion exceed "
+            "max_length. Leave it out.",
+            args.max_completion_length,
+        )
+    return found

@@ -1,0 +1,80 @@
+"""The data sets of a trainer, prepared in one way for training and evaluation before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+
+from trl.data.formats import column_names
+from trl.models.setup import check_positions
+from trl.trainer.sft_data import check_kind
+
+logger = logging.getLogger(__name__)
+
+Prepare = Callable[[Any, str], tuple[Any, Any]]
+"""(data set, its name) -> (prepared data set, report)."""
+
+
+@dataclass
+class PreparedSets:
+    """Prepares the training and evaluation sets of one trainer, each on the main process first.
+
+    `columns` are those of prepared rows. `parts` name the columns that make up one sequence, for each sequence of a row:
+    their lengths are held to what the model has positions for.
+    """
+
+    prepare: Prepare
+    columns: Sequence[str]
+    parts: Sequence[Sequence[str]]
+    model: Any
+
+    def train(self, dataset: Any) -> Any:
+        """The training set."""
+        check_kind(dataset, "train_dataset")
+        return self._prepared(dataset, "train")
+
+    def evaluation(self, dataset: Any) -> Any:
+        """The evaluation set, or several by name."""
+        if isinstance(dataset, dict):
+            for name, part in dataset.items():
+                check_kind(part, f"eval_dataset[{name!r}]")
+            return {name: self._prepared(part, name) for name, part in dataset.items()}
+        check_kind(dataset, "eval_dataset")
+        return self._prepared(dataset, "eval")
+
+    def later(self, dataset: Any) -> Any:
+        """A set that is given to `evaluate` or `predict`: prepared now, unless it is already."""
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            return dataset
+        has = column_names(dataset)
+        return dataset if all(column in has for column in self.columns) else self.evaluation(dataset)
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            return dataset
+        with PartialState().main_process_first():
+            prepared, report = self.prepare(dataset, name)
+        if isinstance(prepared, Dataset):
+            logger.info(report.summary())
+            check_positions(self.model, self._lengths(prepared), dataset_name=name)
+        return prepared
+
+    def _lengths(self, dataset: Dataset) -> np.ndarray:
+        """Tokens of the longest sequence of each row."""
+        counts = {
+            name: _list_lengths(dataset, name) for name in {name for part in self.parts for name in part}
+        }
+        return np.max([sum(counts[name] for name in part) for part in self.parts], axis=0)
+
+
+def _list_lengths(dataset: Dataset, column: str) -> Any:
+    blocks: Any = [block[column] for block in dataset.with_format("arrow").iter(batch_size=50_000)]  # type: ignore[index]
+    count: Any = pc.list_value_length  # type: ignore[attr-defined]
+    return np.concatenate([count(block).to_numpy() for block in blocks] or [np.zeros(0, np.int64)])

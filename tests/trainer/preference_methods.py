@@ -1,0 +1,38 @@
+"""Every method that learns from judged completions, with the settings under which it is tested."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.trainer import dpo_runs
+
+Method = tuple[Callable[..., Any], dict[str, Any]]
+
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero",
+    "apo_down", "discopop", "sft",
+)  # fmt: skip
+
+METHODS: dict[str, Method] = {
+    **{f"dpo-{name}": (dpo_runs.make, {"loss_type": name, "beta": 0.3}) for name in DPO_LOSSES},
+    "dpo-mixed": (
+        dpo_runs.make,
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    ),
+    "dpo-rpo": (dpo_runs.make, {"rpo_alpha": 0.5}),
+    "dpo-wpo": (dpo_runs.make, {"use_weighting": True}),
+    "dpo-ld": (dpo_runs.make, {"ld_alpha": 0.3}),
+    "dpo-js": (dpo_runs.make, {"f_divergence_type": "js_divergence"}),
+    "dpo-reference-free": (dpo_runs.make, {"reference_free": True}),
+    "dpo-smoothed": (dpo_runs.make, {"label_smoothing": 0.1}),
+}
+
+# What a run carries from step to step beside weights and optimiser: a moving reference, a running mean, columns.
+RESUMED: dict[str, Method] = {
+    "dpo-sigmoid": METHODS["dpo-sigmoid"],
+    "dpo-bco_pair": METHODS["dpo-bco_pair"],
+    "dpo-synced": (
+        dpo_runs.make,
+        {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7},
+    ),
+    "dpo-precomputed": (dpo_runs.make, {"precompute_ref_log_probs": True}),
+}

@@ -1,0 +1,90 @@
+"""What DPOTrainer needs for rows with images: collator, checks before the first step, settings that are refused."""
+
+import re
+
+import pytest
+from datasets import Dataset
+
+from tests.collators.test_vision_pairs import GOOD, ROWS, pair
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_vision import tiny_processor, tiny_vision_model
+from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
+from trl.collators.vision_pairs import DataCollatorForVisionPreference
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_images import collator_for_image_pairs, image_pair_sets
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor("llava")
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return tiny_vision_model(processor)
+
+
+def config(folder, **settings):
+    return DPOConfig(str(folder), use_cpu=True, bf16=False, **settings)
+
+
+def test_the_collator_cuts_as_the_config_says(processor, model, tmp_path):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    args = config(tmp_path, max_length=90, max_prompt_length=None, max_completion_length=7, tools=tools)
+    collator = collator_for_image_pairs(None, args, processor, model)
+    assert collator == DataCollatorForVisionPreference(
+        processor, max_length=90, max_completion_length=7, tools=tools
+    )
+    assert collator_for_image_pairs(collator, args, processor, model) is collator
+    assert collator_for_image_pairs(len, args, None, None) is len
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [({"padding_free": True}, "padding_free=False"), ({"prefix_sharing": True}, "prefix_sharing=False")],
+)
+def test_layouts_without_padding_are_refused(settings, says, processor, model, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        collator_for_image_pairs(None, config(tmp_path, **settings), processor, model)
+
+
+def test_collators_and_models_of_text_are_refused(processor, model, tmp_path):
+    args = config(tmp_path)
+    for given in (PairCollator(), DPODataCollatorWithPadding()):
+        with pytest.raises(TypeError, match="drops the images"):
+            collator_for_image_pairs(given, args, processor, model)
+    with pytest.raises(TypeError, match="expected a processor"):
+        collator_for_image_pairs(None, args, tiny_tokenizer(), model)
+    with pytest.raises(ValueError, match="takes no images"):
+        collator_for_image_pairs(None, args, processor, tiny_model("llama"))
+
+
+def test_sets_are_checked_and_left_as_they_are(processor, model):
+    collator = DataCollatorForVisionPreference(processor, max_length=60)
+    sets, data = image_pair_sets(collator, model), Dataset.from_list(ROWS)
+    assert sets.train(data) is data and sets.evaluation(data) is data and sets.later(data) is data
+    assert sets.evaluation({"dev": data}) == {"dev": data} and sets.later(None) is None
+    assert collator.rows_cut == 0, "trying the first row does not count"
+    bad = Dataset.from_list([GOOD, {**GOOD, "rejected": []}])
+    for check, name in ((sets.train, "train"), (sets.evaluation, "eval"), (sets.later, "eval")):
+        with pytest.raises(ValueError, match=f"{name} dataset, row 1, column 'rejected': an empty list"):
+            check(bad)
+    with pytest.raises(ValueError, match="dev dataset, row 1"):
+        sets.evaluation({"dev": bad})
+    with pytest.raises(TypeError, match=re.escape("train_dataset must be a datasets.Dataset")):
+        sets.train(ROWS)
+
+
+def test_the_first_row_must_fit_the_model(processor, model):
+    other = tiny_vision_model(processor, image_token_index=399)
+    with pytest.raises(ValueError, match=r"row 0: no token 399.*image_token_id"):
+        image_pair_sets(DataCollatorForVisionPreference(processor), other).train(Dataset.from_list([GOOD]))
+    short = DataCollatorForVisionPreference(processor, max_prompt_length=4)
+    with pytest.raises(ValueError, match=r"column 'chosen': .*max_prompt_length=4.*cannot lose tokens"):
+        image_pair_sets(short, model).train(Dataset.from_list([pair([0])]))
+
+
+def test_a_collator_of_ones_own_is_given_rows_unchecked(model):
+    data = Dataset.from_list([{"images": None, "answer": 3}])
+    assert image_pair_sets(len, model).train(data) is data
