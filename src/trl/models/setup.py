@@ -34,17 +34,25 @@ def load_model(model: Any, init_kwargs: dict[str, Any] | None) -> Any:
     """
     if isinstance(model, (str, os.PathLike)):
         return create_model_from_path(os.fspath(model), **(init_kwargs or {}))
+    _check_head(check_given(model, init_kwargs))
+    return model
+
+
+def check_given(model: Any, init_kwargs: dict[str, Any] | None) -> PreTrainedModel:
+    """The transformers model inside a model that is loaded already.
+
+    Raises: ValueError without a model, without weights, or for `init_kwargs`; TypeError for what is no model.
+    """
     if model is None:
         raise ValueError("model must be a name, a path or a model, got None. Pass it as the first argument.")
     core = causal_core(model)
-    _check_head(core)
     _check_weights(core)
     if init_kwargs:
         raise ValueError(
             f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Load it with these "
             "arguments yourself, or pass its name or path."
         )
-    return model
+    return core
 
 
 def _check_head(core: PreTrainedModel) -> None:

@@ -179,6 +179,9 @@ SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair"})
 PER_TOKEN = frozenset({"ipo"})
 """Losses of means over tokens; in a list with one of them, all take means (`PairScores.per_token`)."""
 
+NEEDS_STEP = frozenset({"aot", "aot_pair", "bco_pair"})
+"""Losses that compare a pair with the other pairs of its optimiser step (`StepStatistics`)."""
+
 _NEEDS_BETA = frozenset({"ipo", "sppo_hard"})
 
 

@@ -34,19 +34,12 @@ def bradley_terry(
 
 
 def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Weighted]:
-    """Accuracy and margin per pair; the mean reward per completion; the extremes of the batch, counted once."""
-    rewards = torch.cat([chosen, rejected])
-    metrics = {
-        "mean_reward": weighted(rewards),
+    """Accuracy and margin per pair; the mean reward per completion."""
+    return {
+        "mean_reward": weighted(torch.cat([chosen, rejected])),
         "accuracy": weighted(chosen > rejected),
         "margin": weighted(chosen - rejected),
     }
-    if len(rewards):
-        metrics |= {
-            "min_reward": weighted(rewards.min().reshape(1)),
-            "max_reward": weighted(rewards.max().reshape(1)),
-        }
-    return metrics
 
 
 def _check_pair(

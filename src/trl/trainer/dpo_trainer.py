@@ -27,8 +27,8 @@ from trl.models.forward import Scored
 from trl.models.reference import Reference, make_reference
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
-from trl.objectives.preference import PER_TOKEN, chosen_nll, nll_coefficient, preference_terms
-from trl.tensors.reduce import Unit, weighted
+from trl.objectives.preference import NEEDS_STEP, PER_TOKEN, chosen_nll, nll_coefficient, preference_terms
+from trl.tensors.reduce import Unit, Weighted, weighted
 from trl.tensors.sequences import (
     alignment_by_sequence,
     length_desensitized,
@@ -40,6 +40,7 @@ from trl.tensors.sequences import (
 from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, collator_for_image_pairs, image_pair_sets
+from trl.trainer.older_dpo import OlderDPOMethods
 from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.pairs import pair_units, row_count, shares_prefix
 from trl.trainer.policy import Policy, make_scorer, set_up_policy
@@ -49,11 +50,9 @@ from trl.trainer.sft_images import has_images
 from trl.trainer.step_scores import RunningMean, rows_of_all
 
 AnyDataset = Dataset | IterableDataset
-NEEDS_STEP = frozenset({"aot", "aot_pair", "bco_pair"})
-"""Losses that compare a pair with the other pairs of its optimiser step."""
 
 
-class DPOTrainer(PreferenceTrainer):
+class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
     """Trainer of direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the losses that followed.
 
     Args:
@@ -180,7 +179,7 @@ class DPOTrainer(PreferenceTrainer):
 
         def score(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             assert self.reference is not None and self.model is not None
-            logps = self.reference.score(self.model, self.take_batch(batch), self._reference_logps)
+            logps = self.reference.score(self.model, self.take_batch(batch), self.reference_logps)
             return dict(zip(REFERENCE_COLUMNS, split_pairs(logps), strict=True))
 
         return ReferencePass(
@@ -233,14 +232,14 @@ class DPOTrainer(PreferenceTrainer):
         chosen, rejected, ref_chosen, ref_rejected = table.unbind(dim=1)
         scores = PairScores(chosen, rejected, ref_chosen, ref_rejected)
         self._rewards.add(weighted(self.args.beta * torch.cat(scores.ratios)))
-        statistics = self._with_running_delta(step_statistics(scores, self.args.beta))
+        statistics = self.with_running_delta(step_statistics(scores, self.args.beta))
         parts = []
         for part in found:
             parts.append(statistics.rows(slice(first, first + len(part.chosen))))
             first += len(part.chosen)
         return parts
 
-    def _with_running_delta(self, statistics: StepStatistics) -> StepStatistics:
+    def with_running_delta(self, statistics: StepStatistics) -> StepStatistics:
         """The mean reward of the run so far, in place of the step's (BCO, arXiv:2404.04656)."""
         if not self._rewards.count:
             return statistics
@@ -251,7 +250,7 @@ class DPOTrainer(PreferenceTrainer):
         if not self._compares_pairs:
             return None
         if self.mode == "eval":
-            return self._with_running_delta(step_statistics(scores, self.args.beta))
+            return self.with_running_delta(step_statistics(scores, self.args.beta))
         return self._step_statistics.popleft() if self._step_statistics else self._statistics([scores])[0]
 
     def method_state(self) -> dict[str, Any]:
@@ -268,9 +267,9 @@ class DPOTrainer(PreferenceTrainer):
         """Log-probs of policy and reference of a batch's pairs; the reference's stay in the batch, as `ref_logps`."""
         args, sequences = self.args, 2 * row_count(batch, per_row=2)
         if self.reference is not None and "ref_logps" not in batch:
-            batch["ref_logps"] = self.reference.score(model, batch, self._reference_logps)
+            batch["ref_logps"] = self.reference.score(model, batch, self.reference_logps)
         scored = self.score(model, batch, ScoreOptions(collision=args.use_weighting, mean_logits=True))
-        policy = self._totals(scored, sequences)
+        policy = self.totals(scored, sequences)
         reference = batch.get("ref_logps") if self.reference is not None else None
         reference = torch.zeros_like(policy) if reference is None else reference.to(policy)
         scores = PairScores(*split_pairs(policy), *split_pairs(reference))
@@ -285,23 +284,21 @@ class DPOTrainer(PreferenceTrainer):
         logged, scored = self.pair_scores(model, batch)
         scores = self._compared(logged)
         scores = replace(scores, step=self._step_of(scores))
-        terms = [
-            preference_terms(
-                scores,
-                args.loss_type,
-                args.pair_options(),
-                loss_weights=args.loss_weights,
-                pair_weights=self._pair_weights(scored, len(scores.chosen)),
-                logged=logged,
-            )
-        ]
+        terms = preference_terms(
+            scores,
+            args.loss_type,
+            args.pair_options(),
+            loss_weights=args.loss_weights,
+            pair_weights=self.pair_weights(scored, len(scores.chosen)),
+            logged=logged,
+        )
+        parts = [terms._replace(metrics={**terms.metrics, **self.mean_logits(scored)})]
         if self._nll_coefficient:
             is_chosen = scored.positions.sequence % 2 == 0
-            terms.append(chosen_nll(scored.logps, is_chosen, coefficient=self._nll_coefficient))
-        self._record_logits(scored)
+            parts.append(chosen_nll(scored.logps, is_chosen, coefficient=self._nll_coefficient))
         rewards = args.beta * torch.stack(logged.ratios, dim=1)
         labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
-        return Outcome(terms, rewards, labels, scored.aux_loss)
+        return Outcome(parts, rewards, labels, scored.aux_loss)
 
     def _compared(self, scores: PairScores) -> PairScores:
         """The scores that the loss sees: with `reference_free`, against a reference of 0."""
@@ -309,20 +306,20 @@ class DPOTrainer(PreferenceTrainer):
             return scores
         return PairScores.without_reference(scores.chosen, scores.rejected)
 
-    def _reference_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def reference_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Log-probs `(2B,)` of a batch's completions under the reference."""
         with self.accelerator.autocast():
             scored = scorer.score(model, batch, ScoreOptions())
-        return self._totals(scored, 2 * row_count(batch, per_row=2))
+        return self.totals(scored, 2 * row_count(batch, per_row=2))
 
-    def _totals(self, scored: Scored, count: int) -> Tensor:
+    def totals(self, scored: Scored, count: int) -> Tensor:
         """Log-prob of each completion, those of tokens past the shorter one's length discounted by `ld_alpha`."""
         sequence, alpha = scored.positions.sequence, self.args.ld_alpha
         if alpha is None:
             return sum_by_sequence(scored.logps, sequence, count)
         return length_desensitized(scored.logps, sequence, count, alpha=alpha)
 
-    def _pair_weights(self, scored: Scored, pairs: int) -> Tensor | None:
+    def pair_weights(self, scored: Scored, pairs: int) -> Tensor | None:
         if not self.args.use_weighting:
             return None
         assert scored.log_collision is not None
@@ -331,10 +328,10 @@ class DPOTrainer(PreferenceTrainer):
         )
         return wpo_weights(*split_pairs(alignment))
 
-    def _record_logits(self, scored: Scored) -> None:
+    @staticmethod
+    def mean_logits(scored: Scored) -> dict[str, Weighted]:
         """The mean logit over vocabulary and scored positions, of each kind of completion."""
-        if scored.mean_logits is None:
-            return
+        assert scored.mean_logits is not None
         is_chosen = scored.positions.sequence % 2 == 0
-        for name, mask in (("chosen", is_chosen), ("rejected", ~is_chosen)):
-            self.record(f"logits/{name}", weighted(scored.mean_logits, mask))
+        masks = {"chosen": is_chosen, "rejected": ~is_chosen}
+        return {f"logits/{name}": weighted(scored.mean_logits, mask) for name, mask in masks.items()}

@@ -145,6 +145,8 @@ class OlderPairMethods:
         values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
         prefix = "eval_" if train_eval == "eval" else ""
         metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
+        if found.aux_loss is not None:
+            metrics[f"{prefix}aux_loss"] = float(found.aux_loss)
         return self.loss_of(found, own, own.clamp(min=1)), metrics
 
     def store_metrics(

@@ -16,6 +16,7 @@ from trl.tensors.reduce import LossTerms, Unit, Weighted, count_units, reduce_te
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.callbacks.reference_moves import lend_reference
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
+from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.precompute import ReferencePass, precompute_ref_log_probs
 
 LOSS_PARTS = "loss per "
@@ -132,6 +133,14 @@ class PreferenceTrainer(BaseTrainer):
             for name in ("predictions", "labels")
         ]
         return loss.detach(), whole[0], whole[1]
+
+    def evaluation_loop(
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
+        """Evaluate; with `generate_during_eval`, show first what policy and reference make of some prompts."""
+        if getattr(self.args, "generate_during_eval", False):
+            log_evaluation_samples(self, dataloader.dataset, prefix=metric_key_prefix)
+        return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
 
     # ---- the data
 

@@ -18,22 +18,20 @@ from transformers import (
     ProcessorMixin,
     TrainerCallback,
     TrainingArguments,
-    set_seed,
 )
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, move_onto_config
-from trl.models.forward import Scored, Scorer
+from trl.models.forward import Scored
 from trl.models.layout import padded_batch
-from trl.models.loading import apply_special_tokens, load_processing_class
-from trl.models.peft import is_peft_model, prepare_peft_model
+from trl.models.parts import check_decoder_only
 from trl.models.scored_head import ScoreOptions
-from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted
 from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
+from trl.trainer.policy import set_up_policy
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator, needs_preparation
 from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images
@@ -99,20 +97,9 @@ class SFTTrainer(BaseTrainer):
         assert isinstance(args, SFTConfig)
         self.objective = lookup(LOSS_TYPES, args.loss_type, "loss_type")
         _check_one_loss(args, compute_loss_func)
-        loaded = load_model(model, args.model_init_kwargs)  # type: ignore[arg-type]
-        if processing_class is None:
-            processing_class = load_processing_class(loaded, trust_remote_code=_trusts_remote_code(args))
-        check_processing_class(processing_class)
-        tokenizer = apply_special_tokens(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
-        loaded, peft_config = take_chat_template(loaded, tokenizer, args.chat_template_path, peft_config)
-        if peft_config is not None:
-            set_seed(args.seed)  # a new adapter starts from the seed alone; the parent sets it again
-        if peft_config is not None or is_peft_model(loaded):
-            loaded = prepare_peft_model(loaded, peft_config, args)
-        self.scorer = Scorer(loaded, pad_token_id=pad_token_id(tokenizer))
-        for fallback in self.scorer.fallbacks:
-            logger.warning("%s: %s.", type(loaded).__name__, fallback)
-
+        policy = set_up_policy(model, args, processing_class, peft_config)
+        check_decoder_only(policy.scorer.core)
+        loaded, processing_class, self.scorer = policy.model, policy.processing_class, policy.scorer
         self.padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
         self.with_images = isinstance(data_collator, DataCollatorForVisionLanguageModeling) or has_images(
             train_dataset, eval_dataset
@@ -122,7 +109,7 @@ class SFTTrainer(BaseTrainer):
                 data_collator, args, processing_class, loaded, formatting_func
             )
         data_collator = data_collator or DataCollatorForLanguageModeling(
-            pad_token_id=pad_token_id(tokenizer),
+            pad_token_id=self.scorer.pad_token_id,
             completion_only_loss=args.completion_only_loss is not False,
             padding_free=self.padding_free,
             pad_to_multiple_of=args.pad_to_multiple_of,
@@ -299,8 +286,3 @@ def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | 
         raise ValueError(
             f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them."
         )
-
-
-def _trusts_remote_code(args: SFTConfig) -> bool:
-    init: Any = args.model_init_kwargs or {}
-    return bool(init.get("trust_remote_code", False))

@@ -4,11 +4,10 @@ from typing import Any
 
 import pandas as pd
 from transformers import GenerationConfig, Trainer, TrainerCallback
-from transformers.integrations import TensorBoardCallback
 
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
-from trl.trainer.callbacks.sampling import evaluation_rows, sample_completions
+from trl.trainer.callbacks.sampling import evaluation_rows, sample_completions, tensorboard_writer
 
 
 class LogCompletionsCallback(TrainerCallback):
@@ -49,14 +48,7 @@ class LogCompletionsCallback(TrainerCallback):
             self._report(args.report_to, new, state.global_step)
 
     def _report(self, report_to: Any, new: list[dict[str, Any]], step: int) -> None:
-        writer = next(
-            (
-                c.tb_writer
-                for c in self.trainer.callback_handler.callbacks
-                if isinstance(c, TensorBoardCallback)
-            ),
-            None,
-        )
+        writer = tensorboard_writer(self.trainer)
         table = pd.DataFrame(self.table)
         if not log_table("completions", table, report_to, step=step, tensorboard_writer=writer):
             print_rich_table(pd.DataFrame(new))

@@ -1,19 +1,25 @@
 """Completions of evaluation prompts, sampled in the middle of training without disturbing it."""
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.integrations import TensorBoardCallback
 
 from trl.data.formats import is_conversational
 from trl.data.templates import maybe_apply_chat_template
 from trl.models.distributed import unwrap_model_for_generation
+from trl.models.lending import undisturbed
 
 DEFAULT_NEW_TOKENS = 128
+
+Inputs = dict[str, Tensor]
+"""What `generate` takes for one prompt: `input_ids (1, P)`, and tensors of its images, if it has any."""
 
 
 class Sample(NamedTuple):
@@ -44,6 +50,8 @@ def evaluation_rows(trainer: Any, num_prompts: int | None, caller: str) -> list[
 
 def prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
     """Token ids of a row's prompt, rendered up to where the model goes on."""
+    if "prompt_input_ids" in row:
+        return list(row["prompt_input_ids"])
     if "prompt" not in row:
         return [
             token for token, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if not mask
@@ -54,9 +62,19 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
 
 
 def sample_completions(
-    trainer: Any, rows: Sequence[dict[str, Any]], generation_config: GenerationConfig | None
+    trainer: Any,
+    rows: Sequence[dict[str, Any]],
+    generation_config: GenerationConfig | None,
+    *,
+    reference: Any = None,
+    inputs_of: Callable[[dict[str, Any]], Inputs] | None = None,
+    generation_kwargs: dict[str, Any] | None = None,
+    seed: int | None = None,
 ) -> list[Sample]:
     """One completion per row, in order, on every process; the rows are shared out among processes.
+
+    The policy says them, or the `reference`. `inputs_of` makes a row's prompt (default: from its text or tokens);
+    `generation_kwargs` change the model's own generation config; `seed` fixes what is sampled.
 
     The model is in eval mode meanwhile, and the random streams are left as they were, so that sampling or not
     sampling gives the same training.
@@ -67,41 +85,90 @@ def sample_completions(
     # Every process gets equally many, or sharded models would wait for each other forever.
     padded = [*rows, *[rows[-1]] * (share * accelerator.num_processes - len(rows))]
     first = accelerator.process_index * share
-    prompts = [prompt_ids(row, tokenizer) for row in padded[first : first + share]]
+    make = inputs_of or (lambda row: {"input_ids": torch.tensor([prompt_ids(row, tokenizer)])})
+    prompts = [make(row) for row in padded[first : first + share]]
     samples: list[Sample] = []
-    wrapped = trainer.model_wrapped
-    was_training = wrapped.training
-    with unwrap_model_for_generation(wrapped, accelerator) as model, _kept_random_state(accelerator.device):
-        model.eval()
-        try:
-            for start in range(0, len(prompts), batch_size):
-                samples += _complete(model, tokenizer, prompts[start : start + batch_size], generation_config)
-        finally:
-            model.train(was_training)
+    with generating_model(trainer, reference, generation_kwargs) as model:
+        if seed is not None:
+            torch.manual_seed(seed + accelerator.process_index)
+        for start in range(0, len(prompts), batch_size):
+            some = prompts[start : start + batch_size]
+            found = complete(model, tokenizer, some, generation_config)
+            samples += [
+                Sample(
+                    tokenizer.decode(prompt["input_ids"][0]), tokenizer.decode(ids, skip_special_tokens=True)
+                )
+                for prompt, ids in zip(some, found, strict=True)
+            ]
     return gather_object(samples)[: len(rows)] if accelerator.num_processes > 1 else samples
 
 
+@contextmanager
+def generating_model(
+    trainer: Any, reference: Any = None, generation_kwargs: dict[str, Any] | None = None
+) -> Iterator[Any]:
+    """The trainer's policy, or its `reference`, without wrapper, in eval mode; it and the random streams are put back."""
+    wrapped, accelerator = trainer.model_wrapped, trainer.accelerator
+    lent = _policy(wrapped) if reference is None else reference.active(wrapped)
+    with (
+        lent as active,
+        unwrap_model_for_generation(active, accelerator, generation_kwargs=generation_kwargs) as model,
+    ):
+        yield model
+
+
+@contextmanager
+def _policy(model: nn.Module) -> Iterator[nn.Module]:
+    with undisturbed(model):
+        yield model
+
+
 @torch.no_grad()
-def _complete(
-    model: Any, tokenizer: Any, prompts: list[list[int]], generation_config: GenerationConfig | None
-) -> list[Sample]:
-    width = max(map(len, prompts))
+def complete(
+    model: Any, tokenizer: Any, prompts: Sequence[Inputs], generation_config: GenerationConfig | None = None
+) -> list[list[int]]:
+    """Token ids of one completion per prompt: of all prompts at once, or, where they have images, one by one.
+
+    Padding at the end of a completion stays.
+    """
+    if len(prompts) > 1 and any(len(prompt) > 1 for prompt in prompts):
+        return [ids for prompt in prompts for ids in complete(model, tokenizer, [prompt], generation_config)]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor(
-        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
-    )
+    width = max(prompt["input_ids"].shape[1] for prompt in prompts)
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        own = prompt["input_ids"][0]
+        ids[row, width - len(own) :], mask[row, width - len(own) :] = own, 1
+    inputs = {**prompts[0], "input_ids": ids, "attention_mask": mask}
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
     options: dict[str, Any] = {"pad_token_id": pad}
     if generation_config is not None:
         options["generation_config"] = generation_config
     elif model.generation_config.max_new_tokens is None:
         options["max_new_tokens"] = DEFAULT_NEW_TOKENS
-    generated = model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:]
-    texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
-    return [Sample(tokenizer.decode(prompt), text) for prompt, text in zip(prompts, texts, strict=True)]
+    generated = model.generate(**inputs, **options)
+    return generated[:, 0 if model.config.is_encoder_decoder else width :].tolist()
 
 
-def _kept_random_state(device: torch.device) -> AbstractContextManager[Any]:
-    if device.type in ("cpu", "cuda"):
-        return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    return nullcontext()
+def tensorboard_writer(trainer: Any) -> Any | None:
+    """The writer of the trainer's TensorBoard callback, None without one."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((c.tb_writer for c in callbacks if isinstance(c, TensorBoardCallback)), None)
+
+
+def generation_settings(trainer: Any, *, longest_prompt: int) -> dict[str, Any]:
+    """How evaluation prompts are completed: sampled, up to the trainer's `max_length`, closed by any end token."""
+    model, args = trainer.scorer.core, trainer.args
+    room = None if args.max_length is None else max(args.max_length - longest_prompt, 1)
+    if model.config.is_encoder_decoder:
+        room = getattr(args, "max_completion_length", None) or args.max_length
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ends = own if isinstance(own, list) else [own]
+    return {
+        "do_sample": True,
+        "max_new_tokens": DEFAULT_NEW_TOKENS if room is None else room,
+        "max_length": None,
+        "eos_token_id": [token for token in {*ends, tokenizer.eos_token_id} if token is not None],
+    }
