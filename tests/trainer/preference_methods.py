@@ -26,6 +26,15 @@ METHODS: dict[str, Method] = {
     "dpo-smoothed": (dpo_runs.make, {"label_smoothing": 0.1}),
 }
 
+
+def with_bema(out: str, **settings: Any) -> Any:
+    """DPO whose reference follows the bias-corrected average of the policy."""
+    from trl.experimental.bema_for_ref_model import BEMACallback
+
+    bema = BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=2)
+    return dpo_runs.make(out, callbacks=[bema], **settings)
+
+
 # What a run carries from step to step beside weights and optimiser: a moving reference, a running mean, columns.
 RESUMED: dict[str, Method] = {
     "dpo-sigmoid": METHODS["dpo-sigmoid"],
@@ -34,5 +43,6 @@ RESUMED: dict[str, Method] = {
         dpo_runs.make,
         {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7},
     ),
+    "dpo-bema": (with_bema, {}),
     "dpo-precomputed": (dpo_runs.make, {"precompute_ref_log_probs": True}),
 }

@@ -31,6 +31,7 @@ from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted
 from trl.trainer.progress import (
     CheckpointWriter,
+    SavesState,
     check_resumable,
     load_progress,
     remove_incomplete,
@@ -354,6 +355,9 @@ class BaseTrainer(Trainer):
                 "method": self.method_state(),
             },
         )
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SavesState):
+                callback.save_state(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)

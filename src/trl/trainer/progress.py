@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from transformers import TrainerState, TrainingArguments
@@ -18,6 +18,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 logger = logging.getLogger(__name__)
 
 STAGING = "incomplete-"
+
+
+@runtime_checkable
+class SavesState(Protocol):
+    """A callback with state of its own that belongs into every checkpoint."""
+
+    def save_state(self, folder: Path) -> None:
+        """Write it into the checkpoint's folder; called on every process while the checkpoint is made."""
+        ...
 
 
 class CheckpointWriter:

@@ -101,7 +101,12 @@ class BEMACallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        if self.running_model is None or not folder.is_dir():
+        if folder.is_dir() and not (folder / STATE_FILE).is_file():
+            self.save_state(folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Write both averages into a checkpoint; trainers of this library call it before the checkpoint is complete."""
+        if self.running_model is None:
             return
         running = {name: tensor.data for name, tensor in self._running().items()}
         parts = {"start": self.start, "ema": self.ema, "running": running}
