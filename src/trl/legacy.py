@@ -102,7 +102,11 @@ BCO_ARGUMENTS: Mapping[str, Older] = {
 }
 
 KTO_ARGUMENTS: Mapping[str, Older] = {
-    **{name: older for name, older in BCO_ARGUMENTS.items() if "density" not in name and name != "prompt_sample_size"},
+    **{
+        name: older
+        for name, older in BCO_ARGUMENTS.items()
+        if "density" not in name and name != "prompt_sample_size"
+    },
     "loss_type": Older("config", "loss_type"),
     "desirable_weight": Older("config", "desirable_weight"),
     "undesirable_weight": Older("config", "undesirable_weight"),

@@ -9,7 +9,7 @@ from trl.options.dataset import SequenceLength
 from trl.options.groups import OptionGroup
 
 TruncationMode = Literal["keep_end", "keep_start"]
-PrefixSharingMode = Literal["auto", True, False]
+PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words as a command line has them
 
 
 @dataclass

@@ -146,7 +146,7 @@ class OlderPairMethods:
         prefix = "eval_" if train_eval == "eval" else ""
         metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
         if found.aux_loss is not None:
-            metrics[f"{prefix}aux_loss"] = float(found.aux_loss)
+            metrics[f"{prefix}aux_loss"] = float(found.aux_loss.detach())
         return self.loss_of(found, own, own.clamp(min=1)), metrics
 
     def store_metrics(

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl.models.forward import Scored
 from trl.models.layout import scored_sequences
+from trl.tensors.reduce import Weighted, weighted
 
 
 def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
@@ -34,3 +36,15 @@ def pair_units(batch: Mapping[str, Any]) -> Tensor:
     """How many pairs a batch has, and how many trained tokens their chosen completions: int64 `(2,)`."""
     chosen = (scored_sequences(batch) % 2 == 0).sum().cpu()
     return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])
+
+
+def mean_logits(scored: Scored, completion: Tensor | None = None) -> dict[str, Weighted]:
+    """`logits/chosen` and `logits/rejected`: the mean logit over the vocabulary and the scored positions of each kind.
+
+    `completion` bool `(K,)`: the positions that count, where others are scored too.
+    """
+    assert scored.mean_logits is not None
+    is_chosen = scored.positions.sequence % 2 == 0
+    counted = torch.ones_like(is_chosen) if completion is None else completion
+    masks = {"chosen": is_chosen & counted, "rejected": ~is_chosen & counted}
+    return {f"logits/{name}": weighted(scored.mean_logits, mask) for name, mask in masks.items()}

@@ -135,12 +135,19 @@ class PreferenceTrainer(BaseTrainer):
         return loss.detach(), whole[0], whole[1]
 
     def evaluation_loop(
-        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> Any:
         """Evaluate; with `generate_during_eval`, show first what policy and reference make of some prompts."""
         if getattr(self.args, "generate_during_eval", False):
             log_evaluation_samples(self, dataloader.dataset, prefix=metric_key_prefix)
-        return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        return super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+        )
 
     # ---- the data
 

@@ -1,0 +1,74 @@
+"""Contrastive preference optimisation and its variants: SimPO, CPO-SimPO, AlphaPO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from trl.legacy import CPO_ARGUMENTS, Older
+from trl.objectives.pairs import PairScores, power_ratio
+from trl.objectives.reference_free import PER_TOKEN, cpo_nll_coefficient, cpo_terms
+from trl.tensors.reduce import LossTerms
+from trl.trainer.cpo_config import CPOConfig
+from trl.trainer.reference_free_trainer import ReferenceFreeTrainer
+
+
+class CPOTrainer(ReferenceFreeTrainer):
+    """Trainer of contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), SimPO and AlphaPO.
+
+    Args:
+        model: a causal language model or an encoder-decoder, a `PeftModel`, or a name or path.
+        args: a `CPOConfig`; a plain `TrainingArguments` is taken over into one.
+        data_collator: makes batches of tokenised pairs; by default `PairCollator`.
+        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; by default the one saved with the model.
+        model_init: makes the model, in place of `model`: called for each `train` and each trial of a
+            `hyperparameter_search`, with the trial if it takes an argument.
+        peft_config: trains a new adapter with these settings instead of the model.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are beta times the log-probs of chosen and
+            rejected, labels 0.
+
+    The loss is a mean over all pairs of an optimiser step, and the likelihood of the chosen completions a mean over all
+    their tokens in it, of all micro-batches on all processes.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = CPOTrainer(
+        ...     "Qwen/Qwen3-0.6B", train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train")
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "cpo"]
+    _name: ClassVar[str] = "CPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
+        "id": "2401.08417",
+    }
+    _config_class: ClassVar[type] = CPOConfig
+    _older_arguments: ClassVar[Mapping[str, Older]] = CPO_ARGUMENTS
+    args: CPOConfig
+
+    @property
+    def per_token(self) -> bool:
+        return self.args.loss_type in PER_TOKEN
+
+    @property
+    def nll_coefficient(self) -> float:
+        return cpo_nll_coefficient(self.args.loss_type, self.args.cpo_alpha)
+
+    def judge(self, scores: PairScores) -> LossTerms:
+        return cpo_terms(scores, self.args.loss_type, self.args.options())
+
+    def rewards(self, logps: Tensor) -> Tensor:
+        return super().rewards(power_ratio(logps, self.args.alpha))
+
+    def cpo_loss(
+        self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` (means for ipo and simpo)."""
+        losses = self.judge(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps)).values
+        return losses, self.rewards(policy_chosen_logps), self.rewards(policy_rejected_logps)

@@ -1,0 +1,83 @@
+"""Odds-ratio preference optimisation: supervised fine-tuning and preferences in one loss, without a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from trl.collators.scored_prompts import with_prompts_scored
+from trl.legacy import ORPO_ARGUMENTS, Older
+from trl.objectives.pairs import PairScores
+from trl.objectives.reference_free import orpo_terms
+from trl.tensors.reduce import LossTerms
+from trl.trainer.orpo_config import ORPOConfig
+from trl.trainer.reference_free_trainer import ReferenceFreeTrainer
+
+
+class ORPOTrainer(ReferenceFreeTrainer):
+    """Trainer of odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691).
+
+    Args:
+        model: a causal language model or an encoder-decoder, a `PeftModel`, or a name or path.
+        args: an `ORPOConfig`; a plain `TrainingArguments` is taken over into one.
+        data_collator: makes batches of tokenised pairs; by default `PairCollator`.
+        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; by default the one saved with the model.
+        model_init: makes the model, in place of `model`: called for each `train` and each trial of a
+            `hyperparameter_search`, with the trial if it takes an argument.
+        peft_config: trains a new adapter with these settings instead of the model.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are beta times the mean log-probs of chosen and
+            rejected, labels 0.
+
+    The loss is the negative log-likelihood of the chosen sequences, prompts included, a mean over all their tokens in an
+    optimiser step, plus beta times the odds-ratio loss, a mean over all its pairs, of all micro-batches on all processes.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = ORPOTrainer(
+        ...     "Qwen/Qwen3-0.6B", train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train")
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "orpo"]
+    _name: ClassVar[str] = "ORPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "ORPO: Monolithic Preference Optimization without Reference Model",
+        "id": "2403.07691",
+    }
+    _config_class: ClassVar[type] = ORPOConfig
+    _older_arguments: ClassVar[Mapping[str, Older]] = ORPO_ARGUMENTS
+    args: ORPOConfig
+
+    @property
+    def per_token(self) -> bool:
+        return True
+
+    @property
+    def nll_coefficient(self) -> float:
+        return 1.0
+
+    def take_batch(self, batch: Any) -> Any:
+        """A batch in the form of `PairCollator`, its prompts scored too; those of an encoder-decoder cannot be."""
+        batch = super().take_batch(batch)
+        return batch if self.is_encoder_decoder else with_prompts_scored(batch)
+
+    def judge(self, scores: PairScores) -> LossTerms:
+        return orpo_terms(scores, beta=self.args.beta)
+
+    def odds_ratio_loss(
+        self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`beta log s(log odds ratio)` and the rewards of chosen and rejected, `(B,)` each, and the means of
+        `log s(log odds ratio)` and of the log odds ratio, from mean log-probs `(B,)`.
+
+        The first is what is subtracted from the likelihood's loss: the pairs' loss with its sign changed.
+        """
+        found = self.judge(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps))
+        rewards = self.rewards(policy_chosen_logps), self.rewards(policy_rejected_logps)
+        means = found.metrics["log_odds_ratio"].mean, found.metrics["log_odds_chosen"].mean
+        return -found.values, *rewards, *means

@@ -1,0 +1,212 @@
+"""What CPO and ORPO share: pairs that are scored by the policy alone, and the likelihood of the chosen ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    set_seed,
+)
+
+from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
+from trl.legacy import Older, move_onto_config
+from trl.models.forward import Scored
+from trl.models.scored_head import ScoreOptions
+from trl.objectives.pairs import PairScores
+from trl.objectives.preference import chosen_nll
+from trl.tensors.reduce import LossTerms, Unit
+from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
+from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
+from trl.trainer.older_pairs import OlderPairMethods
+from trl.trainer.pair_data import pair_collator, pair_sets
+from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
+from trl.trainer.policy import Policy, set_up_policy
+from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+
+logger = logging.getLogger(__name__)
+
+AnyDataset = Dataset | IterableDataset
+
+
+class PairTokens(NamedTuple):
+    """Which of K scored tokens are what, bool `(K,)`: of a chosen sequence (its prompt too, where that is scored), and
+    of a prompt."""
+
+    chosen: Tensor
+    prompt: Tensor
+
+
+class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
+    """Base of `CPOTrainer` and `ORPOTrainer`.
+
+    The loss is `judge`, a mean over all pairs of an optimiser step, plus `nll_coefficient` times the chosen sequences'
+    negative log-likelihood, a mean over all their scored tokens in that step.
+    """
+
+    units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
+    args: Any
+    _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
+    _config_class: ClassVar[type]
+    _older_arguments: ClassVar[Mapping[str, Older]]
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | str | None = None,
+        args: Any = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        **older: Any,
+    ) -> None:
+        model, args, processing_class = move_onto_config(
+            self._older_arguments,
+            self._config_class,
+            model=model,
+            args=args,
+            processing_class=processing_class,
+            older=older,
+        )
+        self.args, self.model_init, self._peft_config = args, model_init, peft_config
+        policy = self._set_up(self._first_model(model), processing_class)
+        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self._sets = pair_sets(args, policy, truncation_order="prompt_first")
+        if train_dataset is not None:
+            train_dataset = self._sets.train(train_dataset)
+        if eval_dataset is not None:
+            eval_dataset = self._sets.evaluation(eval_dataset)
+        shard_streams_by_row(args)
+        use_one_device(args)
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=data_collator or pair_collator(policy, shares_prefix=self.shares_prefix),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=policy.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self.model_init = model_init
+
+    # ---- the policy
+
+    def _first_model(self, model: Any) -> Any:
+        if self.model_init is None:
+            return model
+        if model is not None:
+            raise ValueError("model and model_init were both given, expected one. Leave out the other.")
+        set_seed(self.args.seed)
+        return super().call_model_init()
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A fresh model from `model_init`, set up like the first: for each `train` and each trial of a search."""
+        noise = self.scorer.neftune_alpha
+        model = self._set_up(super().call_model_init(trial), self.processing_class).model
+        self.scorer.neftune_alpha = noise
+        return model
+
+    def _set_up(self, model: Any, processing_class: Any) -> Policy:
+        policy = set_up_policy(model, self.args, processing_class, self._peft_config)
+        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
+        self.is_encoder_decoder = _agreed(self.args.is_encoder_decoder, policy.scorer.core)
+        limit = self.args.max_completion_length
+        if limit is not None and not self.is_encoder_decoder:
+            logger.warning(
+                "max_completion_length=%d acts on encoder-decoders only: %s cuts completions where prompt and completion "
+                "exceed max_length. Leave it out.",
+                limit,
+                type(self).__name__,
+            )
+        return policy
+
+    # ---- the data
+
+    def take_batch(self, batch: Any) -> Any:
+        """A batch in the form of `PairCollator`."""
+        return as_pair_batch(batch, prefix_sharing=self.shares_prefix)
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many pairs a batch has, and how many scored tokens their chosen sequences."""
+        return pair_units(batch)
+
+    # ---- the loss
+
+    @property
+    def per_token(self) -> bool:
+        """Whether completions are judged by means over their tokens instead of sums."""
+        raise TypeError(f"{type(self).__name__} must override per_token.")
+
+    @property
+    def nll_coefficient(self) -> float:
+        """The weight of the chosen sequences' likelihood."""
+        raise TypeError(f"{type(self).__name__} must override nll_coefficient.")
+
+    def judge(self, scores: PairScores) -> LossTerms:
+        """The loss of each pair, with its metrics."""
+        raise TypeError(f"{type(self).__name__} must override judge.")
+
+    def rewards(self, logps: Tensor) -> Tensor:
+        """The implicit rewards of completions, from what the loss knows of their log-probs, elementwise; detached."""
+        return self.args.beta * logps.detach()
+
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+        """The losses of a batch's pairs, and the likelihood of their chosen sequences."""
+        return self.judged(self.score(model, batch, ScoreOptions(mean_logits=True)), batch)
+
+    def judged(self, scored: Scored, batch: Mapping[str, Any]) -> Outcome:
+        """The same from what was scored."""
+        tokens, scores = _pair_tokens(scored, batch), self.pair_scores(scored, batch)
+        nll = chosen_nll(scored.logps, tokens.chosen, coefficient=self.nll_coefficient)
+        nll = nll._replace(metrics={**nll.metrics, **mean_logits(scored, ~tokens.prompt)})
+        rewards = torch.stack([self.rewards(scores.chosen), self.rewards(scores.rejected)], dim=1)
+        labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
+        return Outcome([self.judge(scores), nll], rewards, labels, scored.aux_loss)
+
+    def pair_scores(self, scored: Scored, batch: Mapping[str, Any]) -> PairScores:
+        """Log-probs of a batch's completions: sums, or means where the loss is of those."""
+        count, completion = 2 * row_count(batch, per_row=2), ~_pair_tokens(scored, batch).prompt
+        sequence = scored.positions.sequence[completion]
+        sums = split_pairs(sum_by_sequence(scored.logps[completion], sequence, count))
+        scores = PairScores.without_reference(*sums)
+        return (
+            scores.per_token(*split_pairs(tokens_by_sequence(sequence, count))) if self.per_token else scores
+        )
+
+
+def _pair_tokens(scored: Scored, batch: Mapping[str, Any]) -> PairTokens:
+    sequence = scored.positions.sequence
+    chosen, prompt_tokens = sequence % 2 == 0, batch.get("prompt_tokens")
+    if prompt_tokens is None:
+        return PairTokens(chosen, torch.zeros_like(chosen))
+    prompts = torch.stack([prompt_tokens, torch.zeros_like(prompt_tokens)], dim=1).flatten()
+    return PairTokens(chosen, positions_in_sequence(sequence, len(prompts)) < prompts[sequence])
+
+
+def _agreed(said: bool | None, core: Any) -> bool:
+    """Whether the model is an encoder-decoder, as its config and the user say."""
+    found = bool(core.config.is_encoder_decoder)
+    if said is not None and said != found:
+        raise ValueError(
+            f"is_encoder_decoder={said} was given with a {type(core).__name__}, whose config says {found}. Leave it out: "
+            "the model says what it is."
+        )
+    return found

@@ -1,0 +1,110 @@
+"""CPO on the eight fixed pairs of `dpo_runs`, and their log-probs from plain calls of the model."""
+
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from tokenizers import pre_tokenizers
+
+from tests.tiny import tiny_model
+from tests.trainer.dpo_runs import pairs
+from tests.trainer.one_step import SETTINGS, KeepGradients
+from tests.trainer.resume_worker import tokenizer
+from trl.trainer.cpo_config import CPOConfig
+from trl.trainer.cpo_trainer import CPOTrainer
+
+TEXT = [
+    {"prompt": "w3 w4 w5", "chosen": " w6 w7", "rejected": " w8"},
+    {"prompt": "w9 w10", "chosen": " w11", "rejected": " w12 w13 w14"},
+]
+ARGUMENTS = (
+    "train_dataset", "eval_dataset", "data_collator", "compute_metrics", "peft_config", "callbacks", "model_init",
+    "processing_class",
+)  # fmt: skip
+
+
+def make(
+    out: str | None = None,
+    *,
+    model: Any = None,
+    kinds: tuple[Any, Any] = (CPOConfig, CPOTrainer),
+    **settings: Any,
+) -> Any:
+    """A trainer with `settings` over the defaults; its callback `keep` holds the gradients of every step."""
+    given = {name: settings.pop(name) for name in ARGUMENTS if name in settings}
+    if model is None and "model_init" not in given:
+        model = tiny_model("gpt2", dtype=torch.float64)
+    keep = KeepGradients()
+    given["callbacks"] = [keep, *given.get("callbacks", [])]
+    given.setdefault("train_dataset", Dataset.from_list(pairs()))
+    given.setdefault("processing_class", words())
+    config, trainer_class = kinds
+    trainer = trainer_class(model, config(out or tempfile.mkdtemp(), **{**SETTINGS, **settings}), **given)
+    trainer.keep = keep
+    return trainer
+
+
+def words() -> Any:
+    """The tokenizer of the runs, which also splits text: every word is a token."""
+    splitting = tokenizer()
+    splitting.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return splitting
+
+
+class Plain(NamedTuple):
+    """Of each pair, with gradient: log-probs `(T,)` of the tokens of both completions and of the chosen one's prompt, and
+    the mean logit at each position that predicts a completion's token."""
+
+    chosen: list[torch.Tensor]
+    rejected: list[torch.Tensor]
+    prompt: list[torch.Tensor]
+    chosen_logits: torch.Tensor
+    rejected_logits: torch.Tensor
+
+    def totals(self, *, per_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums or means over tokens, of chosen and rejected completions, `(B,)` each."""
+        sides = [
+            torch.stack([logps.mean() if per_token else logps.sum() for logps in side])
+            for side in (self.chosen, self.rejected)
+        ]
+        return sides[0], sides[1]
+
+
+def plain(model: Any, rows: list[dict[str, list[int]]]) -> Plain:
+    """One call of the model per sequence: no batch, no padding, no shared prompt."""
+    found: dict[str, list[torch.Tensor]] = {"chosen": [], "rejected": [], "prompt": []}
+    logits: dict[str, list[torch.Tensor]] = {"chosen": [], "rejected": []}
+    for row in rows:
+        start = len(row["prompt_input_ids"]) - 1
+        for side in ("chosen", "rejected"):
+            ids = torch.tensor([row["prompt_input_ids"] + row[f"{side}_input_ids"]])
+            raw = model(input_ids=ids).logits[0, :-1]
+            logps = raw.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            found[side].append(logps[start:])
+            logits[side].append(raw[start:].mean(-1).detach())
+            if side == "chosen":
+                found["prompt"].append(logps[:start])
+    return Plain(**found, **{f"{side}_logits": torch.cat(values) for side, values in logits.items()})
+
+
+def step(make_trainer: Any, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The gradient and the log of one step."""
+    trainer = make_trainer(**settings)
+    trainer.train()
+    (gradients,) = trainer.keep.steps
+    return gradients, trainer.state.log_history[0]
+
+
+def gradients_of(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of a plain loss by parameter."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of two gradients, over the largest entry of the second."""
+    assert found.keys() == expected.keys()
+    size = max(gradient.abs().max().item() for gradient in expected.values())
+    return max((found[name] - expected[name]).abs().max().item() for name in expected) / size

@@ -1,0 +1,125 @@
+"""CPOConfig and ORPOConfig: defaults of the 0.26 table, what is refused, what is said to do nothing."""
+
+import dataclasses
+import warnings
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from tests.trainer.test_sft_config import OLDER, declared
+from trl.trainer.cpo_config import CPOConfig
+from trl.trainer.orpo_config import ORPOConfig
+
+# The whole tables of level 0.26: field -> default, as declared.
+ORPO_DEFAULTS = {
+    "learning_rate": 1e-6,
+    "logging_steps": 10,
+    "bf16": None,
+    "gradient_checkpointing": True,
+    "max_length": 1024,
+    "max_prompt_length": 512,
+    "max_completion_length": None,
+    "beta": 0.1,
+    "disable_dropout": True,
+    "label_pad_token_id": -100,
+    "padding_value": None,
+    "truncation_mode": "keep_end",
+    "generate_during_eval": False,
+    "is_encoder_decoder": None,
+    "model_init_kwargs": None,
+    "dataset_num_proc": None,
+}
+CPO_DEFAULTS = {
+    **ORPO_DEFAULTS,
+    "label_smoothing": 0.0,
+    "loss_type": "sigmoid",
+    "cpo_alpha": 1.0,
+    "simpo_gamma": 0.5,
+    "alpha": 0.0,
+}
+OURS = {"prefix_sharing": "auto"}
+
+
+def config(tmp_path, kind=CPOConfig, **given):
+    return kind(str(tmp_path), use_cpu=True, **given)
+
+
+@pytest.mark.parametrize(("kind", "defaults"), [(CPOConfig, CPO_DEFAULTS), (ORPOConfig, ORPO_DEFAULTS)])
+def test_every_default(kind, defaults):
+    base = declared(TrainingArguments)
+    ours = {name: value for name, value in declared(kind).items() if name not in base or base[name] != value}
+    assert {name: value for name, value in ours.items() if name not in OLDER} == {**defaults, **OURS}
+
+
+@pytest.mark.parametrize("kind", [CPOConfig, ORPOConfig])
+def test_every_own_field_has_help_and_parses(kind, tmp_path):
+    for field in dataclasses.fields(kind):
+        assert field.metadata.get("help"), field.name
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--beta", "0.3", "--prefix_sharing", "False"]
+    (args,) = HfArgumentParser([kind]).parse_args_into_dataclasses(line)
+    assert (args.beta, args.prefix_sharing) == (0.3, False)
+
+
+def test_alphapo_is_simpo_without_likelihood(tmp_path):
+    args = config(tmp_path, loss_type="alphapo", alpha=0.25)
+    assert (args.loss_type, args.cpo_alpha, args.alpha) == ("simpo", 0.0, 0.25)
+    again = dataclasses.replace(args, beta=2.0)
+    assert (again.loss_type, again.cpo_alpha) == ("simpo", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"loss_type": "dpo"},
+            "loss_type must be one of 'sigmoid', 'hinge', 'ipo', 'simpo', 'alphapo', got 'dpo'",
+        ),
+        ({"beta": -0.1}, "beta must be >= 0, got -0.1"),
+        ({"beta": 0.0, "loss_type": "ipo"}, "beta must be > 0 for loss_type 'ipo', got 0"),
+        ({"label_smoothing": 0.5}, r"label_smoothing must be in \[0, 0.5\), got 0.5"),
+        ({"label_smoothing": -0.1}, r"label_smoothing must be in \[0, 0.5\)"),
+        ({"cpo_alpha": -1.0}, "cpo_alpha must be >= 0, got -1.0"),
+        ({"simpo_gamma": -1.0, "loss_type": "simpo"}, "simpo_gamma must be >= 0, got -1.0"),
+        ({"truncation_mode": "middle"}, "truncation_mode must be one of"),
+        ({"max_prompt_length": 0}, "max_prompt_length"),
+        ({"prefix_sharing": "yes"}, "prefix_sharing must be one of"),
+        ({"label_pad_token_id": 0}, "label_pad_token_id must be -100, got 0"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **given)
+
+
+def test_orpo_refuses_a_negative_beta(tmp_path):
+    with pytest.raises(ValueError, match=r"beta must be >= 0, got -1\.0"):
+        config(tmp_path, ORPOConfig, beta=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss_type": "alphapo", "cpo_alpha": 0.5}, "cpo_alpha=0.5 has no effect on loss_type 'alphapo'"),
+        (
+            {"loss_type": "hinge", "label_smoothing": 0.1},
+            "label_smoothing=0.1 has no effect on loss_type 'hinge'",
+        ),
+        (
+            {"loss_type": "ipo", "label_smoothing": 0.1},
+            "label_smoothing=0.1 has no effect on loss_type 'ipo'",
+        ),
+        ({"simpo_gamma": 1.0}, "simpo_gamma=1.0 has no effect on loss_type 'sigmoid'"),
+    ],
+)
+def test_settings_that_do_nothing_are_said(tmp_path, given, message):
+    with pytest.warns(UserWarning, match=message):
+        config(tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"loss_type": "simpo", "label_smoothing": 0.1}, {"loss_type": "alphapo", "cpo_alpha": 0.0}]
+)
+def test_other_settings_pass_in_silence(tmp_path, given):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(tmp_path, **given)

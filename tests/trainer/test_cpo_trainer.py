@@ -1,0 +1,361 @@
+"""CPOTrainer: its loss is the papers' formulas, however rows are cut and laid out; its metrics, data and older interface."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.nn.functional import logsigmoid
+from transformers import TrainingArguments
+
+from tests.tiny import tiny_model
+from tests.trainer.cpo_runs import TEXT, gradients_of, largest_difference, make, plain, step
+from tests.trainer.dpo_runs import pairs
+from tests.trainer.one_step import ROOT
+from tests.trainer.resume_worker import tokenizer
+from trl.collators.preference import DPODataCollatorWithPadding
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.models import scorer_base
+
+LOSSES = {
+    "sigmoid": {"beta": 0.3},
+    "sigmoid, no likelihood": {"beta": 0.3, "cpo_alpha": 0.0},
+    "smoothed": {"beta": 0.3, "label_smoothing": 0.2, "cpo_alpha": 0.7},
+    "hinge": {"beta": 0.3, "loss_type": "hinge"},
+    "ipo": {"beta": 0.3, "loss_type": "ipo"},
+    "simpo": {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 1.2, "cpo_alpha": 0.0},
+    "cpo-simpo": {"beta": 2.0, "loss_type": "simpo", "cpo_alpha": 0.5},
+    "simpo, smoothed": {"beta": 2.0, "loss_type": "simpo", "label_smoothing": 0.1},
+    "alphapo": {"beta": 0.5, "loss_type": "alphapo", "alpha": 0.25},
+    "alphapo, negative alpha": {"beta": 0.5, "loss_type": "alphapo", "alpha": -0.5},
+    "bent ipo": {"beta": 0.5, "loss_type": "ipo", "alpha": 0.2},
+}
+SPLITS = {
+    "2x4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "4x2": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "8x1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    "plain 4x2": {
+        "prefix_sharing": False,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    },
+    "plain": {"prefix_sharing": False},
+    "checkpointed": {"gradient_checkpointing": True},
+}
+LOGGED = {
+    "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen",
+    "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss",
+}  # fmt: skip
+OF_THE_RUN = {"grad_norm", "learning_rate", "num_tokens", "epoch", "step"}
+
+
+def formula(
+    found, *, beta, loss_type="sigmoid", cpo_alpha=1.0, simpo_gamma=0.5, alpha=0.0, label_smoothing=0.0
+):
+    """CPO's loss over all pairs from plain log-probs, as the papers write it, and its metrics."""
+    per_token = loss_type in ("ipo", "simpo", "alphapo")
+    chosen, rejected = found.totals(per_token=per_token)
+    reward = (lambda logps: logps) if alpha == 0 else (lambda logps: (1 - torch.exp(-alpha * logps)) / alpha)
+    gap = reward(chosen) - reward(rejected)
+    if loss_type == "hinge":
+        losses = torch.relu(1 - beta * gap)
+    elif loss_type == "ipo":
+        losses = (gap - 1 / (2 * beta)) ** 2
+    else:
+        logits = beta * gap - (0 if loss_type == "sigmoid" else simpo_gamma)
+        losses = -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
+    weight = 0.0 if loss_type == "alphapo" else cpo_alpha
+    nll = -torch.cat(found.chosen).mean()
+    metrics = {
+        "rewards/chosen": beta * reward(chosen).mean(),
+        "rewards/rejected": beta * reward(rejected).mean(),
+        "rewards/margins": beta * gap.mean(),
+        "rewards/accuracies": (gap > 0).double().mean(),
+        "logps/chosen": chosen.mean(),
+        "logps/rejected": rejected.mean(),
+        "logits/chosen": found.chosen_logits.mean(),
+        "logits/rejected": found.rejected_logits.mean(),
+        "nll_loss": nll if weight else torch.zeros(()),
+    }
+    return losses.mean() + weight * nll, {name: value.item() for name, value in metrics.items()}
+
+
+def assert_step(settings, expected=None):
+    """A trainer's step is the formula's (or the `expected` one)."""
+    gradients, log = step(make, **settings)
+    if expected is None:
+        model = tiny_model("gpt2", dtype=torch.float64)
+        loss, metrics = formula(plain(model, pairs()), **settings)
+        expected = gradients_of(model, loss), {"loss": loss.item(), **metrics}
+    assert largest_difference(gradients, expected[0]) <= 1e-10
+    assert log.keys() == LOGGED | OF_THE_RUN
+    for name in LOGGED - {"loss"}:
+        assert log[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-12), name
+    assert log["loss"] == pytest.approx(expected[1]["loss"], rel=1e-6)  # summed in float32 by transformers
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_is_the_formula(name):
+    assert_step(LOSSES[name])
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "cpo-simpo", "bent ipo"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_step_does_not_depend_on_how_it_is_cut(name, split):
+    assert_step({**LOSSES[name], **SPLITS[split]}, step(make, **LOSSES[name]))
+
+
+@pytest.mark.parametrize("split", ["2x4", "plain"])
+def test_a_step_of_padded_rows(split, monkeypatch):
+    whole = step(make, beta=0.3)
+    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    assert_step({"beta": 0.3, **SPLITS[split]}, whole)
+
+
+def padded(width):
+    """A user's own collator: rows of `width` tokens, chosen and rejected in turn."""
+
+    def collate(rows):
+        both = [
+            (row["prompt_input_ids"], row[side])
+            for row in rows
+            for side in ("chosen_input_ids", "rejected_input_ids")
+        ]
+        columns = {
+            "input_ids": [prompt + completion for prompt, completion in both],
+            "labels": [[-100] * len(prompt) + completion for prompt, completion in both],
+            "attention_mask": [[1] * len(prompt + completion) for prompt, completion in both],
+        }
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        return {
+            name: torch.tensor([row + [fill[name]] * (width - len(row)) for row in values])
+            for name, values in columns.items()
+        }
+
+    return collate
+
+
+@pytest.mark.parametrize("collator", [padded(16), padded(40), DPODataCollatorWithPadding()])
+def test_own_collators_and_mean_logits_do_not_depend_on_padding(collator):
+    assert_step({"beta": 0.3, "data_collator": collator, **SPLITS["4x2"]}, step(make, beta=0.3))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_evaluation_is_the_formula_for_every_batch_size(size):
+    rows = pairs(seed=4)
+    trainer = make(eval_dataset=Dataset.from_list(rows), per_device_eval_batch_size=size, beta=0.3)
+    found = trainer.evaluate()
+    loss, metrics = formula(plain(trainer.model, rows), beta=0.3)
+    for name, value in {"loss": loss.item(), **metrics}.items():
+        assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-12, abs=1e-12), name
+
+
+def test_predictions_are_the_rewards():
+    seen = []
+    settings = {"loss_type": "alphapo", "alpha": 0.25, "beta": 0.5, "per_device_eval_batch_size": 3}
+    trainer = make(eval_dataset=Dataset.from_list(pairs()), compute_metrics=lambda p: seen.append(p) or {"n": 8}, **settings)  # fmt: skip
+    assert trainer.evaluate()["eval_n"] == 8
+    chosen, rejected = plain(trainer.model, pairs()).totals(per_token=True)
+    expected = torch.stack([0.5 * (1 - torch.exp(-0.25 * side)) / 0.25 for side in (chosen, rejected)], dim=1)
+    assert torch.tensor(seen[0].predictions) == pytest.approx(expected.detach(), rel=1e-12)
+    assert seen[0].label_ids.tolist() == [0] * 8
+
+
+def test_text_rows_are_prepared_for_training_and_evaluation():
+    trainer = make(train_dataset=Dataset.from_list(TEXT * 4))
+    row = trainer.train_dataset[0]
+    assert row == {"prompt_input_ids": [3, 4, 5], "chosen_input_ids": [6, 7, 1], "rejected_input_ids": [8, 1]}
+    assert trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] > 0
+
+
+def test_a_long_pair_loses_its_prompt_first():
+    row = {"prompt": "w3 w4 w5 w6 w7", "chosen": " w8 w9 w10", "rejected": " w11"}
+    lengths = {"max_length": 6, "max_prompt_length": 3}
+    for mode, prompt in (("keep_end", [5, 6, 7]), ("keep_start", [3, 4, 5])):
+        trainer = make(train_dataset=Dataset.from_list([row]), truncation_mode=mode, **lengths)
+        assert trainer.train_dataset[0]["prompt_input_ids"] == prompt
+        assert trainer.train_dataset[0]["chosen_input_ids"] == [8, 9, 10]
+        assert trainer.train_dataset[0]["rejected_input_ids"] == [11, 1]
+
+
+def test_the_preferred_completions_become_likelier():
+    trainer = make(max_steps=20, per_device_train_batch_size=8, learning_rate=0.02, beta=0.3)
+    trainer.train()
+    first, last = trainer.state.log_history[0], trainer.state.log_history[19]
+    assert last["rewards/margins"] > first["rewards/margins"] + 1
+    assert last["logps/chosen"] > first["logps/chosen"] + 1
+    assert last["loss"] < first["loss"] - 1
+
+
+def test_adapters():
+    adapter = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    model = tiny_model("gpt2", dtype=torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = make(model=model, peft_config=adapter, max_steps=3, beta=0.3)
+    trainer.train()
+    after = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(step(make, beta=0.3)[1]["loss"], rel=1e-6)
+    assert losses[2] < losses[0]
+
+
+def test_model_init_makes_the_model_of_every_training():
+    trials = []
+
+    def model_init(trial):
+        trials.append(trial)
+        return tiny_model("gpt2", dtype=torch.float64)
+
+    trainer = make(model_init=model_init, beta=0.3)
+    trainer.train()
+    trained = trainer.model
+    trainer.train()
+    assert trainer.model is not trained
+    assert trials == [None, None, None]
+    assert trainer.scorer.core is trainer.model
+    first, second = trainer.keep.steps
+    assert largest_difference(second, first) == 0
+    assert largest_difference(first, step(make, beta=0.3)[0]) == 0
+
+
+def test_a_hyperparameter_search_hands_trials_to_model_init():
+    trainer = make(model_init=lambda trial: tiny_model("gpt2", seed=0 if trial is None else trial))
+    fresh = trainer.call_model_init(7)
+    assert torch.equal(fresh.lm_head.weight, tiny_model("gpt2", seed=7).lm_head.weight)
+    assert trainer.scorer.core is fresh
+
+
+# ---- older programs
+
+
+def test_older_arguments_move_onto_the_config(tmp_path):
+    with pytest.warns(
+        FutureWarning, match=r"tokenizer -> the argument processing_class.*CPOConfig\(beta=...\)"
+    ):
+        trainer = CPOTrainer(
+            tiny_model("gpt2"),
+            args=TrainingArguments(
+                str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False
+            ),
+            train_dataset=Dataset.from_list(pairs()),
+            tokenizer=tokenizer(),
+            beta=0.7,
+        )
+    assert isinstance(trainer.args, CPOConfig)
+    assert trainer.args.beta == 0.7
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "cpo-simpo", "bent ipo"])
+def test_older_methods_give_the_same_loss(name):
+    trainer = make(**LOSSES[name], prefix_sharing=True)
+    batch = DPODataCollatorWithPadding()(pairs())
+    expected, metrics = formula(plain(trainer.model, pairs()), **LOSSES[name])
+    chosen, rejected, chosen_logits, _, nll = trainer.concatenated_forward(trainer.model, batch)
+    losses, chosen_rewards, _ = trainer.cpo_loss(chosen, rejected)
+    assert (losses.mean() + trainer.args.cpo_alpha * nll).item() == pytest.approx(expected.item(), rel=1e-12)
+    assert chosen_rewards.mean().item() == pytest.approx(metrics["rewards/chosen"], rel=1e-12)
+    assert chosen_logits.shape == (8, max(len(r["prompt_input_ids"]) + max(len(r["chosen_input_ids"]), len(r["rejected_input_ids"])) for r in pairs()), 96)  # fmt: skip
+    loss, found = trainer.get_batch_loss_metrics(trainer.model, batch, train_eval="eval")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert found == pytest.approx(
+        {f"eval_{key}": value for key, value in metrics.items()}, rel=1e-12, abs=1e-12
+    )
+    loss.backward()
+
+
+def test_log_probs_from_logits():
+    rows = [trainer_row(row) for row in pairs()[:3]]
+    batch = CPOTrainer.concatenated_inputs(DPODataCollatorWithPadding()(rows))
+    assert batch["concatenated_input_ids"].shape == batch["concatenated_labels"].shape == (6, 11)
+    model = tiny_model("gpt2", dtype=torch.float64)
+    logits = model(
+        input_ids=batch["concatenated_input_ids"], attention_mask=batch["concatenated_attention_mask"]
+    ).logits
+    found = plain(model, pairs()[:3])
+    for average in (False, True):
+        logps = CPOTrainer.get_batch_logps(logits, batch["concatenated_labels"], average_log_prob=average)
+        expected = torch.cat(found.totals(per_token=average))
+        assert logps.detach() == pytest.approx(expected.detach(), rel=1e-10)
+    with pytest.raises(ValueError, match=r"must agree in rows and tokens, got \(6, 10, 96\)"):
+        CPOTrainer.get_batch_logps(logits[:, 1:], batch["concatenated_labels"])
+
+
+def trainer_row(row):
+    """A tokenised pair with the columns of 0.7-0.26."""
+    prompt, found = row["prompt_input_ids"], {}
+    for side in ("chosen", "rejected"):
+        completion = row[f"{side}_input_ids"]
+        found[f"{side}_input_ids"] = prompt + completion
+        found[f"{side}_labels"] = [-100] * len(prompt) + completion
+    return found
+
+
+def test_rows_and_answers_are_tokenised_as_for_training():
+    trainer = make()
+    row = trainer.tokenize_row(TEXT[0])
+    assert row == {
+        "chosen_input_ids": [3, 4, 5, 6, 7, 1],
+        "chosen_attention_mask": [1] * 6,
+        "chosen_labels": [-100, -100, -100, 6, 7, 1],
+        "rejected_input_ids": [3, 4, 5, 8, 1],
+        "rejected_attention_mask": [1] * 5,
+        "rejected_labels": [-100, -100, -100, 8, 1],
+        "prompt_input_ids": [3, 4, 5],
+        "prompt_attention_mask": [1, 1, 1],
+    }
+    answer = trainer.build_tokenized_answer("w3 w4", " w5")
+    assert answer == {
+        "prompt_input_ids": [3, 4], "prompt_attention_mask": [1, 1], "input_ids": [5], "attention_mask": [1],
+    }  # fmt: skip
+
+
+def test_stored_metrics_are_averaged_into_the_next_log():
+    trainer = make()
+    trainer.model.train()
+    for value in (1.0, 2.0):
+        trainer.store_metrics({"mine": value})
+    trainer.log({"loss": 3.0})
+    assert trainer.state.log_history[0]["mine"] == 1.5
+
+
+def test_texts_from_the_model():
+    trainer = make(max_length=8, max_prompt_length=4)
+    batch = {"prompt_input_ids": torch.tensor([[0, 5], [6, 7]]), "prompt_attention_mask": torch.tensor([[0, 1], [1, 1]])}  # fmt: skip
+    texts = trainer.generate_from_model(trainer.model, batch)
+    assert texts[0].startswith("w5")
+    assert texts[1].startswith("w6 w7")
+
+
+# ---- bad input
+
+
+def test_models_and_data_that_cannot_be_trained():
+    with pytest.raises(ValueError, match="model and model_init were both given"):
+        make(model=tiny_model("gpt2"), model_init=lambda: tiny_model("gpt2"))
+    with pytest.raises(ValueError, match="is_encoder_decoder=True was given with a GPT2LMHeadModel"):
+        make(is_encoder_decoder=True)
+    with pytest.raises(ValueError, match="model must be a name, a path or a model, got None"):
+        CPOTrainer(None, CPOConfig("out", use_cpu=True))
+    with pytest.raises(ValueError, match="chosen"):
+        make(train_dataset=Dataset.from_list([{"prompt": "w3", "rejected": "w4"}]))
+    with pytest.raises(ValueError, match="prefix_sharing=True"):
+        make(model=tiny_model("bloom"), prefix_sharing=True)
+
+
+def test_a_completion_length_that_does_nothing_is_said(caplog):
+    make(max_completion_length=3)
+    assert "max_completion_length=3 acts on encoder-decoders only" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["cpo", "orpo"])
+def test_the_example_runs(method, tmp_path):
+    command = [
+        sys.executable, f"examples/{method}.py", "--tiny", "--output_dir", str(tmp_path), "--use_cpu", "true",
+        "--max_steps", "1", "--per_device_train_batch_size", "2", "--report_to", "none",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "model.safetensors").is_file()

@@ -1,0 +1,218 @@
+"""ORPOTrainer: its loss is the paper's formula, prompts included, however rows are cut and laid out."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.nn.functional import logsigmoid
+
+from tests.tiny import tiny_model, tiny_seq2seq
+from tests.trainer.cpo_runs import TEXT, gradients_of, largest_difference, plain, step
+from tests.trainer.dpo_runs import pairs
+from tests.trainer.orpo_runs import make
+from tests.trainer.test_cpo_trainer import LOGGED, OF_THE_RUN, SPLITS, padded
+from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
+from trl.collators.scored_prompts import with_prompts_scored
+from trl.models import scorer_base
+
+WITH_ODDS = LOGGED | {"log_odds_ratio", "log_odds_chosen"}
+
+
+def log_odds(logps):
+    return logps - torch.log1p(-torch.exp(logps))
+
+
+def formula(found, *, beta=0.1):
+    """ORPO's loss over all pairs from plain log-probs, as the paper writes it, and its metrics."""
+    chosen, rejected = found.totals(per_token=True)
+    ratio = log_odds(chosen) - log_odds(rejected)
+    nll = -torch.cat([*found.prompt, *found.chosen]).mean()
+    metrics = {
+        "rewards/chosen": beta * chosen.mean(),
+        "rewards/rejected": beta * rejected.mean(),
+        "rewards/margins": beta * (chosen - rejected).mean(),
+        "rewards/accuracies": (chosen > rejected).double().mean() if beta else torch.zeros(()),
+        "logps/chosen": chosen.mean(),
+        "logps/rejected": rejected.mean(),
+        "logits/chosen": found.chosen_logits.mean(),
+        "logits/rejected": found.rejected_logits.mean(),
+        "log_odds_ratio": logsigmoid(ratio).mean(),
+        "log_odds_chosen": ratio.mean(),
+        "nll_loss": nll,
+    }
+    return nll - beta * logsigmoid(ratio).mean(), {name: value.item() for name, value in metrics.items()}
+
+
+def assert_step(settings, expected=None):
+    """A trainer's step is the formula's (or the `expected` one)."""
+    gradients, log = step(make, **settings)
+    if expected is None:
+        model = tiny_model("gpt2", dtype=torch.float64)
+        loss, metrics = formula(plain(model, pairs()), **settings)
+        expected = gradients_of(model, loss), {"loss": loss.item(), **metrics}
+    assert largest_difference(gradients, expected[0]) <= 1e-10
+    assert log.keys() == WITH_ODDS | OF_THE_RUN
+    for name in WITH_ODDS - {"loss"}:
+        assert log[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-12), name
+    assert log["loss"] == pytest.approx(expected[1]["loss"], rel=1e-6)  # summed in float32 by transformers
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+def test_a_step_is_the_formula(beta):
+    assert_step({"beta": beta})
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_step_does_not_depend_on_how_it_is_cut(split):
+    assert_step({"beta": 0.5, **SPLITS[split]}, step(make, beta=0.5))
+
+
+@pytest.mark.parametrize("split", ["2x4", "plain"])
+def test_a_step_of_padded_rows(split, monkeypatch):
+    whole = step(make, beta=0.5)
+    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    assert_step({"beta": 0.5, **SPLITS[split]}, whole)
+
+
+@pytest.mark.parametrize("collator", [padded(16), padded(40), DPODataCollatorWithPadding()])
+def test_own_collators_and_mean_logits_do_not_depend_on_padding(collator):
+    assert_step({"beta": 0.5, "data_collator": collator, **SPLITS["4x2"]}, step(make, beta=0.5))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_evaluation_is_the_formula_for_every_batch_size(size):
+    rows = pairs(seed=4)
+    trainer = make(eval_dataset=Dataset.from_list(rows), per_device_eval_batch_size=size, beta=0.5)
+    found = trainer.evaluate()
+    loss, metrics = formula(plain(trainer.model, rows), beta=0.5)
+    for name, value in {"loss": loss.item(), **metrics}.items():
+        assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-12, abs=1e-12), name
+
+
+def test_each_chosen_prompt_is_scored_once_in_every_layout():
+    rows = pairs()[:3]
+    rows[1] = {**rows[1], "rejected_prompt_input_ids": [9, 9, 9]}  # its completions do not share their prompt
+    prompts = [len(row["prompt_input_ids"]) - 1 for row in rows]
+    completions = [len(row["chosen_input_ids"]) for row in rows]
+    for batch in (PairCollator()(rows), PairCollator(prefix_sharing=False)(rows), padded(20)(rows)):
+        found = with_prompts_scored(batch)
+        assert found["prompt_tokens"].tolist() == prompts
+        assert with_prompts_scored(found) is found
+        trainer = make()
+        scored = trainer.score(trainer.model, found)
+        sequence = scored.positions.sequence
+        assert torch.bincount(sequence)[::2].tolist() == [
+            p + c for p, c in zip(prompts, completions, strict=True)
+        ]
+        assert trainer.count_units(found).tolist() == [3, sum(prompts) + sum(completions)]
+        expected = [(row["prompt_input_ids"] + row["chosen_input_ids"])[1:] for row in rows]
+        for index, tokens in enumerate(expected):
+            assert scored.positions.target[sequence == 2 * index].tolist() == tokens
+
+
+def test_predictions_are_the_rewards():
+    seen = []
+    trainer = make(
+        eval_dataset=Dataset.from_list(pairs()), compute_metrics=lambda p: seen.append(p) or {"n": 8}
+    )
+    assert trainer.evaluate()["eval_n"] == 8
+    expected = 0.1 * torch.stack(plain(trainer.model, pairs()).totals(per_token=True), dim=1)
+    assert torch.tensor(seen[0].predictions) == pytest.approx(expected.detach(), rel=1e-12)
+
+
+def test_the_odds_of_the_preferred_completions_rise():
+    trainer = make(max_steps=20, learning_rate=0.1, beta=1.0)
+    trainer.train()
+    first, last = trainer.state.log_history[0], trainer.state.log_history[19]
+    assert last["log_odds_chosen"] > first["log_odds_chosen"] + 0.3
+    assert last["nll_loss"] < first["nll_loss"] - 0.5
+
+
+def test_adapters():
+    adapter = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    trainer = make(peft_config=adapter, max_steps=3)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(step(make)[1]["loss"], rel=1e-6)
+    assert losses[2] < losses[0]
+
+
+def test_older_methods_give_the_same_loss():
+    trainer = make(beta=0.5)
+    expected, metrics = formula(plain(trainer.model, pairs()), beta=0.5)
+    batch = DPODataCollatorWithPadding()(pairs())
+    chosen, rejected, _, _, nll = trainer.concatenated_forward(trainer.model, batch)
+    losses, chosen_rewards, rejected_rewards, ratio, log_odds_chosen = trainer.odds_ratio_loss(
+        chosen, rejected
+    )
+    assert (nll - losses.mean()).item() == pytest.approx(expected.item(), rel=1e-12)
+    assert ratio.item() == pytest.approx(metrics["log_odds_ratio"], rel=1e-12)
+    assert log_odds_chosen.item() == pytest.approx(metrics["log_odds_chosen"], rel=1e-12)
+    assert (chosen_rewards - rejected_rewards).mean().item() == pytest.approx(
+        metrics["rewards/margins"], rel=1e-10
+    )
+    loss, found = trainer.get_batch_loss_metrics(trainer.model, batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert found == pytest.approx(metrics, rel=1e-12, abs=1e-12)
+
+
+# ---- encoder-decoders
+
+
+def seq2seq_tokens(model, rows):
+    """Log-probs `(T,)` of the tokens of chosen and rejected completions, one call of the model each."""
+    found = {"chosen": [], "rejected": []}
+    for row in rows:
+        for side, logps in found.items():
+            labels = torch.tensor([row[f"{side}_input_ids"]])
+            logits = model(input_ids=torch.tensor([row["prompt_input_ids"]]), labels=labels).logits[0]
+            logps.append(logits.log_softmax(-1).gather(1, labels[0, :, None])[:, 0])
+    return found["chosen"], found["rejected"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("bart", 1e-10), ("t5", 1e-4)]
+)  # T5's norms round to float32
+@pytest.mark.parametrize("split", ["whole", "2x4", "8x1"])
+def test_an_encoder_decoder_judges_what_its_decoder_says(split, kind, tolerance):
+    gradients, log = step(
+        make, model=tiny_seq2seq(kind, dtype=torch.float64), beta=0.5, **SPLITS.get(split, {})
+    )
+    model = tiny_seq2seq(kind, dtype=torch.float64)
+    chosen, rejected = seq2seq_tokens(model, pairs())
+    ratio = torch.stack(
+        [log_odds(c.mean()) - log_odds(r.mean()) for c, r in zip(chosen, rejected, strict=True)]
+    )
+    nll = -torch.cat(chosen).mean()  # of the decoder's tokens: the prompt is the encoder's
+    loss = nll - 0.5 * logsigmoid(ratio).mean()
+    assert log["nll_loss"] == pytest.approx(nll.item(), rel=tolerance)
+    assert log["log_odds_chosen"] == pytest.approx(ratio.mean().item(), rel=tolerance)
+    assert largest_difference(gradients, gradients_of(model, loss)) <= tolerance
+
+
+def test_text_for_an_encoder_decoder(tmp_path):
+    trainer = make(
+        str(tmp_path), model=tiny_seq2seq("t5"), train_dataset=Dataset.from_list(TEXT * 4), max_completion_length=2,
+        is_encoder_decoder=True,
+    )  # fmt: skip
+    row = trainer.train_dataset[1]
+    assert row["prompt_input_ids"] == [9, 10, 1]
+    assert row["rejected_input_ids"] == [12, 13]
+    trainer.train()
+    assert trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_samples_are_shown_at_an_evaluation(kind, capsys):
+    model = tiny_seq2seq(kind) if kind == "t5" else tiny_model(kind)
+    trainer = make(
+        model=model, eval_dataset=Dataset.from_list(TEXT * 4), generate_during_eval=True, max_length=12,
+        max_prompt_length=6,
+    )  # fmt: skip
+    plain_loss = make(model=model, eval_dataset=Dataset.from_list(TEXT * 4)).evaluate()["eval_loss"]
+    capsys.readouterr()
+    assert trainer.evaluate()["eval_loss"] == plain_loss
+    shown = capsys.readouterr().out
+    assert "Prompt" in shown
+    assert "w3 w4 w5" in shown
+    assert "Ref Model" not in shown
