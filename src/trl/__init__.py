@@ -45,6 +45,18 @@ _NAMES = {
     "DPOTrainer": "trl.trainer.dpo_trainer",
     "FDivergenceType": "trl.trainer.dpo_config",
     "FDivergenceConstants": "trl.trainer.dpo_config",
+    "CPOConfig": "trl.trainer.cpo_config",
+    "CPOTrainer": "trl.trainer.cpo_trainer",
+    "ORPOConfig": "trl.trainer.orpo_config",
+    "ORPOTrainer": "trl.trainer.orpo_trainer",
+    "KTOConfig": "trl.trainer.kto_config",
+    "KTOTrainer": "trl.trainer.kto_trainer",
+    "BCOConfig": "trl.trainer.bco_config",
+    "BCOTrainer": "trl.trainer.bco_trainer",
+    "RewardConfig": "trl.trainer.reward_config",
+    "RewardTrainer": "trl.trainer.reward_trainer",
+    "PRMConfig": "trl.trainer.prm_config",
+    "PRMTrainer": "trl.trainer.prm_trainer",
 }
 
 if TYPE_CHECKING:
@@ -77,15 +89,27 @@ if TYPE_CHECKING:
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
     from trl.scripts.parser import TrlParser as TrlParser
     from trl.scripts.quiet import init_zero_verbose as init_zero_verbose
+    from trl.trainer.bco_config import BCOConfig as BCOConfig
+    from trl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from trl.trainer.callbacks import BEMACallback as BEMACallback
     from trl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
     from trl.trainer.callbacks import RichProgressCallback as RichProgressCallback
     from trl.trainer.callbacks import SyncRefModelCallback as SyncRefModelCallback
     from trl.trainer.callbacks import WeaveCallback as WeaveCallback
+    from trl.trainer.cpo_config import CPOConfig as CPOConfig
+    from trl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
     from trl.trainer.dpo_config import DPOConfig as DPOConfig
     from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
     from trl.trainer.dpo_config import FDivergenceType as FDivergenceType
     from trl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
+    from trl.trainer.kto_config import KTOConfig as KTOConfig
+    from trl.trainer.kto_trainer import KTOTrainer as KTOTrainer
+    from trl.trainer.orpo_config import ORPOConfig as ORPOConfig
+    from trl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
+    from trl.trainer.prm_config import PRMConfig as PRMConfig
+    from trl.trainer.prm_trainer import PRMTrainer as PRMTrainer
+    from trl.trainer.reward_config import RewardConfig as RewardConfig
+    from trl.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
 

@@ -23,6 +23,13 @@ COMMANDS: dict[str, Command] = {
     "sft": Command(
         "trl.scripts.sft", "fine-tune a model on text, prompts with answers, or conversations", "training"
     ),
+    "reward": Command(
+        "trl.scripts.reward", "train a reward model on preferred and rejected answers", "training"
+    ),
+    "dpo": Command(
+        "trl.scripts.dpo", "train a model on preferred and rejected answers (DPO and its family)", "training"
+    ),
+    "kto": Command("trl.scripts.kto", "train a model on answers that are marked good or bad", "training"),
     "quickstart": Command(
         "trl.scripts.quickstart", "train a tiny model on this machine, nothing to download"
     ),

@@ -26,7 +26,8 @@ class StepwisePreparation:
     """How solutions become token rows; lengths in tokens, None for no limit.
 
     `train_on_last_step_only` labels the last step alone, in training (`is_eval=False`). `untrained_rows`: what to do with
-    rows whose labelled steps are all cut off. `vocab_size`: how many token ids the model embeds.
+    rows whose labelled steps are all cut off. `vocab_size`: how many token ids the model embeds; `num_labels`:
+    how many classes it tells apart.
 
     Raises: ValueError or TypeError for a separator that is no text, and for lengths below 1.
     """
@@ -40,6 +41,7 @@ class StepwisePreparation:
     num_proc: int | None = None
     untrained_rows: UntrainedPolicy = "report"
     vocab_size: int | None = None
+    num_labels: int = 2
 
     def __post_init__(self) -> None:
         if not isinstance(self.step_separator, str):
@@ -241,10 +243,11 @@ class GivenSteps:
             if (
                 isinstance(label, bool)
                 or not isinstance(label, int)
-                or not (label == IGNORED or 0 <= label < 128)
+                or not (label == IGNORED or 0 <= label < self.settings.num_labels)
             ):
                 raise ValueError(
-                    f"{place}: {label!r}, expected a class (0, 1, ...) at the end of a step and -100 elsewhere. Correct it."
+                    f"{place}: {label!r}, expected a class (0 to {self.settings.num_labels - 1}) at the end of a step and "
+                    "-100 elsewhere. Correct it."
                 )
         kept = labels[: self.settings.max_length]
         count = len(labels) - labels.count(IGNORED)

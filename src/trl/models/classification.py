@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.layout import ModelBatch
+from trl.models.layout import ModelBatch, ScoredPositions
 from trl.models.parts import causal_core, logits_obstacle, prompt_learning_obstacle, replaced_forward
 from trl.models.scorer_base import ScorerBase, given_inputs
 from trl.tensors.softmax_rows import LogitRule
@@ -68,16 +68,28 @@ class ClassificationScorer(ScorerBase):
                 "Give every token a class, or -100."
             )
         laid_out = self.lay_out(batch, shifted=False)
-        source, labels = laid_out.scored.source, laid_out.scored.target
+        return self._at_scored(model, laid_out), laid_out.scored.target
+
+    def score_predictors(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ScoredPositions]:
+        """Logits `(K, C)` where each trained label is predicted, one token before it, with gradient: a value model's values.
+
+        `batch` is one of a language model, with shifted labels; the positions are those of `Scorer.score`. Raises TypeError
+        for a model that gives one logit row per sequence only.
+        """
+        laid_out = self.lay_out(batch)
+        return self._at_scored(model, laid_out), laid_out.scored
+
+    def _at_scored(self, model: nn.Module, batch: ModelBatch) -> Tensor:
+        """Logits `(K, C)` at the scored positions."""
         if self.uses_head:
-            return self._through_head(model, laid_out, source), labels
-        logits = self._own_logits(model, laid_out)
+            return self._through_head(model, batch, batch.scored.source)
+        logits = self._own_logits(model, batch)
         if logits.ndim != 3:
             raise TypeError(
                 f"model is a {type(self.core).__name__}, which gives one row of logits per sequence, expected one per "
                 "token. Load it with AutoModelForTokenClassification."
             )
-        return logits.flatten(0, 1)[source], labels
+        return logits.flatten(0, 1)[batch.scored.source]
 
     def _through_head(self, model: nn.Module, batch: ModelBatch, positions: Tensor) -> Tensor:
         """Logits `(K, C)` of the decoder's hidden states at flattened positions `(K,)`."""

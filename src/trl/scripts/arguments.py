@@ -93,3 +93,33 @@ class ColumnMapping(OptionGroup):
 @dataclass
 class SFTScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl sft` reads besides `SFTConfig` and `ModelConfig`."""
+
+
+@dataclass
+class RewardScriptArguments(ColumnMapping, ScriptArguments):
+    """What `trl reward` reads besides `RewardConfig` and `ModelConfig`."""
+
+
+@dataclass
+class KTOScriptArguments(ColumnMapping, ScriptArguments):
+    """What `trl kto` reads besides `KTOConfig` and `ModelConfig`."""
+
+
+@dataclass
+class DPOScriptArguments(ColumnMapping, ScriptArguments):
+    """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
+
+    ref_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Model that the trained one is compared with: a directory or a name on the Hub. Default: the model as "
+            "it is before training."
+        },
+    )
+    dialogue_marker: str | None = field(
+        default=None,
+        metadata={
+            "help": "For rows that are whole dialogues as text: what opens the assistant's turns, such as 'Assistant:'. The "
+            "prompt ends behind the last one that both dialogues share."
+        },
+    )

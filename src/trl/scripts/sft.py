@@ -8,12 +8,13 @@ or, without the `trl` command, `accelerate launch -m trl.scripts.sft` with the s
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trl.options.model import ModelConfig
 from trl.scripts.arguments import SFTScriptArguments
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import reporting_input_errors, run_script
+from trl.scripts.running import run_script
+from trl.scripts.training import ignore_boolean_buffers, load_inputs, train, training_parser
 from trl.trainer.sft_config import SFTConfig
 
 if TYPE_CHECKING:
@@ -32,17 +33,12 @@ def main(
     Raises:
         CommandError: for everything about the input that is wrong, before the first step.
     """
-    from trl.scripts.resume import checkpoint_to_resume
-    from trl.scripts.summary import finish
-
-    with reporting_input_errors():
-        trainer = build_trainer(script_args, training_args, model_args, dataset_args)
-        checkpoint = checkpoint_to_resume(
-            training_args.resume_from_checkpoint, training_args.output_dir or "."
-        )
-    trainer.train(resume_from_checkpoint=checkpoint)
-    finish(trainer, dataset_name=script_args.dataset_name, command="sft")
-    return trainer
+    return train(
+        lambda: build_trainer(script_args, training_args, model_args, dataset_args),
+        training_args,
+        dataset_name=script_args.dataset_name,
+        command="sft",
+    )
 
 
 def build_trainer(
@@ -57,27 +53,9 @@ def build_trainer(
         ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
     """
     from trl.models.peft import get_peft_config
-    from trl.scripts.loading import load_train_and_eval
-    from trl.scripts.model_loading import model_init_kwargs
-    from trl.scripts.processes import check_processes
     from trl.trainer.sft_trainer import SFTTrainer
 
-    check_processes(training_args)
-    if model_args.model_name_or_path is None:
-        raise ValueError(
-            "model_name_or_path is missing. Give the directory of a model or its name on the Hub with "
-            "--model_name_or_path."
-        )
-    if script_args.gradient_checkpointing_use_reentrant and training_args.gradient_checkpointing:
-        settings: Any = training_args.gradient_checkpointing_kwargs or {}
-        training_args.gradient_checkpointing_kwargs = {**settings, "use_reentrant": True}
-    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
-    train_dataset, eval_dataset = load_train_and_eval(
-        script_args,
-        dataset_args,
-        renames=script_args.renames(),
-        evaluate=training_args.eval_strategy != "no",
-    )
+    train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
@@ -90,28 +68,14 @@ def build_trainer(
     return trainer
 
 
-def ignore_boolean_buffers(model: Any) -> None:
-    """Leave the model's boolean buffers out of what `DistributedDataParallel` broadcasts."""
-    import torch
-
-    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool]
-    model._ddp_params_and_buffers_to_ignore = names
-
-
 def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
     """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
-    from trl.data.mixtures import DatasetMixtureConfig
-
-    kinds: Any = (SFTScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
-    if subparsers is not None:
-        return subparsers.add_parser("sft", help="supervised fine-tuning", dataclass_types=kinds)
-    return TrlParser(
-        kinds,
-        prog="trl sft",
-        usage="trl sft --model_name_or_path MODEL --dataset_name DATASET [--config FILE] [options]",
+    return training_parser(
+        "sft",
+        (SFTScriptArguments, SFTConfig),
+        subparsers,
+        help_text="supervised fine-tuning",
         description="Supervised fine-tuning of a language model.",
-        epilog="Any option of `accelerate launch` (--num_processes, --mixed_precision, ...) is taken too, as is "
-        "--accelerate_config with a profile (single_gpu, multi_gpu, fsdp1, fsdp2, zero1, zero2, zero3, cpu) or a file.",
     )
 
 

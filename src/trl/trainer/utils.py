@@ -42,6 +42,8 @@ _NAMES = {
     "nanstd": "trl.tensors.statistics",
     "selective_log_softmax": "trl.tensors.statistics",
     "DPODataCollatorWithPadding": "trl.collators.preference",
+    "RewardDataCollatorWithPadding": "trl.collators.reward",
+    "compute_accuracy": "trl.reporting.accuracy",
 }
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
         DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
     )
     from trl.collators.preference import DPODataCollatorWithPadding as DPODataCollatorWithPadding
+    from trl.collators.reward import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
     from trl.data.constant_length import ConstantLengthDataset as ConstantLengthDataset
     from trl.data.formats import remove_none_values as remove_none_values
     from trl.models.dropout import disable_dropout_in_model as disable_dropout_in_model
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from trl.models.peft import peft_module_casting_to_bf16 as peft_module_casting_to_bf16
     from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
     from trl.models.quantization import get_quantization_config as get_quantization_config
+    from trl.reporting.accuracy import compute_accuracy as compute_accuracy
     from trl.reporting.model_card import generate_model_card as generate_model_card
     from trl.reporting.tables import print_prompt_completions_sample as print_prompt_completions_sample
     from trl.reporting.tables import print_rich_table as print_rich_table

@@ -1,0 +1,227 @@
+"""Pairs of whole sequences, of which one is preferred, as one flat row; and the padded batches of earlier levels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl.collators.rows import Row, as_ids, check_multiple, pad_rows, round_up
+from trl.tensors.segments import Segments
+
+Pair = tuple[Tensor, Tensor]
+"""Token ids of the preferred sequence and of the other one."""
+
+REWARD_COLUMNS = ("chosen_input_ids", "rejected_input_ids")
+OLDER_COLUMNS = ("input_ids_chosen", "input_ids_rejected")
+
+
+def shared_length(chosen: Tensor, rejected: Tensor) -> int:
+    """How many tokens the sequences of a pair begin with in common, each keeping at least one of its own.
+
+    >>> shared_length(torch.tensor([5, 6, 7]), torch.tensor([5, 6])), shared_length(torch.tensor([5]), torch.tensor([6]))
+    (1, 0)
+    """
+    shorter = min(len(chosen), len(rejected))
+    same = (chosen[:shorter] == rejected[:shorter]).cumprod(dim=0)
+    return min(int(same.sum()), shorter - 1)
+
+
+def pair_batch(
+    pairs: Sequence[Pair],
+    *,
+    prefix_sharing: bool,
+    pad_token_id: int = 0,
+    multiple: int | None = None,
+) -> dict[str, Tensor]:
+    """Pairs of sequences as one flat batch: sequence 2i is pair i's preferred one, 2i + 1 the other.
+
+    With `prefix_sharing` what a pair's sequences begin with in common stands once, in front of the two rests. The row's
+    length is rounded up to `multiple`; `filler` then says by how many tokens. `rows (B,)` counts the pairs.
+
+    Raises: ValueError naming the pair that has an empty sequence.
+
+    >>> batch = pair_batch([(torch.tensor([5, 6, 7]), torch.tensor([5, 6, 8, 9]))], prefix_sharing=True)
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    ([[5, 6, 7, 8, 9]], [[0, 1, 2, 2, 3]])
+    """
+    _check_pairs(pairs)
+    trees: list[tuple[int, list[int]]] = []
+    ids: list[Tensor] = []
+    for chosen, rejected in pairs:
+        shared = shared_length(chosen, rejected) if prefix_sharing else 0
+        if shared:
+            trees.append((shared, [len(chosen) - shared, len(rejected) - shared]))
+        else:
+            trees += [(len(chosen), []), (len(rejected), [])]
+        ids += [chosen, rejected[shared:]]
+    row = torch.cat(ids)
+    tail = round_up(len(row), multiple) - len(row)
+    segments = Segments.from_trees([*trees, *([(tail, [])] if tail else [])])
+    return {
+        "input_ids": torch.nn.functional.pad(row, (0, tail), value=pad_token_id)[None],
+        "position_ids": segments.position_ids(),
+        "segment_table": segments.to_table(),
+        "rows": torch.arange(len(pairs)),
+        **({"filler": torch.tensor([tail])} if tail else {}),
+    }
+
+
+def _check_pairs(pairs: Sequence[Pair]) -> None:
+    if not pairs:
+        raise ValueError("a batch must have at least 1 pair, got 0. Check the sampler and the data set.")
+    for row, lengths in enumerate((len(chosen), len(rejected)) for chosen, rejected in pairs):
+        if not all(lengths):
+            raise ValueError(
+                f"row {row} of the batch has sequences of {lengths[0]} and {lengths[1]} tokens, expected at least 1 each. "
+                "Leave it out."
+            )
+
+
+@dataclass
+class RewardCollator:
+    """Batches rows of `chosen_input_ids` and `rejected_input_ids` (whole sequences), and `margin` where they have it.
+
+    A batch is one flat row as `pair_batch` makes it; where not `flat`, rows padded on the right, chosen and rejected in
+    turn.
+
+    Args:
+        prefix_sharing: Whether what a pair's sequences begin with in common stands once.
+        flat: Whether the model takes flat rows; padded ones if not.
+        pad_token_id: Token that fills padded positions.
+        pad_to_multiple_of: Rounds the length of the flat row, or of the padded rows, up to a multiple, in tokens.
+
+    >>> RewardCollator()([{"chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7]}])["position_ids"].tolist()
+    [[0, 1, 1]]
+    """
+
+    prefix_sharing: bool = True
+    flat: bool = True
+    pad_token_id: int = 0
+    pad_to_multiple_of: int | None = None
+
+    def __post_init__(self) -> None:
+        check_multiple(self.pad_to_multiple_of)
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order."""
+        pairs = [(as_ids(row["chosen_input_ids"]), as_ids(row["rejected_input_ids"])) for row in rows]
+        batch = self._of_pairs(pairs)
+        if rows[0].get("margin") is not None:
+            batch["margin"] = torch.tensor([float(row["margin"]) for row in rows], dtype=torch.float64)
+        return batch
+
+    def _of_pairs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
+        multiple = self.pad_to_multiple_of
+        if self.flat:
+            return pair_batch(
+                pairs, prefix_sharing=self.prefix_sharing, pad_token_id=self.pad_token_id, multiple=multiple
+            )
+        _check_pairs(pairs)
+        sequences = [sequence for pair in pairs for sequence in pair]
+        return {
+            "input_ids": pad_rows(sequences, self.pad_token_id, multiple=multiple),
+            "attention_mask": pad_rows([torch.ones_like(ids) for ids in sequences], 0, multiple=multiple),
+            "rows": torch.arange(len(pairs)),
+        }
+
+
+@dataclass
+class RewardDataCollatorWithPadding:
+    """Pads the two sides of pairs apart, as earlier levels did; `RewardTrainer` takes such batches too.
+
+    Rows have `input_ids_chosen` and `input_ids_rejected` (or, prepared by `RewardTrainer`, `chosen_input_ids` and
+    `rejected_input_ids`), where given with `attention_mask_chosen` and `attention_mask_rejected`, and `margin`. The
+    batch has `input_ids_chosen`, `attention_mask_chosen` `(B, T)`, the same of the rejected, `margin (B,)`, and
+    `return_loss`.
+
+    Args:
+        tokenizer: Pads the rows, on its own side.
+        padding: True or "longest": to the longest row of each side; "max_length": to the tokenizer's greatest length.
+        pad_to_multiple_of: Rounds both lengths up to a multiple, in tokens.
+        return_tensors: Kind of tensors, "pt".
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    padding: bool | str = True
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        """The padded batch.
+
+        Raises: ValueError for rows without the tokens of both sides.
+        """
+        batch: dict[str, Any] = {"return_loss": True}
+        for older, column in zip(OLDER_COLUMNS, REWARD_COLUMNS, strict=True):
+            padded = self._padded([_side(row, older, column) for row in features])
+            batch[older] = padded["input_ids"]
+            batch[_mask_of(older)] = padded["attention_mask"]
+        if features[0].get("margin") is not None:
+            batch["margin"] = torch.tensor([float(row["margin"]) for row in features])
+        return batch
+
+    def _padded(self, rows: list[dict[str, Any]]) -> Any:
+        return self.tokenizer.pad(
+            rows,
+            padding=self.padding,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=self.return_tensors,
+        )
+
+
+def _mask_of(column: str) -> str:
+    return column.replace("input_ids", "attention_mask")
+
+
+def _side(row: Mapping[str, Any], older: str, column: str) -> dict[str, Any]:
+    name = older if older in row else column
+    if name not in row:
+        raise ValueError(
+            f"a row has {sorted(row)}, expected {' and '.join(map(repr, OLDER_COLUMNS))}. Tokenize the data set first, and "
+            "set remove_unused_columns=False."
+        )
+    mask = row.get(_mask_of(older))
+    return {"input_ids": row[name], "attention_mask": [1] * len(row[name]) if mask is None else mask}
+
+
+def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
+    """A batch of pairs in the form of `RewardCollator`, from what a user's own collator made.
+
+    Understood are, besides that form and padded rows (chosen and rejected in turn), tensors `(B, T)` of each side with
+    their masks, under the names of `RewardDataCollatorWithPadding` or as `chosen_input_ids`, `chosen_attention_mask`.
+
+    Raises: ValueError for anything else, with the names it has.
+    """
+    if "input_ids" in batch:
+        return batch if "rows" in batch else _counted(batch)
+    columns = next((pair for pair in (OLDER_COLUMNS, REWARD_COLUMNS) if set(pair) <= set(batch)), None)
+    if columns is None:
+        raise ValueError(
+            f"a batch has {sorted(batch)}, expected {' and '.join(map(repr, OLDER_COLUMNS))}, each with its attention mask. "
+            "Let the data_collator add them, or leave it out."
+        )
+    chosen, rejected = (_real_tokens(batch, column) for column in columns)
+    found = pair_batch(list(zip(chosen, rejected, strict=True)), prefix_sharing=prefix_sharing)
+    found = {name: value.to(batch[columns[0]].device) for name, value in found.items()}
+    return {**found, "margin": batch["margin"]} if batch.get("margin") is not None else found
+
+
+def _counted(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Padded rows, with the number of their pairs."""
+    rows = batch["input_ids"].shape[0]
+    if rows % 2:
+        raise ValueError(
+            f"a batch has {rows} rows of input_ids, expected an even number: chosen and rejected in turn. Correct the "
+            "data_collator, or leave it out."
+        )
+    return {**batch, "rows": torch.arange(rows // 2, device=batch["input_ids"].device)}
+
+
+def _real_tokens(batch: Mapping[str, Any], column: str) -> list[Tensor]:
+    mask = batch.get(_mask_of(column))
+    return list(batch[column]) if mask is None else [ids[real] for ids, real in zip(batch[column], mask.bool(), strict=True)]  # fmt: skip

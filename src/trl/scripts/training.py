@@ -1,0 +1,99 @@
+"""What the training commands share: how their inputs are loaded, how they run, what their parsers take."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from trl.options.model import ModelConfig
+from trl.scripts.arguments import ColumnMapping, ScriptArguments
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import reporting_input_errors
+
+Trainer = TypeVar("Trainer", bound=Any)
+
+LAUNCHING = (
+    "Any option of `accelerate launch` (--num_processes, --mixed_precision, ...) is taken too, as is --accelerate_config with "
+    "a profile (single_gpu, multi_gpu, fsdp1, fsdp2, zero1, zero2, zero3, cpu) or a file."
+)
+
+
+def train(
+    build: Callable[[], Trainer], training_args: Any, *, dataset_name: str | None, command: str
+) -> Trainer:
+    """Build a trainer, train it, save its model, say where it is; returns the trainer.
+
+    Raises:
+        CommandError: for everything about the input that is wrong, before the first step.
+    """
+    from trl.scripts.resume import checkpoint_to_resume
+    from trl.scripts.summary import finish
+
+    with reporting_input_errors():
+        trainer = build()
+        checkpoint = checkpoint_to_resume(
+            training_args.resume_from_checkpoint, training_args.output_dir or "."
+        )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    finish(trainer, dataset_name=dataset_name, command=command)
+    return trainer
+
+
+def load_inputs(
+    script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
+) -> tuple[Any, Any]:
+    """The training and the evaluation set; `training_args` then hold how the model is loaded.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
+    """
+    from trl.scripts.loading import load_train_and_eval
+    from trl.scripts.model_loading import model_init_kwargs
+    from trl.scripts.processes import check_processes
+
+    check_processes(training_args)
+    if model_args.model_name_or_path is None:
+        raise ValueError(
+            "model_name_or_path is missing. Give the directory of a model or its name on the Hub with "
+            "--model_name_or_path."
+        )
+    if script_args.gradient_checkpointing_use_reentrant and training_args.gradient_checkpointing:
+        settings: Any = training_args.gradient_checkpointing_kwargs or {}
+        training_args.gradient_checkpointing_kwargs = {**settings, "use_reentrant": True}
+    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
+    return load_train_and_eval(
+        script_args,
+        dataset_args,
+        renames=script_args.renames() if isinstance(script_args, ColumnMapping) else {},
+        evaluate=training_args.eval_strategy != "no",
+    )
+
+
+def ignore_boolean_buffers(model: Any) -> None:
+    """Leave the model's boolean buffers out of what `DistributedDataParallel` broadcasts."""
+    import torch
+
+    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool]
+    model._ddp_params_and_buffers_to_ignore = names
+
+
+def training_parser(
+    command: str,
+    kinds: Sequence[type],
+    subparsers: "argparse._SubParsersAction | None",
+    *,
+    help_text: str,
+    description: str,
+) -> TrlParser:
+    """The parser of a training command; added to `subparsers` if given (which must build `TrlParser`s)."""
+    from trl.data.mixtures import DatasetMixtureConfig
+
+    types: Any = (*kinds, ModelConfig, DatasetMixtureConfig)
+    if subparsers is not None:
+        return subparsers.add_parser(command, help=help_text, dataclass_types=types)
+    return TrlParser(
+        types,
+        prog=f"trl {command}",
+        usage=f"trl {command} --model_name_or_path MODEL --dataset_name DATASET [--config FILE] [options]",
+        description=description,
+        epilog=LAUNCHING,
+    )

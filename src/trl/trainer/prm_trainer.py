@@ -1,0 +1,186 @@
+"""Process reward models: is each step of a solution right? Learned from steps with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
+from trl.legacy import PRM_ARGUMENTS, move_onto_config
+from trl.models.classification import ClassificationScorer
+from trl.models.classifier_setup import STEP_CLASSIFIER
+from trl.models.layout import IGNORED, is_flat
+from trl.objectives.reward_modelling import step_classification
+from trl.tensors.reduce import Unit, weighted
+from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
+from trl.trainer.policy import Policy, set_up_policy
+from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.prm_config import PRMConfig
+
+AnyDataset = Dataset | IterableDataset
+COLUMNS = ("input_ids", "labels")
+
+
+class PRMTrainer(PreferenceTrainer):
+    """Trainer of process reward models (Uesato et al. 2022, arXiv:2211.14275).
+
+    Args:
+        model: a token classifier with two labels (0: the step is wrong, 1: it is right), a `PeftModel` around one, or a
+            name or path; of a language model's files the head is missing and starts at random.
+        args: a `PRMConfig`; a plain `TrainingArguments` is taken over into one.
+        data_collator: makes padded batches of `input_ids`, `attention_mask` and `labels`.
+        train_dataset: rows of `prompt` (text), `completions` (a list of steps), `labels` (a truth value for each); or
+            tokenised, `input_ids` and `labels` (a class at the end of each step, -100 elsewhere).
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; by default the one saved with the model.
+        model_init: makes the model where none is given.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, T, 2)` are the logits of every position, 0 where there
+            is no token, labels `(N, T)` as in the data, -100 where there is none.
+        peft_config: trains a new adapter with these settings, and the head, instead of the model.
+
+    The loss is the mean over all labelled steps of an optimiser step, of all its micro-batches on all processes.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = PRMTrainer(
+        ...     "Qwen/Qwen3-0.6B", train_dataset=load_dataset("trl-lib/math_shepherd", split="train")
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "prm"]
+    _name: ClassVar[str] = "PRM"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Solving math word problems with process- and outcome-based feedback",
+        "id": "2211.14275",
+    }
+    args: PRMConfig
+    scorer: ClassificationScorer  # type: ignore[assignment]
+    units: ClassVar[tuple[Unit, ...]] = ("token",)
+    _columns: ClassVar[tuple[str, ...]] = COLUMNS
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel | None = None,
+        args: PRMConfig | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        model_init: Callable[[], PreTrainedModel] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        **older: Any,
+    ) -> None:
+        if model is None and model_init is not None:
+            model = model_init()
+        model, args, processing_class = move_onto_config(
+            PRM_ARGUMENTS, PRMConfig, model=model, args=args, processing_class=processing_class, older=older
+        )
+        assert isinstance(args, PRMConfig)
+        policy = set_up_policy(model, args, processing_class, peft_config, classifier=STEP_CLASSIFIER)
+        self.scorer = policy.scorer
+        self._sets = stepwise_sets(args, policy, is_eval=True)
+        if train_dataset is not None:
+            train_dataset = stepwise_sets(args, policy, is_eval=False).train(train_dataset)
+        if eval_dataset is not None:
+            eval_dataset = self._sets.evaluation(eval_dataset)
+        shard_streams_by_row(args)
+        use_one_device(args)
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=policy.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    # ---- the data
+
+    tokenize_row = staticmethod(tokenize_stepwise_row)
+
+    def take_batch(self, batch: Any) -> Any:
+        """A batch as padded rows, with an attention mask.
+
+        Raises: ValueError for a batch without labels.
+        """
+        if batch.get("labels") is None:
+            raise ValueError(
+                f"a batch has {sorted(batch)}, expected 'labels' too: a class at the end of each step, -100 elsewhere. Let "
+                "the data_collator add them, or leave it out."
+            )
+        if is_flat(batch):
+            return self.scorer.padded_inputs(batch)
+        if batch.get("attention_mask") is None:
+            return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+        return batch
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many labelled steps a batch has: int64 `(1,)`."""
+        return _is_labelled(batch).sum()[None]
+
+    # ---- the loss
+
+    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        """The loss of a batch's labelled steps; in evaluations the logits of every token are predictions."""
+        if self.mode == "train":
+            logits, labels = self._score(model, batch)
+            return self._judged(logits, labels, logits, labels)
+        is_real, is_labelled = batch["attention_mask"].bool(), _is_labelled(batch)
+        every, _ = self._score(model, {**batch, "labels": torch.where(is_real, 0, IGNORED)})
+        predictions = every.new_zeros(*is_real.shape, every.shape[-1])
+        predictions[is_real] = every
+        labels = torch.where(is_labelled, batch["labels"], IGNORED)
+        return self._judged(predictions[is_labelled], labels[is_labelled], predictions, labels)
+
+    def _score(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Logits `(K, 2)`, at least in float32, and classes `(K,)` of the labelled tokens, row by row."""
+        with self.accelerator.autocast():
+            logits, labels = self.scorer.score_tokens(model, batch)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), labels
+
+    def _judged(self, logits: Tensor, classes: Tensor, predictions: Tensor, labels: Tensor) -> Outcome:
+        self.record("accuracy", weighted(logits.argmax(dim=-1) == classes))
+        return Outcome([step_classification(logits, classes)], predictions, labels)
+
+
+def _is_labelled(batch: Mapping[str, Any]) -> Tensor:
+    """Bool `(B, T)`: real tokens that carry the class of a step."""
+    return (batch["labels"] != IGNORED) & batch["attention_mask"].bool()
+
+
+def stepwise_sets(args: PRMConfig, policy: Policy, *, is_eval: bool) -> PreparedSets:
+    """How the sets of a trainer of process reward models are prepared."""
+    settings = StepwisePreparation(
+        step_separator=args.step_separator,
+        max_length=args.max_length,
+        max_prompt_length=args.max_prompt_length,
+        max_completion_length=args.max_completion_length,
+        train_on_last_step_only=args.train_on_last_step_only,
+        is_eval=is_eval,
+        num_proc=args.dataset_num_proc,
+        vocab_size=policy.model.get_input_embeddings().weight.shape[0] or None,  # 0: sharded already (ZeRO-3)
+    )
+    return PreparedSets(
+        prepare=lambda dataset, name: prepare_stepwise_dataset(
+            dataset, policy.processing_class, settings, name=name
+        ),
+        columns=COLUMNS,
+        parts=[("input_ids",)],
+        model=policy.model,
+    )

@@ -1,0 +1,225 @@
+"""Reward models: a score for a whole sequence, learned from pairs of which one is preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
+from trl.data.preference import RewardPreparation, prepare_reward_dataset
+from trl.legacy import REWARD_ARGUMENTS, move_onto_config
+from trl.models.classification import ClassificationScorer
+from trl.models.classifier_setup import REWARD_MODEL
+from trl.models.layout import count_sequence_tokens
+from trl.objectives.reward_modelling import bradley_terry
+from trl.tensors.reduce import Unit, Weighted
+from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
+from trl.trainer.pairs import row_count, shares_prefix
+from trl.trainer.policy import Policy, set_up_policy
+from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_samples import print_samples, scored_samples
+from trl.trainer.step_scores import smallest_and_largest
+
+AnyDataset = Dataset | IterableDataset
+EXTREMES = ("min_reward", "max_reward")
+
+
+class RewardTrainer(PreferenceTrainer):
+    """Trainer of reward models on pairs (Bradley-Terry; Ouyang et al. 2022, arXiv:2203.02155).
+
+    Args:
+        model: a sequence classifier with one label, a `PeftModel` around one, or a name or path; of a language model's
+            files the head is missing and starts at random.
+        args: a `RewardConfig`; a plain `TrainingArguments` is taken over into one.
+        data_collator: makes batches of tokenised pairs; by default `RewardCollator`.
+        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational, where
+            wanted with a `margin`; or tokenised.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; by default the one saved with the model.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels 0.
+        peft_config: trains a new adapter with these settings, and the head, instead of the model.
+
+    The loss is the mean over all pairs of an optimiser step, of all its micro-batches on all processes.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = RewardTrainer(
+        ...     "Qwen/Qwen3-0.6B", train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train")
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "reward-trainer"]
+    _name: ClassVar[str] = "Reward"
+    args: RewardConfig
+    scorer: ClassificationScorer  # type: ignore[assignment]
+    units: ClassVar[tuple[Unit, ...]] = ("pair",)
+    _columns: ClassVar[tuple[str, ...]] = (*REWARD_COLUMNS, "margin")
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        args: RewardConfig | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        **older: Any,
+    ) -> None:
+        model, args, processing_class = move_onto_config(
+            REWARD_ARGUMENTS,
+            RewardConfig,
+            model=model,
+            args=args,
+            processing_class=processing_class,
+            older=older,
+        )
+        assert isinstance(args, RewardConfig)
+        policy = set_up_policy(model, args, processing_class, peft_config, classifier=REWARD_MODEL)
+        self.scorer = policy.scorer
+        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self._sets = reward_sets(args, policy)
+        if train_dataset is not None:
+            train_dataset = self._sets.train(train_dataset)
+        if eval_dataset is not None:
+            eval_dataset = self._sets.evaluation(eval_dataset)
+        shard_streams_by_row(args)
+        use_one_device(args)
+        self._micro_batches, self._extremes = 0, list[Tensor]()
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=data_collator or self._collator(args),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=policy.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    # ---- the data
+
+    def _collator(self, args: RewardConfig) -> RewardCollator:
+        return RewardCollator(
+            prefix_sharing=self.shares_prefix,
+            flat=self.scorer.flat,
+            pad_token_id=self.scorer.pad_token_id,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+        )
+
+    def take_batch(self, batch: Any) -> Any:
+        """A batch in the form of `RewardCollator`."""
+        return as_reward_batch(batch, prefix_sharing=self.shares_prefix)
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many pairs a batch has: int64 `(1,)`."""
+        return torch.tensor([row_count(batch, per_row=2)])
+
+    def count_seen(self, batch: Mapping[str, Any]) -> None:
+        """Count the real tokens of both sequences of each pair, whether or not they share some."""
+        if self.mode == "train":
+            self._tokens_seen = self._tokens_seen + count_sequence_tokens(batch).to(self.args.device)
+
+    # ---- the loss
+
+    def rewards(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Rewards `(B, 2)` of the preferred and the other sequence of each pair, at least in float32."""
+        with self.accelerator.autocast():
+            scores = self.scorer.score(model, batch)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, 2)
+
+    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        """The loss of a batch's pairs."""
+        rewards = self.rewards(model, batch)
+        margin = batch.get("margin")
+        terms = bradley_terry(
+            *rewards.unbind(dim=1),
+            margin=None if margin is None else margin.to(rewards),
+            center_coefficient=self.args.center_rewards_coefficient,
+        )
+        self._keep_extremes(rewards.detach())
+        labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
+        return Outcome([terms], rewards, labels)
+
+    # ---- the smallest and the largest reward
+
+    def prepare_step(self, batches: list[Any]) -> None:
+        """Begin to look for the extremes of a step's rewards."""
+        self._micro_batches, self._extremes = len(batches), []
+
+    def _keep_extremes(self, rewards: Tensor) -> None:
+        """Record the extremes of an optimiser step with its last micro-batch; keep those of an evaluation."""
+        if self.mode == "eval":
+            if self.own_rows():
+                self._extremes.append(rewards)
+            return
+        self._extremes.append(rewards)
+        self._micro_batches -= 1
+        if self._micro_batches > 0:
+            return
+        found = smallest_and_largest(self._extremes, self.accelerator)
+        self._extremes = []
+        for name, value in zip(EXTREMES, found, strict=True):
+            self.record(name, Weighted(value, torch.ones_like(value)))
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Evaluate; the extremes are those of the whole set."""
+        self._extremes = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        smallest, largest = smallest_and_largest(self._extremes, self.accelerator).tolist()
+        self._extremes = []
+        if smallest <= largest:
+            assert output.metrics is not None
+            found = dict(zip(EXTREMES, (smallest, largest), strict=True))
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
+
+    # ---- samples
+
+    def evaluate(self, *args: Any, num_print_samples: int | None = None, **kwargs: Any) -> dict[str, float]:
+        """Evaluate, see `transformers.Trainer.evaluate`; with `num_print_samples` `visualize_samples` comes first."""
+        if num_print_samples:
+            self.visualize_samples(num_print_samples)
+        return super().evaluate(*args, **kwargs)
+
+    def visualize_samples(self, num_print_samples: int) -> None:
+        """Print the texts and rewards of the first pairs of the evaluation set, and send the table to the trackers.
+
+        Every process must call it.
+        """
+        table = scored_samples(self, num_print_samples)
+        if self.is_world_process_zero():
+            print_samples(table, self.args.report_to or (), step=self.state.global_step)
+
+
+def reward_sets(args: RewardConfig, policy: Policy) -> PreparedSets:
+    """How the sets of a reward trainer are prepared."""
+    settings = RewardPreparation(
+        max_length=args.max_length,
+        num_proc=args.dataset_num_proc,
+        vocab_size=policy.model.get_input_embeddings().weight.shape[0] or None,  # 0: sharded already (ZeRO-3)
+    )
+    return PreparedSets(
+        prepare=lambda dataset, name: prepare_reward_dataset(
+            dataset, policy.processing_class, settings, name=name
+        ),
+        columns=REWARD_COLUMNS,
+        parts=[(column,) for column in REWARD_COLUMNS],
+        model=policy.model,
+    )

@@ -1,0 +1,398 @@
+"""PRMTrainer: the mean over all labelled steps of an optimiser step, the model's own logits, heads that are kept.
+
+float64; gradients agree to 1e-10 of the largest gradient, metrics to 1e-12 and the loss, which is logged in float32, to 1e-6.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from examples import prm
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForTokenClassification,
+    DataCollatorForTokenClassification,
+    TrainingArguments,
+)
+
+from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer.one_step import SETTINGS, launch
+from tests.trainer.prm_runs import make, rows, step_classifier
+from tests.trainer.resume_worker import digest, tokenizer
+from tests.trainer.test_invariance import SPLITS, assert_same_gradients
+from trl.models import scorer_base
+from trl.reporting.accuracy import compute_accuracy
+from trl.trainer.prm_config import PRMConfig
+from trl.trainer.prm_trainer import PRMTrainer
+
+METRICS = ("loss", "accuracy", "num_tokens")
+SOLUTIONS = [
+    {"prompt": "What is 2 + 3 + 4?", "completions": ["2 + 3 is 5.", "5 + 4 is 9."], "labels": [True, True]},
+    {"prompt": "What is 1 + 1 + 1?", "completions": ["1 + 1 is 2.", "2 + 1 is 4."], "labels": [True, False]},
+    {"prompt": "What is 7 + 1?", "completions": ["7 + 1 is 9."], "labels": [False]},
+] * 2
+
+
+def step(**settings):
+    """The gradient and the log of one step."""
+    trainer = make(**settings)
+    trainer.train()
+    (gradients,) = trainer.keep.steps
+    return gradients, trainer.state.log_history[0]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return step()
+
+
+def assert_same(found, expected):
+    assert_same_gradients(found[0], expected[0])
+    for name in METRICS:
+        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-6 if name == "loss" else 1e-12), name
+
+
+def own_logits(model, data):
+    """The logits `(B, T, 2)` of the model's own forward on padded rows, with labels and mask `(B, T)`."""
+    width = max(len(row["input_ids"]) for row in data)
+
+    def padded(values, fill):
+        return torch.tensor([[*value, *[fill] * (width - len(value))] for value in values])
+
+    ids, labels = padded([row["input_ids"] for row in data], 0), padded([row["labels"] for row in data], -100)
+    mask = padded([[1] * len(row["input_ids"]) for row in data], 0)
+    return model(input_ids=ids, attention_mask=mask).logits, labels, mask
+
+
+# ---- one gradient
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_accumulation_splits(split, whole):
+    assert_same(step(**SPLITS[split]), whole)
+
+
+def test_gradient_checkpointing(whole):
+    assert_same(step(gradient_checkpointing=True), whole)
+
+
+def test_padded_rows(whole, monkeypatch):
+    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    trainer = make(**SPLITS["2x4"])
+    assert not trainer.scorer.flat
+    assert_same(step(**SPLITS["2x4"]), whole)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_collator_of_transformers(side, whole):
+    padding = tokenizer()
+    padding.padding_side = side
+    assert_same(step(data_collator=DataCollatorForTokenClassification(padding), **SPLITS["2x4"]), whole)
+
+
+def test_a_plain_loop_gives_this_gradient(whole):
+    """Nothing of ours: the mean cross-entropy over all labels, on padded rows."""
+    model = step_classifier()
+    logits, labels, mask = own_logits(model, rows())
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+    assert_same_gradients(whole[0], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    right = (logits.argmax(-1) == labels)[labels != -100].double().mean()
+    assert whole[1]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert whole[1]["accuracy"] == pytest.approx(right.item(), rel=1e-12)
+    assert whole[1]["num_tokens"] == mask.sum().item()
+
+
+def test_rows_with_more_steps_count_more():
+    """Rows with 3 and 1 labels: the loss is the mean over four steps, in one micro-batch or two (not a sum of means)."""
+    data = [
+        {"input_ids": [5, 6, 7, 8], "labels": [1, 0, -100, 1]},
+        {"input_ids": [9, 4, 3, 3], "labels": [-100, -100, -100, 0]},
+    ]
+    model = step_classifier()
+    logits, labels, _ = own_logits(model, data)
+    expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+    for batch in (2, 1):
+        trainer = make(
+            train_dataset=Dataset.from_list(data), per_device_train_batch_size=batch,
+            gradient_accumulation_steps=2 // batch,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 3}], ids=["2x4", "2x2x2"])  # fmt: skip
+def test_two_processes(settings, whole, tmp_path):
+    out = tmp_path / "out.pt"
+    launch("tests.trainer.prm_runs", str(out), json.dumps(settings))
+    found = torch.load(out, weights_only=False)
+    assert_same((found["gradients"][0], found["logs"][0]), whole)
+    trainer = make()
+    trainer.train()
+    seven = Dataset.from_list(rows()[:7])
+    expected = trainer.evaluate(seven)
+    evaluated = next(log for log in found["logs"] if "eval_loss" in log)
+    for name in ("eval_loss", "eval_accuracy"):
+        assert evaluated[name] == pytest.approx(expected[name], rel=1e-9), name
+    alone = trainer.predict(seven)
+    assert found["predictions"].shape[0] == 7
+    is_step = alone.label_ids != -100
+    width = is_step.shape[1]
+    assert np.array_equal(found["labels"][:, :width], alone.label_ids)
+    assert found["predictions"][:, :width][is_step] == pytest.approx(alone.predictions[is_step], rel=1e-9)
+
+
+# ---- evaluation
+
+
+def test_evaluation_does_not_depend_on_the_batch_size():
+    results = [make(per_device_eval_batch_size=batch).evaluate(Dataset.from_list(rows())) for batch in (1, 3, 8)]  # fmt: skip
+    for name in ("eval_loss", "eval_accuracy"):
+        values = [result[name] for result in results]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-12), name
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_compute_metrics_gets_the_logits_of_every_position(side):
+    padding, seen = tokenizer(), []
+    padding.padding_side = side
+    model = step_classifier()
+    trainer = make(
+        model=model, per_device_eval_batch_size=3, data_collator=DataCollatorForTokenClassification(padding),
+        compute_metrics=lambda found: seen.append(found) or compute_accuracy(found),
+    )  # fmt: skip
+    result = trainer.evaluate(Dataset.from_list(rows()))
+    logits, labels, mask = own_logits(model, rows())
+    assert seen[0].predictions.shape == (8, 14, 2) and seen[0].label_ids.shape == (8, 14)
+    expected = logits.detach()[labels != -100].numpy()
+    assert seen[0].predictions[seen[0].label_ids != -100] == pytest.approx(expected, rel=1e-10)
+    assert result["eval_accuracy"] == pytest.approx((expected.argmax(-1) == labels[labels != -100].numpy()).mean())  # fmt: skip
+    if side == "right":
+        found = torch.from_numpy(seen[0].predictions)[mask.bool()]
+        torch.testing.assert_close(found, logits.detach()[mask.bool()], rtol=1e-10, atol=1e-10)
+        assert seen[0].label_ids.tolist() == labels.tolist()
+
+
+# ---- data
+
+
+def text_trainer(data=SOLUTIONS, evaluation=None, **settings):
+    model = tiny_classifier("llama", of_tokens=True, num_labels=2, vocab_size=400, pad_token_id=0)
+    args = PRMConfig("unused", **{**SETTINGS, **settings})
+    train = Dataset.from_list(data) if isinstance(data, list) else data
+    return PRMTrainer(
+        model, args, train_dataset=train, eval_dataset=evaluation, processing_class=tiny_tokenizer()
+    )
+
+
+def test_a_step_is_labelled_at_the_end_of_its_separator():
+    row = text_trainer(step_separator=" ;").train_dataset[1]
+    ends = [index for index, label in enumerate(row["labels"]) if label != -100]
+    assert [row["labels"][end] for end in ends] == [1, 0]
+    text = [tiny_tokenizer().decode(row["input_ids"][: end + 1]) for end in ends]
+    assert text[0].endswith("1 + 1 is 2. ;") and text[1].endswith("2 + 1 is 4. ;")
+
+
+def test_the_last_step_alone_is_for_training_only():
+    trainer = text_trainer(
+        evaluation={"train": Dataset.from_list(SOLUTIONS)}, train_on_last_step_only=True, max_steps=1
+    )
+
+    def labels(data):
+        return [[label for label in row if label != -100] for row in data["labels"]][:3]
+
+    assert labels(trainer.train_dataset) == [[1], [0], [0]]
+    assert labels(trainer.eval_dataset["train"]) == [[1, 1], [1, 0], [0]]
+
+
+def test_tokenize_row_is_what_the_data_set_is_made_of():
+    trainer = text_trainer(max_length=30, max_prompt_length=8, max_completion_length=12)
+    settings = {
+        "step_separator": "\n", "max_length": 30, "max_prompt_length": 8, "max_completion_length": 12,
+        "train_on_last_step_only": False, "is_eval": False,
+    }  # fmt: skip
+    for row, made in zip(SOLUTIONS, trainer.train_dataset, strict=True):
+        assert PRMTrainer.tokenize_row(row, tiny_tokenizer(), **settings) == made
+
+
+def test_streams():
+    stream = IterableDataset.from_generator(lambda: iter(SOLUTIONS))
+    losses = []
+    for data in (SOLUTIONS, stream):
+        trainer = text_trainer(data, max_steps=1, per_device_train_batch_size=6)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ---- models
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A language model's folder: no head for steps."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", vocab_size=400, pad_token_id=7).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def from_path(folder, out, **settings):
+    given = {name: settings.pop(name) for name in ("peft_config",) if name in settings}
+    args = PRMConfig(str(out), **{**SETTINGS, "max_steps": 3, "learning_rate": 0.05, **settings})
+    return PRMTrainer(str(folder), args, train_dataset=Dataset.from_list(SOLUTIONS), **given)
+
+
+def compare(trainer, model):
+    """The trainer's logits at the steps are those of a loaded model."""
+    data = trainer.train_dataset
+    predicted = trainer.predict(data)
+    with torch.no_grad():
+        logits, labels, _ = own_logits(model, data)
+    found = torch.from_numpy(predicted.predictions)[labels != -100]
+    torch.testing.assert_close(found, logits[labels != -100], rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_model_gives_the_same_logits(base, tmp_path):
+    trainer = from_path(base, tmp_path)
+    trainer.train()
+    trainer.save_model()
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    assert model.config.num_labels == 2 and model.config.pad_token_id == tiny_tokenizer().pad_token_id
+    compare(trainer, model)
+
+
+@pytest.mark.parametrize("task_type", ["TOKEN_CLS", "CAUSAL_LM"])
+def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type=task_type)
+    with caplog.at_level("WARNING"):
+        trainer = from_path(base, tmp_path, peft_config=config)
+    assert ("neither trained nor saved: TOKEN_CLS is used" in caplog.text) == (task_type == "CAUSAL_LM")
+    trained = [n for n, p in trainer.model.named_parameters() if p.requires_grad and "lora" not in n]
+    assert sorted(name.rpartition(".")[2] for name in trained) == ["bias", "weight"]
+    trainer.train()
+    trainer.save_model()
+    assert any("score" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    again = AutoModelForTokenClassification.from_pretrained(base, num_labels=2)
+    compare(trainer, PeftModel.from_pretrained(again, tmp_path))
+
+
+def test_a_run_goes_on_to_the_same_bits(tmp_path):
+    settings = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01,
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "logging_steps": 3,
+    }  # fmt: skip
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        trainer = make(str(tmp_path), model=step_classifier("llama", dtype=torch.float32), **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((digest(trainer.model.state_dict()), [log for log in trainer.state.log_history if "loss" in log]))  # fmt: skip
+    assert runs[0] == runs[1]
+
+
+def test_the_call_of_earlier_levels(tmp_path):
+    args = TrainingArguments(str(tmp_path), **SETTINGS)
+    with pytest.warns(FutureWarning, match="tokenizer"):
+        trainer = PRMTrainer(
+            model_init=step_classifier,
+            args=args,
+            train_dataset=Dataset.from_list(rows()),
+            tokenizer=tokenizer(),
+        )
+    trainer.train()
+    assert isinstance(trainer.args, PRMConfig)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(step()[1]["loss"], rel=1e-12)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (lambda: tiny_classifier("llama", of_tokens=True), ValueError, "num_labels=3, expected 2 for a classifier of steps"),
+        (lambda: tiny_classifier("llama", num_labels=2), TypeError, "LlamaForSequenceClassification, expected"),
+        (lambda: tiny_model("llama"), TypeError, "LlamaForCausalLM, expected a classifier of steps"),
+        (lambda: None, ValueError, "got None"),
+    ],
+)  # fmt: skip
+def test_models_of_other_kinds(model, error, message):
+    given = model()
+    with pytest.raises(error, match=message):
+        PRMTrainer(given, PRMConfig("unused", use_cpu=True), processing_class=tokenizer())
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ValueError, match="step_separator must be"):
+        PRMConfig("unused", step_separator="")
+    with pytest.raises(ValueError, match="max_prompt_length must be a whole number >= 1"):
+        PRMConfig("unused", max_prompt_length=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"labels": [True]}, ValueError, r"row 1.*1 labels for 2 steps"),
+        ({"labels": [True, None]}, (TypeError, ValueError), r"row 1.*labels\[1\]"),
+        ({"completions": [], "labels": []}, ValueError, r"row 1.*empty list"),
+    ],
+)
+def test_rows_that_are_no_solutions(change, error, message):
+    with pytest.raises(error, match=message):
+        text_trainer([SOLUTIONS[0], {**SOLUTIONS[1], **change}])
+
+
+def test_classes_that_the_model_does_not_have():
+    with pytest.raises(ValueError, match=r"row 1.*: 2, expected a class \(0 to 1\)"):
+        make(train_dataset=Dataset.from_list([rows()[0], {"input_ids": [5, 6], "labels": [-100, 2]}]))
+
+
+def test_columns_that_are_missing():
+    with pytest.raises(ValueError, match="without 'completions', 'labels'"):
+        text_trainer([{"prompt": "What is 2 + 3?", "completion": "5"}])
+
+
+def test_a_batch_without_labels():
+    with pytest.raises(ValueError, match="expected 'labels' too"):
+        make().take_batch({"input_ids": torch.ones(1, 2, dtype=torch.int64)})
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_which_steps_are_right(seed):
+    """A step is right if its first token is even; held-out accuracy > 0.95."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def solution():
+        steps = torch.randint(5, 60, (4, 3), generator=generator).tolist()
+        ids = [token for one in steps for token in (*one, 3)]
+        labels = [label for one in steps for label in (-100, -100, -100, int(one[0] % 2 == 0))]
+        return {"input_ids": ids, "labels": labels}
+
+    train, held_out = (Dataset.from_list([solution() for _ in range(count)]) for count in (512, 100))
+    trainer = make(
+        model=tiny_classifier("llama", of_tokens=True, num_labels=2, seed=seed, initializer_range=0.1), seed=seed,
+        train_dataset=train, max_steps=150, per_device_train_batch_size=16, optim="adamw_torch", learning_rate=5e-3,
+        logging_steps=50,
+    )  # fmt: skip
+    before = trainer.evaluate(held_out)["eval_accuracy"]
+    trainer.train()
+    assert before < 0.7
+    assert trainer.evaluate(held_out)["eval_accuracy"] > 0.95
+
+
+@pytest.mark.slow
+def test_the_example_learns_to_count(tmp_path, capsys):
+    metrics = prm.main(["--tiny", "--out", str(tmp_path)])
+    assert metrics["eval_accuracy"] > 0.95
+    assert "held-out accuracy of steps" in capsys.readouterr().out
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2

@@ -1,0 +1,484 @@
+"""RewardTrainer: one gradient however a step is cut and laid out, the model's own scores, heads that are kept.
+
+float64; gradients agree to 1e-10 of the largest gradient, losses and metrics to 1e-12.
+"""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from datasets import Dataset, load_dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, TrainingArguments
+
+from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer.one_step import SETTINGS, launch
+from tests.trainer.resume_worker import digest, tokenizer
+from tests.trainer.reward_runs import make, reward_model, rows
+from tests.trainer.test_invariance import SPLITS, assert_same_gradients
+from trl.collators.reward import RewardDataCollatorWithPadding
+from trl.models import scorer_base
+from trl.reporting.accuracy import compute_accuracy
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+
+METRICS = ("loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens")
+LAYOUTS = {
+    "plain": {"prefix_sharing": False},
+    "plain 4x2": {"prefix_sharing": False, **SPLITS["4x2"]},
+    "multiple": {"pad_to_multiple_of": 32, **SPLITS["2x4"]},
+    "checkpointed": {"gradient_checkpointing": True},
+    "offloaded": {"activation_offloading": True},
+}
+TEXT = [
+    {"prompt": "What colour is the sky?", "chosen": " It is blue.", "rejected": " It is a cloud."},
+    {"prompt": "And then?", "chosen": " Look up.", "rejected": " Nothing."},
+] * 2
+
+
+def step(**settings):
+    """The gradient and the log of one step with a centred loss."""
+    trainer = make(**{"center_rewards_coefficient": 0.1, **settings})
+    trainer.train()
+    (gradients,) = trainer.keep.steps
+    return gradients, trainer.state.log_history[0]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return step()
+
+
+def assert_same(found, expected):
+    assert_same_gradients(found[0], expected[0])
+    assert_same_metrics(found[1], expected[1])
+
+
+def assert_same_metrics(found, expected):
+    """To 1e-12; the loss, which transformers sums in float32, to 1e-6."""
+    for name in METRICS:
+        assert found[name] == pytest.approx(
+            expected[name], rel=1e-6 if name == "loss" else 1e-12, abs=1e-12
+        ), name
+
+
+def own_rewards(model, data, pad=0):
+    """The rewards `(N, 2)` of the model's own forward on padded rows."""
+    sequences = [row[side] for row in data for side in ("chosen_input_ids", "rejected_input_ids")]
+    width = max(map(len, sequences))
+    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in sequences])
+    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
+    return model(input_ids=ids, attention_mask=mask).logits[:, 0].view(-1, 2)
+
+
+def loaded(folder):
+    """The saved reward model, in float64."""
+    return AutoModelForSequenceClassification.from_pretrained(folder).double()
+
+
+# ---- one gradient
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_accumulation_splits(split, whole):
+    assert_same(step(**SPLITS[split]), whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, whole):
+    assert_same(step(**LAYOUTS[layout]), whole)
+
+
+@pytest.mark.parametrize("multiple", [None, 8])
+def test_padded_rows(multiple, whole, monkeypatch):
+    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    assert_same(step(**SPLITS["2x4"], pad_to_multiple_of=multiple), whole)
+
+
+@pytest.mark.parametrize("split", ["1x8", "4x2"])
+def test_the_older_collator(split, whole):
+    collator = RewardDataCollatorWithPadding(tokenizer())
+    assert_same(step(data_collator=collator, **SPLITS[split]), whole)
+
+
+def test_a_plain_loop_gives_this_gradient(whole):
+    """Nothing of ours: the mean over pairs of -log sigmoid(r_c - r_r - margin) + 0.1 (r_c + r_r)^2, on padded rows."""
+    model, data = reward_model(), rows()
+    chosen, rejected = own_rewards(model, data).unbind(dim=1)
+    margin = torch.tensor([row["margin"] for row in data], dtype=torch.float64)
+    losses = -torch.log(torch.sigmoid(chosen - rejected - margin)) + 0.1 * (chosen + rejected) ** 2
+    losses.mean().backward()
+    assert_same_gradients(whole[0], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    losses, pairs = losses.detach(), torch.stack([chosen, rejected], dim=1).detach()
+    expected = {
+        "loss": losses.mean(),
+        "accuracy": (chosen > rejected).double().mean(),
+        "margin": (pairs[:, 0] - pairs[:, 1]).mean(),
+        "min_reward": pairs.min(),
+        "mean_reward": pairs.mean(),
+        "max_reward": pairs.max(),
+        "num_tokens": sum(len(row[side]) for row in data for side in ("chosen_input_ids", "rejected_input_ids")),
+    }  # fmt: skip
+    assert_same_metrics(whole[1], {name: float(value) for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+@pytest.mark.parametrize("prefix_sharing", [True, False])
+def test_rewards_are_those_of_the_model(architecture, prefix_sharing):
+    model = reward_model(architecture)
+    trainer = make(model=model, prefix_sharing=prefix_sharing)
+    assert trainer.shares_prefix is prefix_sharing
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        found, expected = trainer.rewards(trainer.model, batch), own_rewards(model, rows())
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_extremes_are_those_of_a_step_and_averaged_over_steps():
+    """Two steps in one log: each metric is the mean of what the steps log alone."""
+    once = make(max_steps=2, logging_steps=1, learning_rate=0.01)
+    both = make(max_steps=2, logging_steps=2, learning_rate=0.01, **SPLITS["4x2"])
+    for trainer in (once, both):
+        trainer.train()
+    first, second = once.state.log_history[:2]
+    for name in METRICS[1:-1]:
+        assert both.state.log_history[0][name] == pytest.approx((first[name] + second[name]) / 2, rel=1e-10), name  # fmt: skip
+
+
+def test_encoders_are_scored_as_they_are(caplog):
+    """A BERT takes padded rows only; said once, and the same loss in every split."""
+    options = {"pad_token_id": 0}
+    with caplog.at_level("WARNING"):
+        found = [step(model=reward_model("bert", **options), **SPLITS[split]) for split in ("1x8", "4x2")]
+    assert "BertForSequenceClassification" in caplog.text
+    assert_same(found[1], found[0])
+    with pytest.raises(ValueError, match="prefix_sharing=True, but BertForSequenceClassification"):
+        make(model=reward_model("bert", **options), prefix_sharing=True)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "prefix_sharing": False, "per_device_eval_batch_size": 3}], ids=["2x4", "2x2x2"])  # fmt: skip
+def test_two_processes(settings, whole, tmp_path):
+    out = tmp_path / "out.pt"
+    launch("tests.trainer.reward_runs", str(out), json.dumps({**settings, "center_rewards_coefficient": 0.1}))
+    found = torch.load(out, weights_only=False)
+    assert_same((found["gradients"][0], found["logs"][0]), whole)
+    trainer = make(center_rewards_coefficient=0.1)
+    trainer.train()
+    seven = Dataset.from_list(rows()[:7])
+    expected = trainer.evaluate(seven)
+    evaluated = next(log for log in found["logs"] if "eval_loss" in log)
+    for name in METRICS[:-1]:
+        assert evaluated[f"eval_{name}"] == pytest.approx(expected[f"eval_{name}"], rel=1e-9), name
+    assert found["predictions"].shape == (7, 2)
+    assert found["predictions"] == pytest.approx(trainer.predict(seven).predictions, rel=1e-9)
+
+
+# ---- evaluation
+
+
+def test_evaluation_does_not_depend_on_the_batch_size():
+    results = [make(per_device_eval_batch_size=batch).evaluate(Dataset.from_list(rows())) for batch in (1, 3, 8)]  # fmt: skip
+    for name in METRICS[:-1]:
+        values = [result[f"eval_{name}"] for result in results]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-12), name
+
+
+def test_compute_metrics_gets_both_rewards_of_each_pair():
+    model, seen = reward_model(), []
+
+    def metrics(found):
+        seen.append(found)
+        return {**compute_accuracy(found), "margin": 17.0}
+
+    trainer = make(model=model, compute_metrics=metrics, per_device_eval_batch_size=3)
+    result = trainer.evaluate(Dataset.from_list(rows()))
+    with torch.no_grad():
+        expected = own_rewards(model, rows())
+    assert seen[0].predictions == pytest.approx(expected.numpy(), rel=1e-10)
+    assert seen[0].label_ids.tolist() == [0] * 8
+    assert result["eval_accuracy"] == pytest.approx((expected[:, 0] > expected[:, 1]).double().mean().item())
+    assert result["eval_margin"] == 17.0  # the user's own name
+
+
+def test_samples_are_shown(capsys):
+    trainer = make(eval_dataset=Dataset.from_list(rows()), per_device_eval_batch_size=2)
+    trainer.model.train()
+    trainer.evaluate(num_print_samples=3)
+    shown = capsys.readouterr().out
+    words = tokenizer().decode(rows()[2]["chosen_input_ids"]).split()
+    assert "chosen_text" in shown and "rejected_text" in shown and "logits" in shown
+    assert words[0] in shown
+    assert shown.count("[-") + shown.count("[0") + shown.count("[1") + shown.count("[2") == 3
+    with pytest.raises(ValueError, match="eval_dataset, got None"):
+        make().visualize_samples(1)
+
+
+# ---- data
+
+
+def text_trainer(data, model=None, **settings):
+    model = model or tiny_classifier("llama", num_labels=1, vocab_size=400, pad_token_id=0)
+    args = RewardConfig("unused", **{**SETTINGS, "save_strategy": "no", **settings})
+    return RewardTrainer(model, args, train_dataset=Dataset.from_list(data), processing_class=tiny_tokenizer())  # fmt: skip
+
+
+def as_messages(role, text):
+    return [{"role": role, "content": text}]
+
+
+def test_implicit_and_explicit_prompts_are_one():
+    implicit = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in TEXT]
+    found = [text_trainer(data).train_dataset[:] for data in (TEXT, implicit)]
+    assert found[0] == found[1]
+    chats = [
+        {"prompt": as_messages("user", row["prompt"]), **{side: as_messages("assistant", row[side]) for side in ("chosen", "rejected")}}
+        for row in TEXT
+    ]  # fmt: skip
+    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in chats]
+    found = [text_trainer(data).train_dataset[:] for data in (chats, whole)]
+    assert found[0] == found[1]
+    text = tiny_tokenizer().decode(found[0]["chosen_input_ids"][0])
+    assert "What colour is the sky?" in text and "It is blue." in text
+
+
+def test_pairs_that_are_too_long_are_left_out_and_counted(caplog):
+    longest = max(len(row) for row in text_trainer(TEXT).train_dataset["rejected_input_ids"])
+    with caplog.at_level("WARNING"):
+        trainer = text_trainer(TEXT, max_length=longest - 1)
+    assert len(trainer.train_dataset) == 2
+    assert "2 of 4 rows" in caplog.text and "max_length" in caplog.text
+
+
+def test_sets_given_later_are_prepared():
+    trainer = text_trainer(TEXT)
+    assert trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] > 0
+    assert trainer.predict(Dataset.from_list(TEXT)).predictions.shape == (4, 2)
+
+
+def test_the_call_of_earlier_levels(tmp_path):
+    """TrainingArguments, tokenizer= and max_length= of the trainer, rows of input_ids_chosen and the rest."""
+    data = [
+        {
+            "input_ids_chosen": row["chosen_input_ids"],
+            "attention_mask_chosen": [1] * len(row["chosen_input_ids"]),
+            "input_ids_rejected": row["rejected_input_ids"],
+            "attention_mask_rejected": [1] * len(row["rejected_input_ids"]),
+            "margin": row["margin"],
+        }
+        for row in rows()
+    ]
+    args = TrainingArguments(str(tmp_path), **SETTINGS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = RewardTrainer(
+            reward_model(), args, train_dataset=Dataset.from_list(data), tokenizer=tokenizer(), max_length=64,
+            data_collator=RewardDataCollatorWithPadding(tokenizer()), compute_metrics=compute_accuracy,
+        )  # fmt: skip
+    messages = [str(entry.message) for entry in caught if entry.category is FutureWarning]
+    assert any("RewardConfig(max_length=...)" in message for message in messages)
+    assert trainer.args.max_length == 64
+    trainer.train()
+    plain = make()
+    plain.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-12)  # fmt: skip
+
+
+# ---- models
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A language model's folder: no head for rewards."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", vocab_size=400, pad_token_id=7).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def from_path(folder, out, **settings):
+    given = {name: settings.pop(name) for name in ("peft_config",) if name in settings}
+    args = RewardConfig(str(out), **{**SETTINGS, "max_steps": 3, "learning_rate": 0.05, **settings})
+    return RewardTrainer(str(folder), args, train_dataset=Dataset.from_list(TEXT), **given)
+
+
+def test_a_language_models_files_get_a_head_that_depends_on_the_seed_alone(base, tmp_path):
+    heads = []
+    for seed, noise in ((1, 0), (1, 5), (2, 5)):
+        torch.manual_seed(noise)
+        heads.append(from_path(base, tmp_path, seed=seed).model.score.weight)
+    assert heads[0].shape == (1, 32)
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[1], heads[2])
+
+
+def test_a_saved_model_gives_the_same_rewards_to_padded_rows(base, tmp_path):
+    """Its config knows the padding token, which was another one's before."""
+    trainer = from_path(base, tmp_path)
+    trainer.train()
+    trainer.save_model()
+    model = loaded(tmp_path)
+    assert model.config.pad_token_id == tiny_tokenizer().pad_token_id and model.config.num_labels == 1
+    trainer.model.double()
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        found, expected = trainer.rewards(trainer.model, batch), own_rewards(model, trainer.train_dataset)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def lora(**changes):
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "SEQ_CLS", **changes})  # fmt: skip
+
+
+@pytest.mark.parametrize("task_type", ["SEQ_CLS", "CAUSAL_LM", None])
+def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog):
+    config = lora(task_type=task_type)
+    with caplog.at_level("WARNING"):
+        trainer = from_path(base, tmp_path, peft_config=config)
+    assert ("neither trained nor saved: SEQ_CLS is used" in caplog.text) == (task_type == "CAUSAL_LM")
+    assert config.task_type == task_type  # the user's own object stays
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert sum("lora" in name for name in trained) == 8
+    assert [name for name in trained if "lora" not in name] == ["base_model.model.score.modules_to_save.default.weight"]  # fmt: skip
+    before = trainer.model.base_model.model.score.modules_to_save.default.weight.clone()
+    trainer.train()
+    assert not torch.equal(before, trainer.model.base_model.model.score.modules_to_save.default.weight)
+    trainer.save_model()
+    assert any("score" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    base_model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    again = PeftModel.from_pretrained(base_model, tmp_path).double()
+    trainer.model.double()
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        found, expected = trainer.rewards(trainer.model, batch), own_rewards(again, trainer.train_dataset)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapters_folder_is_trained_further(base, tmp_path):
+    first = from_path(base, tmp_path / "first", peft_config=lora())
+    first.train()
+    first.save_model()
+    second = from_path(tmp_path / "first", tmp_path / "second")
+    assert isinstance(second.model, PeftModel)
+    weights = [t.model.base_model.model.score.modules_to_save.default.weight for t in (first, second)]
+    assert torch.equal(*weights)
+    found = [trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] for trainer in (first, second)]
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_an_adapter_without_the_head_is_told_of(caplog):
+    model = get_peft_model(reward_model("llama", dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
+    with caplog.at_level("WARNING"):
+        make(model=model)
+    assert "leaves the classification head" in caplog.text
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_a_run_goes_on_to_the_same_bits(peft, tmp_path):
+    settings = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01,
+        **SPLITS["4x2"], "per_device_train_batch_size": 1, "logging_steps": 3,
+    }  # fmt: skip
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        extra = {"peft_config": lora(modules_to_save=["score"])} if peft else {}
+        trainer = make(str(tmp_path), model=reward_model("llama", dtype=torch.float32), **settings, **extra)
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((digest(trainer.model.state_dict()), [log for log in trainer.state.log_history if "loss" in log]))  # fmt: skip
+    assert runs[0] == runs[1]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (lambda: tiny_classifier("llama"), ValueError, "num_labels=3, expected 1 for a reward model"),
+        (lambda: tiny_model("llama"), TypeError, "LlamaForCausalLM, expected a reward model"),
+        (lambda: tiny_classifier("llama", of_tokens=True, num_labels=1), TypeError, "LlamaForTokenClassification, expected"),
+        (lambda: None, ValueError, "got None"),
+    ],
+)  # fmt: skip
+def test_models_of_other_kinds(model, error, message):
+    given = model()
+    with pytest.raises(error, match=message):
+        RewardTrainer(given, RewardConfig("unused", use_cpu=True), processing_class=tokenizer())
+
+
+def test_settings_that_cannot_be(base):
+    with pytest.raises(ValueError, match="center_rewards_coefficient must be >= 0"):
+        RewardConfig("unused", center_rewards_coefficient=-1.0)
+    with pytest.raises(ValueError, match="prefix_sharing must be"):
+        RewardConfig("unused", prefix_sharing="sometimes")
+    with pytest.raises(ValueError, match="model_init_kwargs has num_labels=2"):
+        RewardTrainer(str(base), RewardConfig("unused", model_init_kwargs={"num_labels": 2}, use_cpu=True))
+    with pytest.raises(TypeError, match="max_lenght"):
+        RewardTrainer(str(base), RewardConfig("unused", use_cpu=True), max_lenght=3)
+
+
+def test_padding_with_the_stop_token_is_told_of(caplog):
+    with caplog.at_level("WARNING"):
+        RewardTrainer(reward_model(), RewardConfig("unused", pad_token="<eos>", use_cpu=True), processing_class=tokenizer())  # fmt: skip
+    assert "'<eos>' is the end-of-sequence token too" in caplog.text
+
+
+def test_rows_that_are_no_pairs():
+    with pytest.raises(ValueError, match="expected preference pairs"):
+        text_trainer([{"text": "Look up."}])
+    with pytest.raises(ValueError, match=r"train dataset, row 1.*margin"):
+        text_trainer([{**TEXT[0], "margin": 1.0}, {**TEXT[1], "margin": None}])
+    with pytest.raises(ValueError, match=r"row 0.*chosen"):
+        text_trainer([{"prompt": "And then?", "chosen": "", "rejected": " Nothing."}])
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_which_token_decides(seed):
+    """Of two sequences with random tokens the one with token 3 somewhere is preferred; held-out accuracy > 0.95."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pair():
+        prompt = torch.randint(5, 60, (3,), generator=generator).tolist()
+        chosen, rejected = torch.randint(5, 60, (2, 5), generator=generator).tolist()
+        place = int(torch.randint(0, 5, (), generator=generator))
+        chosen[place], rejected[place] = 3, 4
+        return {"chosen_input_ids": prompt + chosen, "rejected_input_ids": prompt + rejected}
+
+    train, held_out = (Dataset.from_list([pair() for _ in range(count)]) for count in (512, 200))
+    trainer = make(
+        model=tiny_classifier("llama", num_labels=1, seed=seed, initializer_range=0.1), train_dataset=train, seed=seed,
+        max_steps=100, per_device_train_batch_size=16, optim="adamw_torch", learning_rate=3e-3, logging_steps=50,
+    )  # fmt: skip
+    before = trainer.evaluate(held_out)
+    trainer.train()
+    after = trainer.evaluate(held_out)
+    assert before["eval_accuracy"] < 0.8
+    assert after["eval_accuracy"] > 0.95
+    assert after["eval_loss"] < math.log(2) / 2
+
+
+@pytest.mark.slow
+def test_it_learns_from_dialogues(shared, tmp_path):
+    """A slice of the harmless pairs: the loss on the training pairs falls, and padded rows give it too."""
+    folder = shared / "data" / "hh_harmless"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not present on this machine")
+    data = load_dataset("json", data_files=str(next(folder.glob("*train*"))), split="train")
+    pairs = data.select(range(64)).select_columns(["chosen", "rejected"])
+    model = tiny_classifier(
+        "llama", num_labels=1, vocab_size=400, pad_token_id=0, max_position_embeddings=2048
+    )
+    args = RewardConfig(
+        str(tmp_path), **{**SETTINGS, "max_steps": 16, "optim": "adamw_torch", "learning_rate": 2e-3}
+    )
+    trainer = RewardTrainer(model, args, train_dataset=pairs, processing_class=tiny_tokenizer())
+    before = trainer.evaluate(pairs)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(pairs)["eval_loss"] < before - 0.1
