@@ -56,6 +56,7 @@ def test_torch_dtype_that_contradicts_dtype_is_an_error():
 
 def test_a_single_target_module_is_unwrapped():
     assert ModelConfig(use_peft=True, lora_target_modules=["all-linear"]).lora_target_modules == "all-linear"
+    assert ModelConfig(use_peft=True, lora_target_modules=["q_proj"]).lora_target_modules == ["q_proj"]
     two = ModelConfig(use_peft=True, lora_target_modules=["q_proj", "v_proj"])
     assert two.lora_target_modules == ["q_proj", "v_proj"]
     assert dataclasses.replace(two, lora_r=4).lora_target_modules == ["q_proj", "v_proj"]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.trainer import dpo_runs
+from tests.trainer import bco_runs, cpo_runs, dpo_runs, kto_runs, orpo_runs, prm_runs, reward_runs
 
 Method = tuple[Callable[..., Any], dict[str, Any]]
 
@@ -23,7 +23,18 @@ METHODS: dict[str, Method] = {
     "dpo-ld": (dpo_runs.make, {"ld_alpha": 0.3}),
     "dpo-js": (dpo_runs.make, {"f_divergence_type": "js_divergence"}),
     "dpo-reference-free": (dpo_runs.make, {"reference_free": True}),
+    "cpo-sigmoid": (cpo_runs.make, {"beta": 0.3}),
+    "cpo-simpo": (cpo_runs.make, {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.5}),
+    "cpo-ipo": (cpo_runs.make, {"loss_type": "ipo", "beta": 0.3}),
+    "orpo": (orpo_runs.make, {"beta": 0.5}),
     "dpo-smoothed": (dpo_runs.make, {"label_smoothing": 0.1}),
+    "kto": (kto_runs.make, {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}),
+    "kto-apo": (kto_runs.make, {"loss_type": "apo_zero_unpaired"}),
+    "bco": (bco_runs.make, {"beta": 0.3}),
+    "bco-matched": (bco_runs.make, bco_runs.MATCHED),
+    "reward": (reward_runs.make, {}),
+    "reward-centered": (reward_runs.make, {"center_rewards_coefficient": 0.1}),
+    "prm": (prm_runs.make, {}),
 }
 
 
@@ -43,6 +54,13 @@ RESUMED: dict[str, Method] = {
         dpo_runs.make,
         {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7},
     ),
+    "cpo": METHODS["cpo-sigmoid"],
+    "orpo": METHODS["orpo"],
     "dpo-bema": (with_bema, {}),
+    "kto": METHODS["kto"],
+    "bco": METHODS["bco"],
+    "bco-matched": METHODS["bco-matched"],
+    "reward": METHODS["reward"],
+    "prm": METHODS["prm"],
     "dpo-precomputed": (dpo_runs.make, {"precompute_ref_log_probs": True}),
 }

@@ -113,7 +113,9 @@ def kto_terms(scores: UnpairedScores, options: KTOOptions, *, kl: Tensor) -> Los
     """
     kl = kl.detach() if options.loss_type == "kto" else torch.zeros_like(kl)
     losses = KTO_LOSSES[options.loss_type](scores.ratios, scores.desirable, beta=options.beta, kl=kl)
-    values = losses * torch.where(scores.desirable, options.desirable_weight, options.undesirable_weight)
+    values = torch.where(
+        scores.desirable, options.desirable_weight * losses, options.undesirable_weight * losses
+    )
     metrics = unpaired_metrics(scores, options.beta) | {"kl": weighted(kl.reshape(1))}
     return LossTerms(values, torch.ones_like(values), "sequence", metrics)
 

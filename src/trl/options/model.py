@@ -117,10 +117,9 @@ class LoraOptions(OptionGroup):
                 f"lora_dropout must be in [0, 1), got {self.lora_dropout}. Use 0 for no dropout."
             )
         modules: Any = self.lora_target_modules
-        if isinstance(modules, list) and len(modules) == 1:
-            self.lora_target_modules = modules[
-                0
-            ]  # a single name may be a keyword: 'all-linear', or a pattern
+        if isinstance(modules, list) and len(modules) == 1 and not modules[0].isidentifier():
+            # Not a module's name: the keyword 'all-linear', or a pattern, which PEFT wants as a string.
+            self.lora_target_modules = modules[0]
         if not self.use_peft:
             self._warn_of_unused()
 

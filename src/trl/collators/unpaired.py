@@ -1,0 +1,161 @@
+"""Prompts with one judged completion each, and for KTO a mismatched one, as one flat row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.collators.preference import Prompted, completion_batch
+from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
+from trl.collators.seq2seq import seq2seq_batch
+from trl.data.unpaired_tokens import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
+from trl.tensors.segments import Segments
+
+UNPAIRED_COLUMNS = (*TOKEN_COLUMNS, "label")
+EMBEDDING_MASK = "embedding_attention_mask"
+MISMATCHED_COLUMN, OWN_PROMPT = KL_COLUMNS
+REFERENCE_NAMES = dict(zip(REFERENCE_LOGPS, ("ref_logps", "ref_kl_logps"), strict=True))
+"""Columns of the reference's log-probs, and their names in a batch."""
+
+
+@dataclass
+class UnpairedCollator:
+    """Batches rows of `prompt_input_ids`, `completion_input_ids` and `label` as `completion_batch` says.
+
+    Sequence i is row i's completion; with `mismatched` that is sequence 2i, and 2i + 1 is the mismatched one, of the column
+    `KL_completion_input_ids`; where a row has a `KL_prompt_input_ids` too, no prompt of the batch is shared. `label (B,)`
+    is bool. Columns `reference_logps` and `reference_KL_logps` become
+    `ref_logps` and `ref_kl_logps` `(B,)`; `embedding_input_ids` becomes a padded `(B, E)` with a mask.
+
+    Args:
+        prefix_sharing: Whether a row's two completions stand behind one copy of their prompt.
+        mismatched: Whether batches hold the mismatched completions too.
+        is_encoder_decoder: Whether batches are for an encoder-decoder (`seq2seq_batch`).
+        pad_token_id: Token that fills padded positions of an encoder-decoder's prompts.
+
+    >>> row = {"prompt_input_ids": [5], "completion_input_ids": [6, 7], "KL_completion_input_ids": [8], "label": True}
+    >>> batch = UnpairedCollator(mismatched=True)([row])
+    >>> batch["labels"].tolist(), batch["label"].tolist()
+    ([[-100, 6, 7, 8]], [True])
+    """
+
+    prefix_sharing: bool = True
+    mismatched: bool = False
+    is_encoder_decoder: bool = False
+    pad_token_id: int = 0
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """One batch of the rows, in their order."""
+        names = completion_columns(mismatched=self.mismatched)
+        if self.is_encoder_decoder:
+            batch = seq2seq_batch(rows, pad_token_id=self.pad_token_id, completions=names)
+        else:
+            batch = completion_batch(self._prompted(rows, names), prefix_sharing=self.prefix_sharing)
+        return {**batch, "rows": torch.arange(len(rows)), **_row_values(rows)}
+
+    def _prompted(self, rows: Sequence[Row], names: list[str]) -> list[Prompted]:
+        prompts = [row["prompt_input_ids"] for row in rows]
+        if not self.mismatched or all(row.get(OWN_PROMPT) is None for row in rows):
+            return [
+                (prompt, [row[name] for name in names]) for prompt, row in zip(prompts, rows, strict=True)
+            ]
+        own, other = names
+        each = [
+            ((prompt, [row[own]]), (prompt if row.get(OWN_PROMPT) is None else row[OWN_PROMPT], [row[other]]))
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
+        return [prompted for pair in each for prompted in pair]
+
+
+def completion_columns(*, mismatched: bool) -> list[str]:
+    """The columns that hold a row's completions."""
+    return ["completion_input_ids", MISMATCHED_COLUMN] if mismatched else ["completion_input_ids"]
+
+
+def _row_values(rows: Sequence[Row]) -> dict[str, Tensor]:
+    values = {"label": torch.tensor([bool(row["label"]) for row in rows])}
+    for column, name in REFERENCE_NAMES.items():
+        if rows[0].get(column) is not None:
+            values[name] = torch.tensor([float(row[column]) for row in rows], dtype=torch.float64)
+    if rows[0].get(EMBEDDING_COLUMN) is not None:
+        prompts = [as_ids(row[EMBEDDING_COLUMN]) for row in rows]
+        values[EMBEDDING_COLUMN] = pad_rows(prompts, 0)
+        values[EMBEDDING_MASK] = pad_rows([torch.ones_like(prompt) for prompt in prompts], 0)
+    return values
+
+
+def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dict[str, Any]:
+    """A batch of rows with `of` completions each, with the completion `number` (from 0) of every row alone.
+
+    A flat row becomes plain sequences. Values of the rows are left out.
+
+    >>> row = {"prompt_input_ids": [5], "completion_input_ids": [6, 7], "KL_completion_input_ids": [8], "label": True}
+    >>> single_completions(UnpairedCollator(mismatched=True)([row]), 1, of=2)["input_ids"].tolist()
+    [[5, 8]]
+    """
+    if "decoder_labels" in batch:
+        own = {name: batch[name][number::of] for name in ("decoder_labels", "decoder_prompt")}
+        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], **own}
+    if "attention_mask" in batch:
+        return {name: batch[name][number::of] for name in ("input_ids", "attention_mask", "labels")}
+    tokens = _tokens_of(batch, number, of)
+    return {name: batch[name][:, tokens] for name in ("input_ids", "position_ids", "labels")}
+
+
+def _tokens_of(batch: Mapping[str, Any], number: int, of: int) -> Tensor:
+    """Which tokens of a flat row belong to the completion `number` of some row, or to its prompt: bool `(N,)`."""
+    if "segment_table" not in batch:
+        return ((batch["position_ids"][0] == 0).cumsum(dim=0) - 1) % of == number
+    segments = Segments.from_table(batch["segment_table"])
+    kept = [index for index, prefix in enumerate(segments.prefix_length) if prefix][number::of]
+    prompts = {segments.prefix_start[index] for index in kept}
+    stays = torch.tensor([start in prompts for start in segments.start])
+    stays[kept] = True
+    return stays.repeat_interleave(torch.tensor(segments.length)).to(batch["input_ids"].device)
+
+
+def as_unpaired_batch(
+    batch: Mapping[str, Any], *, prefix_sharing: bool, mismatched: bool = False
+) -> Mapping[str, Any]:
+    """A batch in the form of `UnpairedCollator`, from what a user's own collator made.
+
+    Understood are, besides that form: tensors `prompt_input_ids`, `completion_input_ids` (with `mismatched` also
+    `KL_completion_input_ids`) with their `_attention_mask`, as `DPODataCollatorWithPadding` pads the prepared rows; a
+    completion may hold its prompt too where `completion_labels` are -100 on it.
+
+    Raises: ValueError for anything else, with the names it has.
+    """
+    if "rows" in batch and isinstance(batch.get("label"), Tensor):
+        return batch
+    names = ["prompt_input_ids", *completion_columns(mismatched=mismatched)]
+    wanted = [*names, *(_mask_of(name) for name in names), "label"]
+    if not all(name in batch for name in wanted):
+        raise ValueError(
+            f"a batch has {sorted(batch)}, expected {', '.join(wanted)}. Let the data_collator add them, or leave it out."
+        )
+    parts = [_real_tokens(batch, name) for name in names]
+    prompted = [(prompt, completions) for prompt, *completions in zip(*parts, strict=True)]
+    found = completion_batch(prompted, prefix_sharing=prefix_sharing)
+    found["label"] = torch.as_tensor(batch["label"]).bool()
+    for column, name in REFERENCE_NAMES.items():
+        if column in batch:
+            found[name] = torch.as_tensor(batch[column])
+    device = batch["prompt_input_ids"].device
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def _mask_of(name: str) -> str:
+    return f"{name.removesuffix('_input_ids')}_attention_mask"
+
+
+def _real_tokens(batch: Mapping[str, Any], name: str) -> list[Tensor]:
+    """The tokens of each row of a padded column, without its prompt where labels mark one."""
+    mask = batch[_mask_of(name)].bool()
+    labels = batch.get(f"{name.removesuffix('_input_ids')}_labels")
+    if labels is not None:
+        mask = mask & labels.ne(IGNORED)
+    return [ids[own] for ids, own in zip(batch[name], mask, strict=True)]

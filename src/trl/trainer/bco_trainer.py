@@ -1,0 +1,189 @@
+"""Binary classifier optimisation: the reward as the logit of a classifier of desirable completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
+
+from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
+from trl.legacy import BCO_ARGUMENTS, Older
+from trl.models.prompt_density import EmbeddingFunction, PromptDensity
+from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
+from trl.tensors.reduce import LossTerms, Weighted
+from trl.trainer.bco_config import BCOConfig
+from trl.trainer.pairs import row_count
+from trl.trainer.step_scores import RunningMean
+from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
+
+
+class BCOTrainer(UnpairedTrainer):
+    """Trainer of binary classifier optimisation (Jung et al. 2024, arXiv:2404.04656).
+
+    Args:
+        model: a causal language model or an encoder-decoder, a `PeftModel`, or a name or path.
+        ref_model: the policy that the trained one is compared with: a model, a name or a path. None: the model as it is
+            now (a frozen copy, or the base of an adapter).
+        args: a `BCOConfig`; a plain `TrainingArguments` is taken over into one.
+        train_dataset: rows of `prompt`, `completion` and `label` (true: desirable), standard or conversational; or
+            preference rows, of which the chosen completions become desirable and the rejected ones undesirable.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; by default the one saved with the model.
+        data_collator: makes batches of tokenised rows; by default `UnpairedCollator`.
+        model_init: called once, without arguments, where no `model` is given.
+        peft_config: trains a new adapter with these settings instead of the model.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N,)` are the completions' rewards, labels 1 where a
+            completion is desirable.
+        model_adapter_name: the adapter of a `PeftModel` that is trained.
+        ref_adapter_name: the adapter that is the reference; None: the base model without any.
+        embedding_func: `(input_ids=, attention_mask=) -> (B, H)`, embeds prompts for underlying-distribution matching:
+            undesirable rows weigh as much as their prompts are likelier among the desirable ones. Needs scikit-learn.
+        embedding_tokenizer: the tokenizer that belongs to it.
+
+    The loss is the mean over all completions of an optimiser step, of all its micro-batches on all processes. The reward
+    shift delta is the mean reward of all completions of the run so far, this whole step's included.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = BCOTrainer(
+        ...     "Qwen/Qwen3-0.6B", train_dataset=load_dataset("trl-lib/kto-mix-14k", split="train")
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "bco"]
+    _name: ClassVar[str] = "BCO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Binary Classifier Optimization for Large Language Model Alignment",
+        "id": "2404.04656",
+    }
+    _config_class: ClassVar[type] = BCOConfig
+    _older_arguments: ClassVar[Mapping[str, Older]] = BCO_ARGUMENTS
+    args: BCOConfig
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | str | None = None,
+        ref_model: PreTrainedModel | nn.Module | str | None = None,
+        args: BCOConfig | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        model_init: Callable[[], PreTrainedModel] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        model_adapter_name: str | None = None,
+        ref_adapter_name: str | None = None,
+        embedding_func: EmbeddingFunction | None = None,
+        embedding_tokenizer: PreTrainedTokenizerBase | None = None,
+        **older: Any,
+    ) -> None:
+        self._density = _prompt_density(embedding_func, embedding_tokenizer, train_dataset)
+        self._rewards = RunningMean()
+        self._counts_own_batch = False
+        super().__init__(
+            model, ref_model, args, train_dataset, eval_dataset, processing_class, data_collator, model_init, callbacks,
+            optimizers, preprocess_logits_for_metrics, peft_config, compute_metrics, model_adapter_name, ref_adapter_name,
+            **older,
+        )  # fmt: skip
+        if self._density is not None:
+            self._density.fit(
+                self.train_dataset,  # type: ignore[arg-type]
+                sample_size=self.args.prompt_sample_size,
+                seed=self.args.seed,
+                batch_size=self.args.per_device_train_batch_size,
+            )
+
+    def preparation(self, args: BCOConfig) -> dict[str, Any]:
+        """With matching, rows also hold their prompts under the tokenizer of the embedding model."""
+        return {} if self._density is None else {"embedding_tokenizer": self._density.embedding_tokenizer}
+
+    # ---- the reward shift
+
+    def prepare_step(self, batches: list[Any]) -> None:
+        """Count the rewards of the whole step, on all processes; those of a single micro-batch come with its loss."""
+        self._counts_own_batch = len(batches) == 1 and self.accelerator.num_processes == 1
+        if self._counts_own_batch:
+            return
+        model: Any = self.model_wrapped
+        sums = [reward_sum(self._scores_so_far(model, batch), self.args.beta) for batch in batches]
+        total = Weighted(*(torch.stack(part).sum() for part in zip(*sums, strict=True)))
+        self._rewards.add(self.over_processes(total))
+
+    def _scores_so_far(self, model: nn.Module, batch: dict[str, Any]) -> UnpairedScores:
+        self.ask_reference(model, batch)
+        logps = self.policy_logps(model, batch, 0)
+        return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"])
+
+    def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
+        """BCO's loss of each completion; delta is the run's, also in an evaluation, which does not move it."""
+        if self.mode == "train" and self._counts_own_batch:
+            self._rewards.add(reward_sum(scores, self.args.beta))
+            self._counts_own_batch = False
+        delta = scores.logps.new_tensor(self._rewards.value)
+        weights = self._undesirable_weights(batch)
+        return bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights)
+
+    def method_state(self) -> dict[str, Any]:
+        """The rewards counted so far."""
+        return {**super().method_state(), "rewards": self._rewards.state()}
+
+    def load_method_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the rewards counted so far."""
+        super().load_method_state(state)
+        if "rewards" in state:
+            self._rewards.load_state(state["rewards"])
+
+    # ---- underlying-distribution matching
+
+    def _undesirable_weights(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The density ratio `(B,)` of each row's prompt."""
+        if self._density is None:
+            return None
+        rows = row_count(batch)
+        prompts = zip(batch[EMBEDDING_COLUMN][:rows], batch[EMBEDDING_MASK][:rows].bool(), strict=True)
+        probability = self._density.probability([ids[real].tolist() for ids, real in prompts], batch["label"].device)  # fmt: skip
+        return udm_weights(
+            probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._density is not None and self.args.should_save:
+            self._density.save(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self._density is not None and checkpoint is not None:
+            self._density.load(checkpoint)
+
+
+def _prompt_density(
+    embedding_func: Any, embedding_tokenizer: Any, train_dataset: Any
+) -> PromptDensity | None:
+    if embedding_func is None and embedding_tokenizer is None:
+        return None
+    if embedding_func is None:
+        raise ValueError(
+            "embedding_tokenizer without embedding_func, expected both or neither. Give the function that embeds prompts, or "
+            "leave both out."
+        )
+    if train_dataset is None:
+        raise ValueError(
+            "embedding_func without train_dataset, expected rows on which to fit the classifier of prompts. Give "
+            "train_dataset, or leave embedding_func out."
+        )
+    return PromptDensity(embedding_func, embedding_tokenizer)

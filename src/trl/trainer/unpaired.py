@@ -1,0 +1,313 @@
+"""What KTO and BCO share: completions that are judged one by one, against a reference policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
+
+from trl.collators.unpaired import (
+    EMBEDDING_COLUMN,
+    OWN_PROMPT,
+    REFERENCE_NAMES,
+    UNPAIRED_COLUMNS,
+    UnpairedCollator,
+    as_unpaired_batch,
+    completion_columns,
+    single_completions,
+)
+from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.legacy import Older, move_onto_config
+from trl.models.forward import Scored
+from trl.models.reference import InitialPolicy, Reference, make_reference
+from trl.models.scored_head import ScoreOptions
+from trl.models.setup import pad_token_id
+from trl.objectives.unpaired import UnpairedScores
+from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted
+from trl.tensors.sequences import sum_by_sequence
+from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
+from trl.trainer.pairs import row_count, shares_prefix
+from trl.trainer.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
+from trl.trainer.precompute import ReferencePass
+from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.prepared_sets import PreparedSets
+
+logger = logging.getLogger(__name__)
+
+AnyDataset = Dataset | IterableDataset
+
+
+class UnpairedTrainer(PreferenceTrainer):
+    """Base of `KTOTrainer` and `BCOTrainer`; a method says how completions are `judged`.
+
+    Rows are visited in their order (`train_sampling_strategy="sequential"`) unless the config says otherwise. With
+    `mismatched`, each row also has the completion of another one, for KTO's KL estimate: of sequences 2i and 2i + 1 of a
+    batch the first is row i's own.
+    """
+
+    units: ClassVar[tuple[Unit, ...]] = ("sequence",)
+    _columns: ClassVar[tuple[str, ...]] = (
+        *UNPAIRED_COLUMNS,
+        *completion_columns(mismatched=True)[1:],
+        OWN_PROMPT,
+        *REFERENCE_NAMES,
+        EMBEDDING_COLUMN,
+    )
+    _config_class: ClassVar[type]
+    _older_arguments: ClassVar[Mapping[str, Older]]
+    args: Any
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | str | None = None,
+        ref_model: PreTrainedModel | nn.Module | str | None = None,
+        args: Any = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        model_init: Callable[[], PreTrainedModel] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        model_adapter_name: str | None = None,
+        ref_adapter_name: str | None = None,
+        **older: Any,
+    ) -> None:
+        if model_init is not None:
+            older["model_init"] = model_init
+        model, args, processing_class = move_onto_config(
+            self._older_arguments,
+            self._config_class,
+            model=model,
+            args=args,
+            processing_class=processing_class,
+            older=older,
+        )
+        policy = set_up_policy(model, args, processing_class, peft_config)
+        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
+        self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
+        self.reference = unpaired_reference(
+            policy,
+            ref_model,
+            args,
+            model_path=model if isinstance(model, str) else None,
+            model_adapter_name=model_adapter_name,
+            ref_adapter_name=ref_adapter_name,
+        )
+        settings = self.preparation(args)
+        self.mismatched = settings.get("mismatch_group") is not None
+        self._sets = unpaired_sets(args, policy, **settings)
+        # One completion behind its prompt is a plain sequence: there is nothing to share.
+        self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
+        if train_dataset is not None:
+            train_dataset = self._sets.train(train_dataset)
+            _warn_of_blocks(train_dataset, args.train_sampling_strategy)
+        if eval_dataset is not None:
+            eval_dataset = self._sets.evaluation(eval_dataset)
+        shard_streams_by_row(args)
+        use_one_device(args)
+        collator = UnpairedCollator(
+            self.shares_prefix, self.mismatched, self.is_encoder_decoder, pad_token_id(policy.tokenizer)
+        )
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=data_collator or collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=policy.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self.take_reference(self._reference_pass() if args.precompute_ref_log_probs else None)
+
+    def preparation(self, args: Any) -> dict[str, Any]:
+        """What a method adds to how rows are prepared: settings of `UnpairedPreparation`."""
+        raise TypeError(f"{type(self).__name__} must override preparation.")
+
+    # ---- the data
+
+    @property
+    def completions_per_row(self) -> int:
+        """How many completions of each row a batch holds."""
+        return 2 if self.mismatched else 1
+
+    def take_batch(self, batch: Any) -> Any:
+        """A batch in the form of `UnpairedCollator`."""
+        return as_unpaired_batch(batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched)
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many rows a batch has: int64 `(1,)`."""
+        return torch.tensor([row_count(batch)])
+
+    def count_seen(self, batch: Mapping[str, Any]) -> None:
+        """Count the tokens that train: prompts and their own completions."""
+        super().count_seen(self.own_completions(batch))
+
+    def own_completions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The rows' own completions alone."""
+        return single_completions(batch, 0, of=self.completions_per_row)
+
+    # ---- log-probabilities
+
+    def _reference_pass(self) -> ReferencePass:
+        """How rows are scored by the reference in advance."""
+        names = dict(list(REFERENCE_NAMES.items())[: self.completions_per_row])
+
+        def score(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+            assert self.model is not None
+            asked = dict(self.take_batch(batch))
+            self.ask_reference(self.model, asked)
+            return {column: asked[name] for column, name in names.items()}
+
+        return ReferencePass(
+            columns=tuple(names),
+            collate=self.data_collator,
+            score=score,
+            batch_size=self.args.per_device_train_batch_size,
+        )
+
+    def ask_reference(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Put the reference's log-probs of all completions into the batch, `ref_logps` and `ref_kl_logps` `(B,)`."""
+        names = list(REFERENCE_NAMES.values())[: self.completions_per_row]
+        if all(name in batch for name in names):
+            return
+        assert self.reference is not None
+        logps = self.reference.score(model, batch, self._logps).view(-1, len(names))
+        batch.update(zip(names, logps.unbind(dim=1), strict=True))
+
+    def _logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Log-probs of all completions of a batch."""
+        with self.accelerator.autocast():
+            scored = scorer.score(model, batch, ScoreOptions())
+        count = row_count(batch) * self.completions_per_row
+        return sum_by_sequence(scored.logps, scored.positions.sequence, count)
+
+    def policy_logps(self, model: nn.Module, batch: Mapping[str, Any], number: int) -> Tensor:
+        """The policy's log-probs `(B,)` of each row's completion `number`, without gradient, dropout or noise."""
+        alone = single_completions(batch, number, of=self.completions_per_row)
+
+        def forward(scorer: Any, model: nn.Module, alone: Mapping[str, Any]) -> Tensor:
+            with self.accelerator.autocast():
+                scored = scorer.score(model, alone, ScoreOptions())
+            return sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
+
+        assert self.model is not None
+        return InitialPolicy(self.model, self.scorer).score(model, alone, forward)
+
+    def completion_scores(self, model: nn.Module, batch: dict[str, Any]) -> tuple[UnpairedScores, Scored]:
+        """Log-probs of policy, with gradient, and reference of a batch's own completions."""
+        self.ask_reference(model, batch)
+        scored = self.score(model, self.own_completions(batch), ScoreOptions(mean_logits=True))
+        logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
+        return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"]), scored
+
+    # ---- the loss
+
+    def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
+        """The loss of each completion, with its metrics."""
+        raise TypeError(f"{type(self).__name__} must override judge.")
+
+    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        """The losses of a batch's completions; predictions are their rewards `(B,)`, labels 1 where desirable."""
+        scores, scored = self.completion_scores(model, batch)
+        terms = self.judge(model, batch, scores)
+        if scored.mean_logits is not None:
+            is_chosen = batch["label"][scored.positions.sequence]
+            for name, mask in (("chosen", is_chosen), ("rejected", ~is_chosen)):
+                self.record(f"logits/{name}", weighted(scored.mean_logits, mask))
+        rewards = self.args.beta * scores.ratios
+        return Outcome([terms], rewards, scores.desirable.to(torch.int64), scored.aux_loss)
+
+    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Beside the parent's, `rewards/margins`: the difference of the mean rewards of the two kinds."""
+        means = super().derived_metrics(means)
+        if "rewards/chosen" not in means or "rewards/rejected" not in means:
+            return means
+        return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
+
+    def over_processes(self, own: Weighted) -> Weighted:
+        """A sum and its count, added up over all processes, which must call it at the same time."""
+        if self.accelerator.num_processes == 1:
+            return own
+        both = torch.stack([own.total, own.count.to(own.total)])
+        total, count = self.accelerator.reduce(both, reduction="sum")  # type: ignore[misc]
+        return Weighted(total, count)
+
+
+def unpaired_reference(
+    policy: Policy,
+    ref_model: Any,
+    args: Any,
+    *,
+    model_path: str | None,
+    model_adapter_name: str | None = None,
+    ref_adapter_name: str | None = None,
+) -> Reference:
+    """The reference of a trainer of unpaired completions; a `ref_model` that is given counts, also for a `PeftModel`."""
+    return make_reference(
+        policy.model,
+        scorer=policy.scorer,
+        make_scorer=lambda model: make_scorer(model, policy.tokenizer),
+        ref_model=ref_model,
+        ref_model_init_kwargs=args.ref_model_init_kwargs,
+        model_adapter_name=model_adapter_name,
+        ref_adapter_name=ref_adapter_name,
+        force_use_ref_model=ref_model is not None,
+        model_path=model_path,
+        model_init_kwargs=args.model_init_kwargs,
+        precompute=args.precompute_ref_log_probs,
+    )
+
+
+def unpaired_sets(args: Any, policy: Policy, **settings: Any) -> PreparedSets:
+    """How the sets of a trainer of unpaired completions are prepared; `settings` are `UnpairedPreparation`'s."""
+    preparation = UnpairedPreparation(
+        max_length=args.max_length,
+        max_prompt_length=args.max_prompt_length,
+        max_completion_length=args.max_completion_length,
+        truncation_mode=args.truncation_mode,
+        is_encoder_decoder=bool(policy.scorer.core.config.is_encoder_decoder),
+        num_proc=args.dataset_num_proc,
+        vocab_size=policy.model.get_input_embeddings().weight.shape[0] or None,  # 0: sharded already (ZeRO-3)
+        **settings,
+    )
+    completions = completion_columns(mismatched=preparation.mismatch_group is not None)
+    return PreparedSets(
+        prepare=lambda dataset, name: prepare_unpaired_dataset(
+            dataset, policy.processing_class, preparation, name=name
+        ),
+        columns=("prompt_input_ids", *completions, "label"),
+        parts=[("prompt_input_ids", completion) for completion in completions],
+        model=policy.model,
+    )
+
+
+def _warn_of_blocks(dataset: Any, strategy: str) -> None:
+    """Say where rows that are visited in their order have all of one kind before all of the other."""
+    if strategy != "sequential" or not isinstance(dataset, Dataset):
+        return
+    labels = np.asarray(dataset.with_format("numpy")["label"][:])
+    if len(labels) > 2 and (labels[1:] != labels[:-1]).sum() == 1:
+        logger.warning(
+            "train dataset: all %s rows come before all others, and rows are visited in their order, so that steps see one "
+            "kind only. Shuffle the rows, or set train_sampling_strategy='random'.",
+            "desirable" if labels[0] else "undesirable",
+        )

@@ -1,0 +1,129 @@
+"""KTO on eight fixed rows, with a reference that is not the policy."""
+
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from tests.tiny import tiny_model
+from tests.trainer.dpo_runs import policy_and_reference
+from tests.trainer.one_step import SETTINGS, KeepGradients
+from tests.trainer.resume_worker import tokenizer
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import KTOTrainer
+
+# Lengths of prompt and completion, one-token ones among them, and which are desirable.
+LENGTHS = ((4, 3), (2, 5), (7, 1), (3, 8), (5, 5), (1, 2), (6, 4), (2, 9))
+LABELS = (True, False, True, True, False, True, False, False)
+
+
+def rows(seed: int = 2, count: int = len(LENGTHS)) -> list[dict[str, Any]]:
+    """Tokenised rows of fixed lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        prompt, completion = (
+            torch.randint(3, 60, (n,), generator=generator).tolist() for n in LENGTHS[index % len(LENGTHS)]
+        )
+        label = LABELS[index % len(LABELS)]
+        found.append({"prompt_input_ids": prompt, "completion_input_ids": completion, "label": label})
+    return found
+
+
+def make_any(trainer_class: type, config_class: type, out: str | None, settings: dict[str, Any]) -> Any:
+    """A trainer with `settings` over the defaults; its callback `keep` holds the gradients of every step."""
+    arguments = (
+        "model", "ref_model", "train_dataset", "eval_dataset", "data_collator", "compute_metrics", "peft_config",
+        "callbacks", "embedding_func", "embedding_tokenizer", "model_adapter_name", "ref_adapter_name",
+    )  # fmt: skip
+    given = {name: settings.pop(name) for name in arguments if name in settings}
+    copied = settings.pop("copied_reference", False)
+    if "model" not in given:
+        given["model"], reference = policy_and_reference()
+        if not copied:
+            given.setdefault("ref_model", reference)
+    keep = KeepGradients()
+    given["callbacks"] = [keep, *given.get("callbacks", [])]
+    given.setdefault("train_dataset", Dataset.from_list(rows()))
+    args = config_class(out or tempfile.mkdtemp(), **{**SETTINGS, **settings})
+    trainer = trainer_class(args=args, processing_class=tokenizer(), **given)
+    trainer.keep = keep
+    return trainer
+
+
+def make(out: str | None = None, **settings: Any) -> KTOTrainer:
+    """A KTO trainer; `settings` are those of its config, and its arguments by name."""
+    return make_any(KTOTrainer, KTOConfig, out, settings)
+
+
+def logps(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Log-prob of a completion behind its prompt, 0-dim: one plain call of the model, without batch or padding."""
+    ids = torch.tensor([prompt + completion])
+    found = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return found[len(prompt) - 1 :].sum()
+
+
+def log_ratios(model: Any, reference: Any, given: list[dict[str, Any]], shift: int = 0) -> torch.Tensor:
+    """Log-ratio of policy over reference of each row's completion, or of that `shift` rows before it, in a ring."""
+    prompts = [row["prompt_input_ids"] for row in given]
+    completions = [given[index - shift]["completion_input_ids"] for index in range(len(given))]
+    each = list(zip(prompts, completions, strict=True))
+    policy = torch.stack([logps(model, *pair) for pair in each])
+    return policy - torch.stack([logps(reference, *pair).detach() for pair in each])
+
+
+def step(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The gradient and the log of a trainer's one step."""
+    trainer.train()
+    (gradients,) = trainer.keep.steps
+    return gradients, trainer.state.log_history[0]
+
+
+def assert_same_gradient(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10
+) -> None:
+    """Gradients agree to `tolerance` of the largest entry."""
+    assert found.keys() == expected.keys()
+    size = max(gradient.abs().max().item() for gradient in expected.values())
+    assert size > 1e-6
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max().item() <= tolerance * size, name
+
+
+def plain_gradient(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of a plain loss by parameter."""
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+SPLITS = {
+    "2x4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "4x2": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "8x1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+}
+
+
+def learned(make_trainer: Any, seed: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics of unseen rows before and after a short run: completions of low tokens are desirable, of high ones not."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def data(count: int) -> Dataset:
+        found = []
+        for index in range(count):
+            low = index % 2 == 0
+            ids = torch.randint(3 if low else 32, 32 if low else 60, (5,), generator=generator).tolist()
+            prompt = torch.randint(3, 60, (3,), generator=generator).tolist()
+            found.append({"prompt_input_ids": prompt, "completion_input_ids": ids, "label": low})
+        return Dataset.from_list(found)
+
+    trainer = make_trainer(
+        model=tiny_model("llama"), train_dataset=data(64), eval_dataset=data(16), max_steps=40, learning_rate=3e-3,
+        optim="adamw_torch", beta=0.5, seed=seed,
+    )  # fmt: skip
+    before = trainer.evaluate()
+    trainer.train()
+    return before, trainer.evaluate()

@@ -1,0 +1,241 @@
+"""BCO: its numbers by hand, however a step is cut; the running delta, prompt matching, resumption, bad input."""
+
+import dataclasses
+import math
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.tiny import tiny_model
+from tests.trainer.bco_runs import MATCHED, PROMPTS, embed, make
+from tests.trainer.dpo_runs import policy_and_reference
+from tests.trainer.kto_runs import (
+    LABELS,
+    SPLITS,
+    assert_same_gradient,
+    learned,
+    log_ratios,
+    plain_gradient,
+    rows,
+    step,
+)
+from tests.trainer.resume_worker import ending, tokenizer
+from trl.models import scorer_base
+from trl.trainer.bco_config import BCOConfig
+from trl.trainer.bco_trainer import BCOTrainer
+
+BETA = 0.3
+DESIRABLE = torch.tensor(LABELS)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The gradient and log of one step of one batch."""
+    return step(make(beta=BETA))
+
+
+def plain_loss(ratios, delta, weights=None):
+    """BCO's formula, row by row."""
+    weights = [1.0] * len(ratios) if weights is None else weights
+    losses = []
+    for ratio, label, weight in zip(ratios, LABELS, weights, strict=False):
+        logit = BETA * ratio - delta
+        losses.append(-logit.sigmoid().log() if label else -weight * (-logit).sigmoid().log())
+    return torch.stack(losses).mean()
+
+
+# ---- the loss and the shift
+
+
+def test_a_step_is_the_formula(whole):
+    model, reference = policy_and_reference()
+    ratios = log_ratios(model, reference, rows())
+    delta = BETA * ratios.detach().mean()
+    loss = plain_loss(ratios, delta)
+    gradients, log = whole
+    assert log["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert log["delta"] == pytest.approx(delta.item(), rel=1e-12)
+    chosen, rejected = (BETA * ratios.detach()[kind].mean().item() for kind in (DESIRABLE, ~DESIRABLE))
+    found = [log[f"rewards/{name}"] for name in ("chosen", "rejected", "margins")]
+    assert found == pytest.approx([chosen, rejected, chosen - rejected], rel=1e-12)
+    assert_same_gradient(gradients, plain_gradient(model, loss))
+
+
+def test_the_first_step_from_its_own_reference_is_log_two():
+    _, log = step(make(copied_reference=True))
+    assert log["loss"] == pytest.approx(math.log(2), abs=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{}, MATCHED], ids=["plain", "matched"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_splits(split, settings):
+    expected = step(make(**{"beta": BETA, **settings}))
+    gradients, log = step(make(**{"beta": BETA, **settings, **SPLITS[split]}))
+    assert_same_gradient(gradients, expected[0])
+    for name in ("delta", "rewards/margins", "logps/chosen", "logits/chosen"):
+        assert log[name] == pytest.approx(expected[1][name], rel=1e-12), name
+
+
+def test_padded_rows(whole, monkeypatch):
+    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    assert_same_gradient(step(make(beta=BETA, **SPLITS["2x4"]))[0], whole[0])
+
+
+def test_delta_is_the_mean_reward_of_the_run():
+    """Of all completions up to and including the step's, however many each step had."""
+    trainer = make(per_device_train_batch_size=3, max_steps=3, learning_rate=0.0, beta=BETA)
+    trainer.train()
+    rewards = BETA * log_ratios(*policy_and_reference(), rows()).detach()
+    found = [entry["delta"] for entry in trainer.state.log_history if "delta" in entry]
+    assert found == pytest.approx(
+        [rewards[:3].mean().item(), rewards[:6].mean().item(), rewards.mean().item()]
+    )
+
+
+def test_an_evaluation_does_not_move_delta():
+    trainer = make(beta=BETA, eval_dataset=Dataset.from_list(rows()), per_device_eval_batch_size=3)
+    assert trainer.evaluate()["eval_delta"] == 0
+    trainer.train()
+    (delta,) = (entry["delta"] for entry in trainer.state.log_history if "delta" in entry)
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_delta"] == second["eval_delta"] == pytest.approx(delta)
+    ratios = log_ratios(trainer.model, trainer.ref_model, rows()).detach()
+    assert first["eval_loss"] == pytest.approx(plain_loss(ratios, delta).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, MATCHED], ids=["plain", "matched"])
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path, settings):
+    options = {
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        **SPLITS["4x2"],
+        "logging_steps": 3,
+        **settings,
+    }
+    whole = make(str(tmp_path / "whole"), **options)
+    whole.train()
+    again = make(str(tmp_path / "again"), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert ending(again) == ending(whole)
+    assert again._rewards.state() == whole._rewards.state()
+    assert again._rewards.count == 5 * 8
+
+
+def test_precomputed_log_probs_are_the_live_ones(whole):
+    trainer = make(beta=BETA, precompute_ref_log_probs=True)
+    assert "reference_KL_logps" not in trainer.train_dataset.column_names
+    assert_same_gradient(step(trainer)[0], whole[0])
+
+
+def test_an_adapter_is_compared_with_its_base():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
+    policy, _ = policy_and_reference()
+    trainer = make(model=policy, peft_config=config, beta=BETA)
+    ratios = log_ratios(trainer.model, policy_and_reference()[0], rows()).detach()
+    _, log = step(trainer)
+    assert log["delta"] == pytest.approx(BETA * ratios.mean().item(), rel=1e-9)
+
+
+# ---- underlying-distribution matching
+
+
+def test_undesirable_rows_weigh_by_their_prompts():
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    ids = [torch.tensor([list(prompt)]) for prompt in PROMPTS]
+    embeddings = torch.cat([embed(input_ids=row, attention_mask=torch.ones_like(row)) for row in ids]).numpy()
+    classifier = linear_model.LogisticRegression(class_weight="balanced").fit(embeddings, LABELS)
+    probability = torch.from_numpy(classifier.predict_proba(embeddings)[:, 1])
+    weights = (probability / (1 - probability)).clamp(0.5, 10)
+    assert weights.unique().numel() > 3
+    model, reference = policy_and_reference()
+    ratios = log_ratios(model, reference, rows())
+    loss = plain_loss(ratios, BETA * ratios.detach().mean(), weights)
+    gradients, log = step(make(**MATCHED))
+    assert log["loss"] == pytest.approx(loss.item(), rel=1e-4)  # the two fits stop at their own tolerance
+    assert_same_gradient(gradients, plain_gradient(model, loss), tolerance=1e-4)
+
+
+def test_ratios_are_cut():
+    narrow = step(make(**MATCHED, min_density_ratio=1.0, max_density_ratio=1.0))
+    assert_same_gradient(narrow[0], step(make(beta=BETA))[0])
+
+
+def test_the_classifier_is_part_of_the_checkpoint(tmp_path):
+    trainer = make(str(tmp_path), **MATCHED, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert (tmp_path / "checkpoint-1" / "prompt_classifier.safetensors").is_file()
+
+
+def test_matching_from_text():
+    row = {"prompt": "w5", "completion": "w7", "label": True}
+    data = Dataset.from_list([row, {**row, "prompt": "w50", "label": False}] * 4)
+    trainer = make(matched=True, train_dataset=data)
+    assert trainer.train_dataset["embedding_input_ids"][0] == [5]
+    trainer.train()
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": -1.0}, "beta must be >= 0, got -1.0"),
+        ({"min_density_ratio": 2.0, "max_density_ratio": 1.0}, "0 <= min <= max, got 2.0 and 1.0"),
+        ({"prompt_sample_size": 0}, "prompt_sample_size must be a whole number >= 1"),
+        ({"embedding_func": embed}, "embedding_func without embedding_tokenizer"),
+        ({"embedding_tokenizer": tokenizer()}, "embedding_tokenizer without embedding_func"),
+        ({"embedding_func": embed, "embedding_tokenizer": tokenizer()}, "without 'embedding_input_ids'"),
+        ({**MATCHED, "train_dataset": None}, "embedding_func without train_dataset"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
+    with pytest.raises(ImportError, match=r"pip install trl\[bco\]"):
+        make(**MATCHED)
+
+
+def test_rows_of_one_kind_cannot_be_matched():
+    with pytest.raises(ValueError, match="no undesirable prompt"):
+        data = Dataset.from_list([{**rows()[0], "embedding_input_ids": [3]}] * 8)
+        make(**MATCHED, train_dataset=data)
+
+
+def test_every_field_has_help():
+    assert all(field.metadata.get("help") for field in dataclasses.fields(BCOConfig))
+
+
+def test_the_call_of_0_11():
+    from transformers import TrainingArguments
+
+    args = TrainingArguments("unused", use_cpu=True, report_to="none")
+    with pytest.warns(FutureWarning, match=r"beta -> BCOConfig\(beta=...\)"):
+        trainer = BCOTrainer(
+            tiny_model("llama"), None, args, Dataset.from_list(rows()), tokenizer=tokenizer(), beta=0.4
+        )
+    assert trainer.args.beta == 0.4
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns(seed):
+    before, after = learned(make, seed)
+    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert after["eval_rewards/margins"] > 1
+    assert after["eval_loss"] < before["eval_loss"] - 0.05

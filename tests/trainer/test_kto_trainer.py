@@ -1,0 +1,486 @@
+"""KTO: its numbers by hand, however a step is cut and laid out; references, evaluation, bad input."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from tests.tiny import tiny_model, tiny_seq2seq
+from tests.trainer.dpo_runs import policy_and_reference
+from tests.trainer.kto_runs import (
+    LABELS,
+    SPLITS,
+    assert_same_gradient,
+    learned,
+    log_ratios,
+    logps,
+    make,
+    plain_gradient,
+    rows,
+    step,
+)
+from tests.trainer.resume_worker import tokenizer
+from trl.collators.preference import DPODataCollatorWithPadding
+from trl.models import scorer_base
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import KTOTrainer
+
+OWN = {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}
+DESIRABLE = torch.tensor(LABELS)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The gradient and log of one step of one batch."""
+    return step(make(**OWN))
+
+
+def plain_loss(model, reference, given, *, kl, beta=0.3, weights=(1.3, 0.7)):
+    """KTO's formula, row by row."""
+    ratios = log_ratios(model, reference, given)
+    losses = []
+    for ratio, row in zip(ratios, given, strict=True):
+        if row["label"]:
+            losses.append(weights[0] * (1 - torch.sigmoid(beta * (ratio - kl))))
+        else:
+            losses.append(weights[1] * (1 - torch.sigmoid(beta * (kl - ratio))))
+    return torch.stack(losses).mean(), ratios.detach()
+
+
+def plain_kl(model, reference, given):
+    """The mean log-ratio of the completions, each behind the prompt of the row after it."""
+    return log_ratios(model, reference, given, shift=1).detach().mean().clamp(min=0)
+
+
+# ---- the loss
+
+
+def test_a_step_is_the_formula(whole):
+    model, reference = policy_and_reference()
+    kl = plain_kl(model, reference, rows())
+    assert kl > 0.5  # the estimate is not cut at 0
+    loss, ratios = plain_loss(model, reference, rows(), kl=kl)
+    gradients, log = whole
+    assert log["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert_same_gradient(gradients, plain_gradient(model, loss))
+    own = torch.stack([logps(model, row["prompt_input_ids"], row["completion_input_ids"]) for row in rows()])
+    chosen, rejected = (0.3 * ratios[kind].mean().item() for kind in (DESIRABLE, ~DESIRABLE))
+    expected = {
+        "kl": kl.item(),
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": own[DESIRABLE].mean().item(),
+        "logps/rejected": own[~DESIRABLE].mean().item(),
+    }
+    assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_apo_zero_compares_with_nothing():
+    trainer = make(**OWN, loss_type="apo_zero_unpaired")
+    assert "KL_completion_input_ids" not in trainer.train_dataset.column_names
+    gradients, log = step(trainer)
+    model, reference = policy_and_reference()
+    loss, _ = plain_loss(model, reference, rows(), kl=torch.tensor(0.0))
+    assert log["loss"] == pytest.approx(loss.item(), rel=1e-6) and log["kl"] == 0
+    assert_same_gradient(gradients, plain_gradient(model, loss))
+
+
+def test_the_kl_is_at_least_zero():
+    policy, reference = policy_and_reference()
+    kl = log_ratios(reference, policy, rows(), shift=1).detach().mean()
+    assert kl < 0  # the two the other way round
+    _, log = step(make(model=reference.requires_grad_(True), ref_model=policy))
+    assert log["kl"] == 0
+
+
+def test_a_first_step_from_its_own_reference_is_one_half():
+    _, log = step(make(copied_reference=True))
+    assert log["loss"] == pytest.approx(0.5, abs=1e-7) and log["kl"] == pytest.approx(0, abs=1e-12)
+
+
+# ---- one gradient, however a step is cut and laid out
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("split", SPLITS)
+def test_splits(split, sharing, whole):
+    gradients, log = step(make(**OWN, **SPLITS[split], prefix_sharing=sharing))
+    assert_same_gradient(gradients, whole[0])
+    for name in (
+        "kl",
+        "rewards/chosen",
+        "rewards/margins",
+        "logps/rejected",
+        "logits/chosen",
+        "logits/rejected",
+    ):
+        assert log[name] == pytest.approx(whole[1][name], rel=1e-12), name
+
+
+@pytest.mark.parametrize("settings", [{"prefix_sharing": False}, {"gradient_checkpointing": True}])
+def test_layouts(settings, whole):
+    assert_same_gradient(step(make(**OWN, **settings))[0], whole[0])
+
+
+@pytest.mark.parametrize("split", ["2x4", "4x2"])
+def test_padded_rows(split, whole, monkeypatch):
+    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    trainer = make(**OWN, **SPLITS[split])
+    assert not trainer.shares_prefix
+    gradients, log = step(trainer)
+    assert_same_gradient(gradients, whole[0])
+    assert log["logits/chosen"] == pytest.approx(whole[1]["logits/chosen"], rel=1e-12)
+
+
+def test_a_collator_that_pads(whole):
+    padded = step(make(**OWN, data_collator=DPODataCollatorWithPadding(), **SPLITS["2x4"]))
+    assert_same_gradient(padded[0], whole[0])
+
+
+def test_a_collator_without_masks_is_refused():
+    trainer = make(data_collator=lambda rows: {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+    with pytest.raises(ValueError, match="a batch has \\['input_ids'\\], expected prompt_input_ids"):
+        trainer.train()
+
+
+def test_prompts_run_once_for_both_completions():
+    (batch,) = [make().data_collator(rows_with_mismatches())]
+    plain = make(prefix_sharing=False).data_collator(rows_with_mismatches())
+    prompts = sum(len(row["prompt_input_ids"]) for row in rows())
+    assert plain["input_ids"].numel() - batch["input_ids"].numel() == prompts
+
+
+def rows_with_mismatches():
+    return [
+        {**row, "KL_completion_input_ids": other["completion_input_ids"]}
+        for row, other in zip(rows(), [rows()[-1], *rows()[:-1]], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_a_prompt_that_its_mismatched_completion_cuts(sharing):
+    """With max_length, the prompt in front of a longer mismatched completion is shorter than the row's own."""
+    lengths = {"max_length": 10, "max_prompt_length": 3}
+    trainer = make(**lengths, prefix_sharing=sharing)
+    assert "KL_prompt_input_ids" in trainer.train_dataset.column_names
+    model, reference = policy_and_reference()
+    given = list(trainer.train_dataset)
+    mismatched = [
+        (row["KL_prompt_input_ids"] or row["prompt_input_ids"], row["KL_completion_input_ids"])
+        for row in given
+    ]
+    kl = torch.stack([logps(model, *pair) - logps(reference, *pair) for pair in mismatched]).mean()
+    _, log = step(trainer)
+    assert log["kl"] == pytest.approx(max(kl.item(), 0), rel=1e-12)
+
+
+def test_dropout_leaves_the_kl_alone():
+    model, reference = policy_and_reference(resid_pdrop=0.5)
+    _, log = step(make(model=model, ref_model=reference, disable_dropout=False))
+    plain, _ = policy_and_reference()
+    assert log["kl"] == pytest.approx(plain_kl(plain, reference.eval(), rows()).item(), rel=1e-12)
+
+
+# ---- evaluation
+
+
+def test_evaluation_compares_with_its_own_batch():
+    trainer = make(eval_dataset=Dataset.from_list(rows()), per_device_eval_batch_size=3, **OWN)
+    found = trainer.evaluate()
+    model, reference = policy_and_reference()
+    mismatched = log_ratios(model, reference, rows(), shift=1).detach()
+    kls = [part.mean().clamp(min=0) for part in mismatched.split(3)]
+    parts = [rows()[start : start + 3] for start in (0, 3, 6)]
+    losses = [
+        plain_loss(model, reference, part, kl=kl)[0] * len(part) for part, kl in zip(parts, kls, strict=True)
+    ]
+    assert found["eval_loss"] == pytest.approx(sum(losses).item() / 8, rel=1e-6)
+    assert found["eval_kl"] == pytest.approx(sum(kls).item() / 3, rel=1e-12)
+    margins = found["eval_rewards/chosen"] - found["eval_rewards/rejected"]
+    assert found["eval_rewards/margins"] == pytest.approx(margins)
+
+
+def test_compute_metrics_gets_rewards_and_labels():
+    seen = {}
+
+    def compute_metrics(found):
+        seen.update(rewards=found.predictions, labels=found.label_ids)
+        return {"rows": len(found.predictions)}
+
+    trainer = make(
+        eval_dataset=Dataset.from_list(rows()), per_device_eval_batch_size=3, compute_metrics=compute_metrics
+    )
+    assert trainer.evaluate()["eval_rows"] == 8
+    ratios = log_ratios(*policy_and_reference(), rows()).detach()
+    assert seen["rewards"] == pytest.approx(0.1 * ratios.numpy(), rel=1e-10)
+    assert seen["labels"].tolist() == [int(label) for label in LABELS]
+
+
+def test_rows_that_come_later_are_prepared():
+    trainer = make(**OWN)
+    text = [
+        {"prompt": "w5", "completion": "w6", "label": True},
+        {"prompt": "w7", "completion": "w8", "label": False},
+    ]
+    assert trainer.evaluate(Dataset.from_list(text))["eval_logps/chosen"] < 0
+
+
+def test_generate_during_eval(capsys):
+    make(generate_during_eval=True, eval_dataset=Dataset.from_list(rows()), max_length=16).evaluate()
+    shown = capsys.readouterr().out
+    assert all(column in shown for column in ("Prompt", "Policy", "Ref Model"))
+
+
+# ---- references
+
+
+def test_precomputed_log_probs_are_the_live_ones(whole):
+    data = Dataset.from_list(rows())
+    trainer = make(**OWN, precompute_ref_log_probs=True, eval_dataset=data, **SPLITS["2x4"])
+    _, reference = policy_and_reference()
+    for column, shift in (("reference_logps", 0), ("reference_KL_logps", 1)):
+        expected = [
+            logps(reference, row["prompt_input_ids"], rows()[index - shift]["completion_input_ids"]).item()
+            for index, row in enumerate(rows())
+        ]
+        assert trainer.train_dataset[column] == pytest.approx(expected, rel=1e-10)
+    gradients, log = step(trainer)
+    assert_same_gradient(gradients, whole[0])
+    assert log["kl"] == pytest.approx(whole[1]["kl"], rel=1e-12)
+    with pytest.raises(ValueError, match="reference_logps and reference_KL_logps: the reference was asked"):
+        trainer.evaluate(data)
+
+
+def test_precomputing_for_apo_needs_one_column():
+    trainer = make(loss_type="apo_zero_unpaired", precompute_ref_log_probs=True)
+    assert "reference_logps" in trainer.train_dataset.column_names
+    assert "reference_KL_logps" not in trainer.train_dataset.column_names
+
+
+def test_a_stream_cannot_be_precomputed():
+    stream = IterableDataset.from_generator(lambda: iter(rows()))
+    with pytest.raises(ValueError, match=r"needs a datasets\.Dataset, got a IterableDataset"):
+        make(train_dataset=stream, precompute_ref_log_probs=True)
+
+
+def test_a_stream(whole):
+    stream = IterableDataset.from_generator(lambda: iter(rows()))
+    trainer = make(**OWN, train_dataset=stream)
+    assert_same_gradient(step(trainer)[0], whole[0])
+
+
+def lora(seed: int = 3, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    return peft.LoraConfig(
+        r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False, **options
+    )
+
+
+def test_an_adapter_is_compared_with_its_base():
+    policy, _ = policy_and_reference()
+    trainer = make(model=policy, peft_config=lora(), **OWN)
+    assert trainer.ref_model is None
+    base, _ = policy_and_reference()
+    ratios = log_ratios(trainer.model, base, rows()).detach()
+    kl = plain_kl(trainer.model, base, rows())
+    _, log = step(trainer)
+    assert log["rewards/chosen"] == pytest.approx(0.3 * ratios[DESIRABLE].mean().item(), rel=1e-9)
+    assert log["kl"] == pytest.approx(kl.item(), rel=1e-9)
+
+
+def test_a_named_adapter_as_the_reference():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(policy_and_reference()[0], lora(3), adapter_name="policy")
+    model.add_adapter("reference", lora(4))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+    given = rows()
+    model.set_adapter("reference")
+    with torch.no_grad():
+        reference = torch.stack(
+            [logps(model, r["prompt_input_ids"], r["completion_input_ids"]) for r in given]
+        )
+        model.set_adapter("policy")
+        policy = torch.stack([logps(model, r["prompt_input_ids"], r["completion_input_ids"]) for r in given])
+    trainer = make(model=model, model_adapter_name="policy", ref_adapter_name="reference", **OWN)
+    _, log = step(trainer)
+    ratios = policy - reference
+    assert log["rewards/chosen"] == pytest.approx(0.3 * ratios[DESIRABLE].mean().item(), rel=1e-9)
+    with pytest.raises(ValueError, match="ref_adapter_name='absent' is no adapter"):
+        make(model=model, ref_adapter_name="absent")
+
+
+# ---- encoder-decoders
+
+
+def test_an_encoder_decoder():
+    model, reference = (tiny_seq2seq("t5", dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(1.01)
+
+    def of(model, row, other):
+        labels = torch.tensor([other["completion_input_ids"]])
+        logits = model(input_ids=torch.tensor([row["prompt_input_ids"]]), labels=labels).logits
+        return logits.log_softmax(-1).gather(2, labels[..., None]).sum()
+
+    given = rows()
+    with torch.no_grad():
+        own = torch.stack([of(model, row, row) - of(reference, row, row) for row in given])
+        others = torch.stack(
+            [of(model, row, given[i - 1]) - of(reference, row, given[i - 1]) for i, row in enumerate(given)]
+        )
+    whole = step(make(model=model, ref_model=reference))
+    assert whole[1]["rewards/chosen"] == pytest.approx(0.1 * own[DESIRABLE].mean().item(), rel=1e-4)
+    assert whole[1]["kl"] == pytest.approx(max(others.mean().item(), 0), rel=1e-4, abs=1e-6)
+
+
+# ---- methods of 0.8-0.26
+
+
+def test_older_methods(whole):
+    trainer = make(**OWN)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    model, reference = policy_and_reference()
+    ratios = log_ratios(model, reference, rows()).detach()
+    ref_logps, ref_kl_logps = trainer.compute_reference_log_probs(dict(batch))
+    chosen, rejected, chosen_logits, rejected_logits, kl_logps = trainer.forward(trainer.model, dict(batch))
+    assert chosen.detach() - ref_logps[DESIRABLE] == pytest.approx(ratios[DESIRABLE], rel=1e-10)
+    assert len(chosen_logits) == len(rejected_logits) == 4
+    losses, chosen_rewards, _, kl = trainer.kto_loss(
+        chosen, rejected, kl_logps, ref_logps[DESIRABLE], ref_logps[~DESIRABLE], ref_kl_logps
+    )
+    assert losses.mean().item() == pytest.approx(whole[1]["loss"], rel=1e-6)
+    assert chosen_rewards.mean().item() == pytest.approx(whole[1]["rewards/chosen"], rel=1e-10)
+    assert kl.item() == pytest.approx(whole[1]["kl"], rel=1e-10)
+    loss, metrics = trainer.get_batch_loss_metrics(trainer.model, dict(batch))
+    assert loss.item() == pytest.approx(whole[1]["loss"], rel=1e-6)
+    assert metrics["kl"] == pytest.approx(whole[1]["kl"], rel=1e-10)
+    logits, labels = torch.randn(2, 4, 7), torch.tensor([[-100, 1, 2, 3], [-100, -100, 5, -100]])
+    expected = logits.log_softmax(-1)[1, 1, 5].item()
+    assert KTOTrainer.get_batch_logps(logits, labels)[1].item() == pytest.approx(expected, rel=1e-6)
+    with trainer.null_ref_context() as same:
+        assert same is trainer.model
+
+
+def test_store_metrics():
+    trainer = make()
+    trainer.store_metrics({"own": 3.0})
+    trainer.store_metrics({"own": 5.0})
+    trainer.log({"loss": 1.0})
+    assert trainer.state.log_history[0]["own"] == 4.0
+
+
+def test_generate_from_model_and_ref():
+    trainer = make(max_length=12, max_prompt_length=None)
+    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    batch = {"prompt_input_ids": prompts, "prompt_attention_mask": torch.ones_like(prompts)}
+    policy, reference = trainer.generate_from_model_and_ref(trainer.model, batch)
+    assert len(policy) == len(reference) == 2 and all(
+        text.startswith("w5 w6 w7") for text in (policy[0], reference[0])
+    )
+
+
+def test_the_call_of_0_11():
+    from transformers import TrainingArguments
+
+    args = TrainingArguments("unused", per_device_train_batch_size=8, use_cpu=True, report_to="none")
+    data = Dataset.from_list(rows())
+    with pytest.warns(FutureWarning, match=r"beta -> KTOConfig\(beta=...\)"):
+        trainer = KTOTrainer(
+            tiny_model("llama"),
+            None,
+            args,
+            data,
+            tokenizer=tokenizer(),
+            beta=0.4,
+            max_length=32,
+            desirable_weight=1.5,
+        )
+    assert (trainer.args.beta, trainer.args.max_length, trainer.args.desirable_weight) == (0.4, 32, 1.5)
+
+
+def test_model_init():
+    with pytest.warns(FutureWarning, match="model_init -> the argument model"):
+        trainer = KTOTrainer(
+            args=KTOConfig("unused", use_cpu=True, report_to="none"), model_init=lambda: tiny_model("llama"),
+            train_dataset=Dataset.from_list(rows()), processing_class=tokenizer(),
+        )  # fmt: skip
+    assert trainer.model is not None
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "bco"}, "kto"),
+        ({"beta": -1.0}, "beta must be >= 0, got -1.0"),
+        ({"desirable_weight": -0.5}, "desirable_weight must be >= 0, got -0.5"),
+        ({"undesirable_weight": float("nan")}, "undesirable_weight must be >= 0, got nan"),
+        ({"per_device_train_batch_size": 1}, "per_device_train_batch_size must be at least 2 for loss_type='kto', got 1"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=True was given with a GPT2LMHeadModel"),
+        ({"ref_adapter_name": "x", "copied_reference": True}, "names a PEFT adapter, and the model has none"),
+    ],
+)  # fmt: skip
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_one_row_at_a_time_is_enough_for_apo():
+    make(loss_type="apo_zero_unpaired", per_device_train_batch_size=1)
+
+
+@pytest.mark.parametrize("column", ["label", "completion_input_ids"])
+def test_missing_columns(column):
+    with pytest.raises(ValueError, match=column):
+        make(train_dataset=Dataset.from_list(rows()).remove_columns(column))
+
+
+def test_rows_in_blocks_are_said(caplog):
+    ordered = sorted(rows(), key=lambda row: not row["label"])
+    with caplog.at_level(logging.WARNING, logger="trl"):
+        make(train_dataset=Dataset.from_list(ordered))
+        assert "all desirable rows come before all others" in caplog.text
+        caplog.clear()
+        make(train_dataset=Dataset.from_list(ordered), train_sampling_strategy="random")
+        assert "come before" not in caplog.text
+
+
+def test_rows_are_visited_in_their_order():
+    trainer = make(per_device_train_batch_size=2)
+    batches = [batch["label"].tolist() for batch in trainer.get_train_dataloader()]
+    assert [label for batch in batches for label in batch] == list(LABELS)
+
+
+def test_every_field_has_help():
+    assert all(field.metadata.get("help") for field in dataclasses.fields(KTOConfig))
+
+
+def test_the_config_is_plain_json(tmp_path):
+    json.dumps(KTOConfig(str(tmp_path), use_cpu=True).to_dict())
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns(seed):
+    before, after = learned(make, seed)
+    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert after["eval_rewards/margins"] > 1
+    assert after["eval_loss"] < before["eval_loss"] - 0.1
