@@ -43,6 +43,7 @@ class Scored(NamedTuple):
     aux_loss: Tensor | None  # scalar with gradient: the router's load-balancing loss, not weighted
     log_collision: Tensor | None = None  # (K,) detached: log of the sum over the vocabulary of p(token)^2
     mean_logits: Tensor | None = None  # (K,) detached: mean of the raw logits over the vocabulary
+    values: Tensor | None = None  # (K,) with gradient: what a value head says where the token is predicted
 
 
 class Scorer(ScorerBase):
@@ -114,12 +115,16 @@ class Scorer(ScorerBase):
         with self.embedding_noise(batch):
             outputs = decoder_of(self.core)(**given_inputs(inputs), **router, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
-        head = self.core.get_output_embeddings()
-        assert head is not None
-        found = call_head(head, hidden, batch, self.rule, options)
+        found = self.through_head(hidden, batch, options)
         if router:
             found["aux_loss"] = router_loss(self.core, outputs.router_logits, inputs.get("attention_mask"))
         return found
+
+    def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
+        """What is found of the decoder's hidden states `(tokens, H)`; called inside the model's own forward."""
+        head = self.core.get_output_embeddings()
+        assert head is not None
+        return call_head(head, hidden, batch, self.rule, options)
 
 
 def scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:

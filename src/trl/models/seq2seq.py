@@ -71,9 +71,13 @@ class Seq2SeqScorer(ScorerBase):
             encoder_attention_mask=mask[prompt],
             use_cache=False,
         )
-        hidden = decoded.last_hidden_state.flatten(0, 1)
-        head = core.get_output_embeddings()
-        return call_head(head, hidden, batch, self.rule, options, bias=_logits_bias(core))
+        return self.through_head(decoded.last_hidden_state.flatten(0, 1), batch, options)
+
+    def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
+        """What is found of the decoder's hidden states `(tokens, H)`; called inside the model's own forward."""
+        head = self.core.get_output_embeddings()
+        assert head is not None
+        return call_head(head, hidden, batch, self.rule, options, bias=_logits_bias(self.core))
 
     def _score_own_logits(
         self, model: nn.Module, prompt: Tensor, batch: ModelBatch, options: ScoreOptions
@@ -81,10 +85,12 @@ class Seq2SeqScorer(ScorerBase):
         ids, mask = (batch.inputs[name][prompt] for name in ("input_ids", "attention_mask"))
         decoder_ids = batch.inputs["decoder_input_ids"]
         outputs = model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False)
-        logits = outputs.logits[:, -decoder_ids.shape[1] :].flatten(
-            0, 1
-        )  # prompt tuning puts tokens in front
-        return scored_of(batch, score_hidden(nn.Identity(), logits, batch, LogitRule(), options))
+        return self.score_outputs(outputs, batch, options)
+
+    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
+        """Score completions from the model's own outputs; prompt tuning puts virtual tokens in front."""
+        logits = outputs.logits[:, -rows.inputs["decoder_input_ids"].shape[1] :].flatten(0, 1)
+        return scored_of(rows, score_hidden(nn.Identity(), logits, rows, LogitRule(), options))
 
     def _lay_out(self, batch: Mapping[str, Any]) -> ModelBatch:
         labels = batch["decoder_labels"]

@@ -85,6 +85,25 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return whitened if shift_mean else whitened + mean
 
 
+def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
+    """`masked_whiten` of all values.
+
+    >>> whiten(torch.tensor([1.0, 3.0]))
+    tensor([-0.7071,  0.7071])
+    """
+    return masked_whiten(values, torch.ones_like(values), shift_mean)
+
+
+def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | float) -> Tensor:
+    """`x` cut to the range between two bounds, each a number or a tensor of the shape of `x`.
+
+    >>> clip_by_value(torch.tensor([0.0, 5.0]), torch.tensor([1.0, 1.0]), 3.0)
+    tensor([1., 3.])
+    """
+    low, high = (torch.as_tensor(bound, dtype=x.dtype, device=x.device) for bound in (tensor_min, tensor_max))
+    return torch.maximum(torch.minimum(x, high), low)
+
+
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     """Log-probs of chosen entries of logits that exist already; for hidden states, `logprobs.token_scores`.
 

@@ -1,0 +1,165 @@
+"""Language models with a value head: one more number per token, the expected reward from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from trl.models.value_head_saving import PREFIX
+from trl.models.value_wrapper import PreTrainedModelWrapper
+
+INIT_STRATEGIES = (None, "normal")
+_WIDTHS = ("word_embed_proj_dim", "hidden_size", "d_model", "n_embd")
+
+
+class ValueHead(nn.Module):
+    """Dropout and one linear unit, `summary`, in float32: hidden states `(..., H) -> (..., 1)`."""
+
+    def __init__(self, config: Any, summary_dropout_prob: float | None = None) -> None:
+        super().__init__()
+        if summary_dropout_prob is None:
+            self.dropout = nn.Dropout(getattr(config, "summary_dropout_prob", 0.1))
+        else:
+            self.dropout = nn.Dropout(summary_dropout_prob)
+        self.summary = nn.Linear(hidden_width(config), 1)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The value at each position, in the head's dtype, also under autocast, and on the head's device."""
+        states = hidden_states.to(self.summary.weight)
+        with torch.autocast(states.device.type, enabled=False):
+            return self.summary(self.dropout(states))
+
+
+def hidden_width(config: Any) -> int:
+    """The width of a language model's last hidden states, from its config.
+
+    Raises: ValueError where the config says none.
+    """
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found = next((width for name in _WIDTHS if (width := getattr(config, name, None))), None)
+    if found is None:
+        raise ValueError(
+            f"a value head needs the width of the model's hidden states, and {type(config).__name__} has none of "
+            f"{', '.join(_WIDTHS)}. Set config.hidden_size."
+        )
+    return found
+
+
+class _WithValueHead(PreTrainedModelWrapper):
+    """What both kinds share. `forward` returns logits, the loss where labels are given, and values `(B, T)`."""
+
+    supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
+
+    def __init__(self, pretrained_model: Any, **kwargs: Any) -> None:
+        settings = {name: kwargs.pop(name) for name in self.supported_args if name in kwargs}
+        super().__init__(pretrained_model, **kwargs)
+        _check_language_model(pretrained_model, self.transformers_parent_class)
+        self.v_head = ValueHead(self.config, settings.get("summary_dropout_prob"))
+        self._init_weights(
+            settings.get("v_head_init_strategy"), settings.get("v_head_initializer_range", 0.2)
+        )
+        self.v_head.to(_head_device(self))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        return_past_key_values: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """`(lm_logits (B, T, V) float32, loss or None, value (B, T))`, and with `return_past_key_values` the cache."""
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+        }
+        given = {name: value for name, value in inputs.items() if value is not None}
+        outputs = self.pretrained_model(**given, **{**kwargs, "output_hidden_states": True})
+        value = self.v_head(last_hidden(outputs)).squeeze(-1).to(outputs.logits.device)
+        logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
+        found = (logits, outputs.loss, value)
+        return (*found, outputs.past_key_values) if return_past_key_values else found
+
+    def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take the head's weights, `v_head.*`, out of a checkpoint's; without any it keeps its initial ones.
+
+        Raises: ValueError for a head of another width.
+        """
+        weights = {
+            key.removeprefix(PREFIX): value for key, value in state_dict.items() if key.startswith(PREFIX)
+        }
+        if not weights:
+            return
+        expected, given = self.v_head.summary.weight.shape, weights["summary.weight"].shape
+        if expected != given:
+            raise ValueError(
+                f"the checkpoint's value head has a weight of shape {tuple(given)}, expected {tuple(expected)}. Load the "
+                "language model that it was trained with."
+            )
+        self.v_head.load_state_dict(weights)
+
+    def added_weights(self) -> dict[str, Tensor]:
+        """The head's weights as `v_head.*`."""
+        return {f"{PREFIX}{name}": weight for name, weight in self.v_head.state_dict().items()}
+
+    def _init_weights(self, strategy: str | None, spread: float) -> None:
+        if strategy not in INIT_STRATEGIES:
+            raise ValueError(
+                f"v_head_init_strategy must be None or 'normal', got {strategy!r}. 'normal' draws the head's weight with "
+                "standard deviation v_head_initializer_range."
+            )
+        if strategy == "normal":
+            nn.init.normal_(self.v_head.summary.weight, std=spread)
+            nn.init.zeros_(self.v_head.summary.bias)
+
+
+class AutoModelForCausalLMWithValueHead(_WithValueHead):
+    """A decoder with a value head, `v_head`, for PPO.
+
+    `summary_dropout_prob` (0.1, or the config's) is the dropout before the head; `v_head_init_strategy="normal"` draws its
+    weight with standard deviation `v_head_initializer_range` (0.2), None as torch does.
+
+    Example:
+        >>> model = AutoModelForCausalLMWithValueHead.from_pretrained("my/model")  # doctest: +SKIP
+        >>> logits, loss, values = model(input_ids=input_ids, attention_mask=attention_mask)  # doctest: +SKIP
+    """
+
+    transformers_parent_class = AutoModelForCausalLM
+
+
+class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
+    """An encoder-decoder with a value head over its decoder; arguments as in `AutoModelForCausalLMWithValueHead`."""
+
+    transformers_parent_class = AutoModelForSeq2SeqLM
+
+
+def last_hidden(outputs: Any) -> Tensor:
+    """The last hidden states `(B, T, H)` of a language model's outputs: its decoder's, where it has an encoder too."""
+    states = getattr(outputs, "decoder_hidden_states", None) or getattr(outputs, "hidden_states", None)
+    if states is None:
+        raise ValueError(
+            f"the model must return its hidden states, got {type(outputs).__name__} without any. Use a transformers language "
+            "model that takes output_hidden_states=True."
+        )
+    return states[-1]
+
+
+def _check_language_model(model: Any, auto_class: Any) -> None:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    seq2seq = bool(getattr(base.config, "is_encoder_decoder", False))
+    if base.get_output_embeddings() is None or seq2seq != (auto_class is AutoModelForSeq2SeqLM):
+        raise TypeError(
+            f"model is a {type(base).__name__}, expected one of {auto_class.__name__}. Decoders take "
+            "AutoModelForCausalLMWithValueHead, encoder-decoders AutoModelForSeq2SeqLMWithValueHead."
+        )
+
+
+def _head_device(model: PreTrainedModelWrapper) -> torch.device:
+    head = model.get_output_embeddings()
+    device = next(head.parameters()).device if head is not None else model.device
+    return model.device if device.type == "meta" else device

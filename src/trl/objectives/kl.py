@@ -1,0 +1,149 @@
+"""How far the policy has moved from its reference: penalties and estimators per token, and what weighs them.
+
+`logps` and `ref_logps` are log-probabilities, in nats, of the same sampled tokens under policy and reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trl.objectives.tables import lookup
+from trl.tensors.statistics import cap_exp
+
+LARGEST_LOG_RATIO = 20.0  # exp of it is 5e8: a larger ratio says no more, and sums of it would overflow
+
+
+def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """`log p - log p_ref` of the sampled tokens: unbiased, of either sign; any one shape.
+
+    Source: Schulman 2020, Approximating KL Divergence (joschu.net/blog/kl-approx.html).
+
+    >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+    tensor([ 0.5000, -1.0000])
+    """
+    return logps - ref_logps
+
+
+def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """Half the squared log-ratio: biased, low variance, never negative. Source as in `k1`.
+
+    >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+    tensor([0.1250, 0.5000])
+    """
+    return (logps - ref_logps).square() / 2
+
+
+def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """`r - 1 - log r` with `r = p_ref / p`: unbiased and never negative. Source as in `k1`.
+
+    The exponent is cut at `LARGEST_LOG_RATIO`, so that a token that the policy all but excludes cannot overflow.
+
+    >>> k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
+    tensor([0.0000, 0.7183])
+    """
+    log_ratio = ref_logps - logps
+    return cap_exp(log_ratio, LARGEST_LOG_RATIO) - 1 - log_ratio
+
+
+def absolute(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """The size of the log-ratio, whichever its sign.
+
+    >>> absolute(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+    tensor([0.5000, 1.0000])
+    """
+    return (logps - ref_logps).abs()
+
+
+def full(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """The divergence itself, `sum_v p(v) (log p(v) - log p_ref(v))`, from whole distributions, `(..., V) -> (...)`.
+
+    >>> p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.5, 0.25]])
+    >>> full(p.log(), q.log())
+    tensor([0.3466])
+    """
+    probabilities = logps.exp()
+    terms = probabilities * (logps - ref_logps)
+    return torch.where(probabilities > 0, terms, torch.zeros_like(terms)).sum(dim=-1)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": k1,
+    "abs": absolute,
+    "mse": k2,
+    "full": full,
+}
+
+
+def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str) -> Tensor:
+    """The penalty or estimate of a given name (`kl`, `abs`, `mse`, `full`, `k1`, `k2`, `k3`), per token.
+
+    `(B, T)` log-probs of the sampled tokens; `full` takes those of the whole vocabulary, `(B, T, V)`. Raises ValueError for
+    unlike shapes and unknown names.
+
+    >>> kl_penalty(torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), "mse")
+    tensor([[2.]])
+    """
+    penalty = lookup(KL_PENALTIES | KL_ESTIMATORS, kind, "kl_penalty")
+    if logps.shape != ref_logps.shape:
+        raise ValueError(
+            f"policy and reference must be scored on the same tokens, got log-probs of shapes {tuple(logps.shape)} and "
+            f"{tuple(ref_logps.shape)}. Give both the same queries and responses."
+        )
+    return penalty(logps, ref_logps)
+
+
+def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, n_steps: int) -> float:
+    """The coefficient after `n_steps` samples whose mean KL per sequence was `kl` nats: drawn to where KL is `target`.
+
+    The proportional error `kl / target - 1`, cut to 0.2, changes it over a `horizon` of samples.
+    Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593).
+
+    >>> adapted_kl_coef(1.0, 12.0, target=6.0, horizon=1000, n_steps=500)
+    1.1
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * n_steps / horizon)
+
+
+@dataclass
+class AdaptiveKLController:
+    """A KL coefficient, `value`, that follows `adapted_kl_coef`.
+
+    Raises ValueError for a target or a horizon that is not positive.
+    """
+
+    init_kl_coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name in ("target", "horizon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name} must be > 0, got {getattr(self, name)}. Use adap_kl_ctrl=False for a fixed coefficient."
+                )
+        self.value = self.init_kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Take in the mean KL of the latest `n_steps` samples (over all processes)."""
+        self.value = adapted_kl_coef(
+            self.value, float(current), target=self.target, horizon=self.horizon, n_steps=n_steps
+        )
+
+
+@dataclass
+class FixedKLController:
+    """A KL coefficient, `value`, that stays what it is."""
+
+    kl_coef: float
+
+    def __post_init__(self) -> None:
+        self.value = self.kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Nothing changes."""

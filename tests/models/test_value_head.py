@@ -1,0 +1,291 @@
+"""Models with a value head: what their forward returns, how they load and save, and what they refuse."""
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import tiny_classifier, tiny_config, tiny_model, tiny_seq2seq
+from trl.models.value_head import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    ValueHead,
+    hidden_width,
+)
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]])
+MASK = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+Causal, Seq2Seq = AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
+
+
+def lora(**settings):
+    return LoraConfig(task_type="CAUSAL_LM", r=4, **settings)
+
+
+def bits(model):
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("gpt2", {}),
+        ("qwen3", {}),
+        ("gpt_neox", {}),
+        ("bloom", {}),
+        ("opt", {"word_embed_proj_dim": 16}),
+        ("qwen2_moe", {}),
+    ],
+)
+def test_values_are_the_head_of_the_last_hidden_states(architecture, overrides):
+    inner = tiny_model(architecture, **overrides)
+    model = Causal.from_pretrained(inner).eval()
+    logits, loss, values = model(input_ids=IDS, attention_mask=MASK)
+    hidden = inner.get_decoder()(input_ids=IDS, attention_mask=MASK).last_hidden_state
+    expected = hidden @ model.v_head.summary.weight[0] + model.v_head.summary.bias
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits, inner(input_ids=IDS, attention_mask=MASK).logits)
+    assert loss is None
+    assert values.shape == (2, 6)
+
+
+def test_an_encoder_decoders_values_are_of_its_decoder():
+    inner = tiny_seq2seq("t5")
+    model = Seq2Seq.from_pretrained(inner).eval()
+    decoder_ids = torch.tensor([[0, 4, 5], [0, 6, 7]])
+    logits, _, values = model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=decoder_ids)
+    outputs = inner(IDS, attention_mask=MASK, decoder_input_ids=decoder_ids, output_hidden_states=True)
+    torch.testing.assert_close(
+        values, model.v_head(outputs.decoder_hidden_states[-1])[..., 0], rtol=1e-6, atol=1e-6
+    )
+    assert logits.shape == (2, 3, 96)
+    with_labels = model(input_ids=IDS, attention_mask=MASK, labels=decoder_ids)
+    torch.testing.assert_close(with_labels[1], inner(IDS, attention_mask=MASK, labels=decoder_ids).loss)
+
+
+def test_the_head_is_float32_whatever_the_model_is():
+    model = Causal.from_pretrained(tiny_model("llama", dtype=torch.bfloat16)).eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, _, values = model(input_ids=IDS)
+    assert (logits.dtype, values.dtype, model.v_head.summary.weight.dtype) == (torch.float32,) * 3
+    assert model.dtype == torch.bfloat16
+
+
+def test_the_cache_is_returned_on_request_and_goes_back_in():
+    model = Causal.from_pretrained(tiny_model("llama")).eval()
+    *_, whole = model(input_ids=IDS[:1])
+    *_, first, cache = model(input_ids=IDS[:1, :4], return_past_key_values=True, use_cache=True)
+    *_, rest = model(input_ids=IDS[:1, 4:], past_key_values=cache)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_initial_weights_and_dropout_are_as_asked():
+    torch.manual_seed(0)
+    normal = Causal.from_pretrained(
+        tiny_model("gpt2", n_embd=256), v_head_init_strategy="normal", v_head_initializer_range=0.5
+    )
+    assert normal.v_head.summary.weight.std().item() == pytest.approx(0.5, rel=0.2)
+    assert not normal.v_head.summary.bias.any()
+    assert normal.v_head.dropout.p == 0.1
+    assert Causal.from_pretrained(tiny_model("gpt2"), summary_dropout_prob=0.0).v_head.dropout.p == 0.0
+    assert sorted(name for name, _ in normal.v_head.named_parameters()) == ["summary.bias", "summary.weight"]
+
+
+@pytest.mark.parametrize("shard", ["50GB", "20KB"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2_moe"])
+def test_saved_and_loaded_are_the_same_bits(tmp_path, architecture, shard):
+    model = Causal.from_pretrained(tiny_model(architecture), v_head_init_strategy="normal")
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    files = [name for name in os.listdir(tmp_path) if name.endswith(".safetensors")]
+    assert (len(files) > 1) == (shard == "20KB")
+    weights = {key for file in files for key in load_file(tmp_path / file)}
+    assert {key for key in weights if key.startswith("v_head.")} == {
+        "v_head.summary.weight",
+        "v_head.summary.bias",
+    }
+    assert not any(key.startswith("pretrained_model.") for key in weights)
+    assert same(bits(Causal.from_pretrained(str(tmp_path))), bits(model))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # a checkpoint like any other
+    assert same(bits(plain), bits(model.pretrained_model))
+
+
+def test_an_encoder_decoder_is_saved_alike(tmp_path):
+    model = Seq2Seq.from_pretrained(tiny_seq2seq("t5"))
+    model.save_pretrained(tmp_path)
+    assert same(bits(Seq2Seq.from_pretrained(tmp_path)), bits(model))
+
+
+def test_loading_says_nothing_of_the_value_head_and_still_tells_of_real_oddities(
+    tmp_path, caplog, monkeypatch
+):
+    model = Causal.from_pretrained(tiny_model("llama"))
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "stray.weight": torch.ones(1)})
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    Causal.from_pretrained(str(tmp_path))
+    assert "stray.weight" in caplog.text
+    caplog.clear()
+    model.save_pretrained(tmp_path)
+    Causal.from_pretrained(str(tmp_path))
+    assert "v_head" not in caplog.text
+
+
+def test_a_plain_checkpoint_loads_with_a_new_head(tmp_path):
+    inner = tiny_model("llama")
+    inner.save_pretrained(tmp_path)
+    torch.manual_seed(3)
+    one = Causal.from_pretrained(str(tmp_path), dtype="float32")
+    torch.manual_seed(3)
+    other = Causal.from_pretrained(str(tmp_path))
+    assert same(bits(one), bits(other))
+    assert torch.equal(one.pretrained_model.lm_head.weight, inner.lm_head.weight)
+
+
+def test_state_dict_has_a_checkpoints_names_and_goes_back_in():
+    model = Causal.from_pretrained(tiny_model("llama"))
+    state = model.state_dict()
+    assert "model.embed_tokens.weight" in state
+    assert "v_head.summary.weight" in state
+    other = Causal.from_pretrained(tiny_model("llama", seed=1))
+    assert not other.load_state_dict(state).missing_keys
+    assert same(bits(other), bits(model))
+    own_names = {f"pretrained_model.{k}" if not k.startswith("v_head.") else k: v for k, v in state.items()}
+    third = Causal.from_pretrained(tiny_model("llama", seed=2))
+    third.load_state_dict(own_names)
+    assert same(bits(third), bits(model))
+    outer = torch.nn.ModuleDict({"policy": third})
+    assert not outer.load_state_dict(
+        {f"policy.{name}": value for name, value in state.items()}
+    ).unexpected_keys
+
+
+def test_an_adapter_is_saved_alone_with_the_head_beside_it(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = Causal.from_pretrained(str(tmp_path / "base"), peft_config=lora(init_lora_weights=False)).eval()
+    assert model.is_peft_model
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {"v_head.summary.weight", "v_head.summary.bias"} < trained
+    assert all("lora" in name or name.startswith("v_head") for name in trained)
+    model.save_pretrained(tmp_path / "out")
+    assert {"adapter_model.safetensors", "value_head.safetensors"} <= set(os.listdir(tmp_path / "out"))
+    again = Causal.from_pretrained(str(tmp_path / "out")).eval()
+    assert same(bits(again), bits(model))
+    assert {n for n, p in again.named_parameters() if p.requires_grad} == trained
+    for found, expected in zip(again(IDS)[::2], model(IDS)[::2], strict=True):
+        assert torch.equal(found, expected)
+    frozen = Causal.from_pretrained(str(tmp_path / "out"), is_trainable=False)
+    assert {n for n, p in frozen.named_parameters() if p.requires_grad} == {
+        n for n in trained if "v_head" in n
+    }
+
+
+def test_the_head_of_an_adapter_does_not_outlive_it(tmp_path):
+    Causal.from_pretrained(tiny_model("llama"), peft_config=lora()).save_pretrained(tmp_path)
+    whole = Causal.from_pretrained(tiny_model("llama"), v_head_init_strategy="normal")
+    whole.save_pretrained(tmp_path)
+    found = Causal.from_pretrained(str(tmp_path)).v_head
+    assert torch.equal(found.summary.weight, whole.v_head.summary.weight)
+
+
+def test_a_peft_model_is_taken_as_it_is_and_takes_no_second_adapter():
+    adapted = get_peft_model(tiny_model("llama"), lora())
+    assert Causal.from_pretrained(adapted).pretrained_model is adapted
+    with pytest.raises(ValueError, match="second adapter"):
+        Causal.from_pretrained(adapted, peft_config=lora())
+
+
+def test_generation_is_the_models_own():
+    model = Causal.from_pretrained(tiny_model("llama")).eval()
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    found = model.generate(input_ids=IDS[:1], **settings)
+    assert torch.equal(found, model.pretrained_model.generate(input_ids=IDS[:1], **settings))
+
+
+def test_pushing_uploads_what_saving_writes(tmp_path, monkeypatch):
+    import transformers.utils.hub as hub
+
+    uploaded = {}
+
+    class Card:
+        def save(self, path):
+            uploaded["card"] = path
+
+    class Api:
+        def create_repo(self, repo_id, **_):
+            return type("Repo", (), {"repo_id": repo_id})()
+
+    def upload(self, folder, repo_id, **_):
+        uploaded[repo_id] = sorted(load_file(os.path.join(folder, "model.safetensors")))
+
+    monkeypatch.setattr(hub, "hf_api", lambda: Api())
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: Card())
+    monkeypatch.setattr(Causal, "_upload_modified_files", upload)
+    Causal.from_pretrained(tiny_model("llama")).push_to_hub("owner/name")
+    assert "v_head.summary.weight" in uploaded["owner/name"]
+    assert "model.embed_tokens.weight" in uploaded["owner/name"]
+
+
+def test_what_cannot_work_is_named(tmp_path):
+    with pytest.raises(TypeError, match="expected one of AutoModelForCausalLM"):
+        Causal.from_pretrained(tiny_seq2seq("t5"))
+    with pytest.raises(TypeError, match="expected one of AutoModelForSeq2SeqLM"):
+        Seq2Seq.from_pretrained(tiny_model("llama"))
+    with pytest.raises(TypeError, match="LlamaForSequenceClassification"):
+        Causal.from_pretrained(tiny_classifier("llama"))
+    with pytest.raises(TypeError, match="got Linear"):
+        Causal.from_pretrained(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="v_head_init_strategy must be None or 'normal', got 'zeros'"):
+        Causal.from_pretrained(tiny_model("llama"), v_head_init_strategy="zeros")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        Causal.from_pretrained("/nowhere/at/all")
+    with pytest.raises(ValueError, match="needs a reward adapter, got none"):
+        Causal.from_pretrained(tiny_model("llama")).compute_reward_score(IDS)
+
+
+def test_a_config_without_a_width_is_an_error():
+    class NoWidth:
+        pass
+
+    with pytest.raises(ValueError, match="NoWidth has none of word_embed_proj_dim, hidden_size"):
+        ValueHead(NoWidth())
+    assert hidden_width(tiny_config("t5")) == 32
+
+
+def test_a_head_of_another_width_is_an_error(tmp_path):
+    model = Causal.from_pretrained(tiny_model("llama"))
+    with pytest.raises(ValueError, match=r"shape \(1, 8\), expected \(1, 32\)"):
+        model.post_init({"v_head.summary.weight": torch.zeros(1, 8), "v_head.summary.bias": torch.zeros(1)})
+
+
+def test_a_pickled_head_is_not_loaded_and_said(tmp_path, caplog):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    adapted = PeftModel(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
+    adapted.save_pretrained(tmp_path / "old")
+    torch.save({"v_head.summary.weight": torch.zeros(1, 32)}, tmp_path / "old" / "pytorch_model.bin")
+    config = json.loads((tmp_path / "old" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "old" / "adapter_config.json").write_text(json.dumps(config))
+    Causal.from_pretrained(str(tmp_path / "old"))
+    assert "pickled weights (pytorch_model.bin)" in caplog.text
+
+
+def test_gradient_checkpointing_gives_the_same_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        model = Causal.from_pretrained(tiny_model("llama"), summary_dropout_prob=0.0).train()
+        torch.nn.init.ones_(model.v_head.summary.weight)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(IDS, attention_mask=MASK)[2].sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
