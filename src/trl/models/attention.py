@@ -2,7 +2,7 @@
 
 The row holds real tokens only. Its segments travel through a model's own forward as the attention mask: an int64
 table of shape `(1, 1, S, 4)` (`Segments.to_table`), which transformers hands to every attention layer unchanged,
-also when gradient checkpointing runs a layer again. Each segment then attends to (its prompt | itself) in one call of
+also when gradient checkpointing runs a layer again. Each segment then attends to (its prompt | itself) in a call of
 PyTorch's own kernel: no mask as large as the row, no padding, no prompt computed twice. Calls that carry no table
 (generation, evaluation of padded rows) go to transformers' SDPA unchanged.
 """
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,22 +68,60 @@ def is_segment_table(attention_mask: Tensor | None) -> bool:
     )
 
 
+class _Call(NamedTuple):
+    """One call of the kernel: the row's next `length` queries over their own keys, behind the first `prompt` keys of the
+    call number `tree`."""
+
+    length: int
+    tree: int
+    prompt: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the kernels need to know of a segment table, worked out once per table."""
+    """What the kernels need to know of a segment table, worked out once per table.
+
+    A prompt and the branch right behind it are one plain sequence, so they take one call together.
+    """
 
     segments: Segments
-    prompt: tuple[int | None, ...]  # for each segment the index of the segment that it sees first
+    calls: tuple[_Call, ...]
+    masks: dict[tuple[int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
 
     @classmethod
     def of(cls, table: Tensor) -> _Plan:
         plan = _PLANS.get(table)
         if plan is None:
             segments = Segments.from_table(table)
-            index = {start: number for number, start in enumerate(segments.start)}
-            prompt = tuple(index[start] if length else None for _, _, start, length in segments)
-            plan = _PLANS[table] = cls(segments, prompt)
+            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {})
         return plan
+
+    def mask(self, number: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What the queries of a call see: bool, or in a floating dtype 0 and -inf. Layers share it, backward too."""
+        key = (number, window, dtype)
+        if key not in self.masks:
+            length, _, prompt = self.calls[number]
+            mask = _causal_mask(length, prompt + length, window, device)
+            if (
+                dtype != torch.bool
+            ):  # else the kernel makes this of each layer's mask, and keeps it for backward
+                mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
+            self.masks[key] = mask
+        return self.masks[key]
+
+
+def _calls(segments: Segments) -> list[_Call]:
+    calls: list[_Call] = []
+    trees: dict[int, int] = {}  # start of a plain segment -> its call
+    for start, length, prefix_start, prefix in segments:
+        if prefix and prefix_start + prefix == start:
+            calls[-1] = calls[-1]._replace(length=prefix + length)
+        elif prefix:
+            calls.append(_Call(length, trees[prefix_start], prefix))
+        else:
+            trees[start] = len(calls)
+            calls.append(_Call(length, len(calls), 0))
+    return calls
 
 
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -127,14 +165,15 @@ def flat_attention(
     if groups > 1 and (softcap is not None or query.device.type != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    lengths = list(plan.segments.length)
+    lengths = [call.length for call in plan.calls]
     queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
     outputs = []
-    for number, prompt in enumerate(plan.prompt):
+    for number, (_, tree, prompt) in enumerate(plan.calls):
         q, k, v = queries[number], keys[number], values[number]
-        if prompt is not None:
-            k, v = torch.cat([keys[prompt], k], dim=2), torch.cat([values[prompt], v], dim=2)
-        outputs.append(_one_segment(q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
+        if prompt:
+            k = torch.cat([keys[tree][:, :, :prompt], k], dim=2)
+            v = torch.cat([values[tree][:, :, :prompt], v], dim=2)
+        outputs.append(_one_call(plan, number, q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
 
@@ -149,8 +188,8 @@ def _in_autocast_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.to(torch.get_autocast_dtype(device)) for part in parts)
 
 
-def _one_segment(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None,
+def _one_call(
+    plan: _Plan, number: int, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None,
     window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last `T` of `K` keys' tokens: `(1, heads, T, D)` over `(1, heads, K, D)`."""
@@ -160,7 +199,7 @@ def _one_segment(
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped
         )
-    mask = _causal_mask(length, seen, window, query.device)
+    mask = plan.mask(number, window, query.dtype if softcap is None else torch.bool, query.device)
     if softcap is not None:
         return _soft_capped(query, key, value, mask, dropout, scaling, softcap)
     return F.scaled_dot_product_attention(
