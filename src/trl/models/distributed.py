@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from trl.models.checkpointing import disable_gradient_checkpointing
+from trl.models.peft import is_peft_model
 
 
 def prepare_deepspeed(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
@@ -154,7 +155,11 @@ def unwrap_model_for_generation(
 
 @contextmanager
 def _generation_config(model: Any, kwargs: dict[str, Any] | None) -> Iterator[None]:
-    """Set `kwargs` on a copy of the model's generation config for the length of the block."""
+    """Set `kwargs` on a copy of the model's generation config for the length of the block.
+
+    A `PeftModel` generates with the config of its base.
+    """
+    model = model.get_base_model() if is_peft_model(model) else model
     original = getattr(model, "generation_config", None)
     if not kwargs or original is None:
         yield
