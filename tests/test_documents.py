@@ -143,23 +143,34 @@ def test_commands_are_found():
     assert any("--column_mapping" in words for words in found)
 
 
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory):
     """A folder laid out as the examples expect: a model built by the example script, and a few rows beside it."""
     folder = tmp_path_factory.mktemp("workshop")
     data = folder / "shared" / "data" / "gsm8k" / "train.jsonl"
-    data.parent.mkdir(parents=True)
     rows = [
         {"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}. #### {2 * n}"} for n in range(16)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
+    dialogue = "\n\nHuman: What is {0} plus {0}?\n\nAssistant: It is "
+    pairs = [
+        {"chosen": dialogue.format(n) + f"{2 * n}.", "rejected": dialogue.format(n) + "a secret."}
+        for n in range(8)
+    ]
+    write_rows(folder / "shared" / "data" / "hh_harmless" / "train.jsonl", pairs)
     here = folder / "trl"
     tokenizer = small_model.train_tokenizer(small_model.strings(data), vocabulary=400)
     for part in (small_model.small_llama(tokenizer, seed=0), tokenizer):
         part.save_pretrained(here / "runs" / "gsm8k" / "model")
+        part.save_pretrained(here / "runs" / "harmless" / "model")
     pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
     for name in ("first.jsonl", "second.jsonl"):
-        (here / name).write_text("".join(json.dumps(row) + "\n" for row in pairs))
+        write_rows(here / name, pairs)
     return here
 
 

@@ -49,6 +49,7 @@ def make(out: str | None = None, *, model: Any = None, ref_model: Any = None, **
         "compute_metrics",
         "peft_config",
         "callbacks",
+        "processing_class",
     )
     given = {name: settings.pop(name) for name in arguments if name in settings}
     if model is None:
@@ -59,7 +60,8 @@ def make(out: str | None = None, *, model: Any = None, ref_model: Any = None, **
     keep = KeepGradients()
     given["callbacks"] = [keep, *given.get("callbacks", [])]
     given.setdefault("train_dataset", Dataset.from_list(pairs()))
+    given.setdefault("processing_class", tokenizer())
     args = DPOConfig(out or tempfile.mkdtemp(), **{**SETTINGS, **settings})
-    trainer = DPOTrainer(model, ref_model, args, processing_class=tokenizer(), **given)
+    trainer = DPOTrainer(model, ref_model, args, **given)
     trainer.keep = keep  # type: ignore[attr-defined]
     return trainer

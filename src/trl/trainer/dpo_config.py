@@ -1,5 +1,6 @@
 """Configuration of direct preference optimisation."""
 
+import warnings
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from trl.objectives.pairs import PairOptions
-from trl.objectives.preference import check_losses
+from trl.objectives.preference import SMOOTHED, check_losses
 from trl.options.batching import PaddingFree
 from trl.options.checks import check_at_least
 from trl.options.dataset import DatasetPreparation, PadToken
@@ -160,6 +161,23 @@ class DPOConfig(
             raise ValueError(f"rpo_alpha must be >= 0 or None, got {self.rpo_alpha}. The paper uses 1.0.")
         check_at_least("precompute_ref_batch_size", self.precompute_ref_batch_size, minimum=1)
         self._check_reference()
+        self._warn_of_ignored()
+
+    def _warn_of_ignored(self) -> None:
+        """Say, once, which settings no chosen loss reads."""
+        divergence = self.pair_options().f_divergence
+        ignored = {
+            "label_smoothing": self.label_smoothing and not SMOOTHED & set(self.loss_type),
+            "discopop_tau": self.discopop_tau != 0.05 and "discopop" not in self.loss_type,
+            "f_alpha_divergence_coef": self.f_alpha_divergence_coef != 1.0
+            and divergence != "alpha_divergence",
+            "precompute_ref_log_probs": self.precompute_ref_log_probs and self.reference_free,
+        }
+        for name in (name for name, is_ignored in ignored.items() if is_ignored):
+            chosen = f"loss_type={self.loss_type}, f_divergence_type={divergence!r}, reference_free={self.reference_free}"
+            warnings.warn(
+                f"{name}={getattr(self, name)} has no effect with {chosen}. Leave it out.", stacklevel=5
+            )
 
     def _check_reference(self) -> None:
         if self.sync_ref_model and self.precompute_ref_log_probs:

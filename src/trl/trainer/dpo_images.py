@@ -34,6 +34,11 @@ def collator_for_image_pairs(given: Any, args: DPOConfig, processing_class: Any,
     refuse_settings(args, _REFUSED)
     of_text = (PairCollator, DPODataCollatorWithPadding)
     if is_foreign(given, DataCollatorForVisionPreference, of_text=of_text):
+        if args.generate_during_eval:
+            raise ValueError(
+                f"generate_during_eval=True with images needs the default data_collator, got {given!r}, whose prompts are "
+                "not known. Set it to False, or leave data_collator out."
+            )
         return given
     check_parts(processing_class, model)
     return given or DataCollatorForVisionPreference(

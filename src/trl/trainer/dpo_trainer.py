@@ -24,6 +24,7 @@ from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.preference_tokens import OWN_PROMPT
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
 from trl.models.forward import Scored
+from trl.models.lending import undisturbed
 from trl.models.reference import Reference, make_reference
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
@@ -220,7 +221,7 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
         self._step_statistics.clear()
         if self._compares_pairs and len(batches) > 1:
             model: Any = self.model_wrapped
-            with torch.no_grad():
+            with torch.no_grad(), undisturbed(model):
                 found = [self._compared(self.pair_scores(model, batch)[0]) for batch in batches]
             self._step_statistics.extend(self._statistics(found))
 

@@ -1,0 +1,102 @@
+"""What policy and reference make of some prompts of an evaluation set, as a table (`generate_during_eval`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import pandas as pd
+import torch
+from datasets import Dataset
+
+from trl.collators.vision_pairs import DataCollatorForVisionPreference
+from trl.models.layout import IGNORED, ROW_KEYS
+from trl.reporting.tables import print_rich_table
+from trl.reporting.trackers import log_table
+from trl.trainer.callbacks.sampling import (
+    Inputs,
+    generation_settings,
+    prompt_ids,
+    sample_completions,
+    tensorboard_writer,
+)
+
+TABLE = "game_log"
+
+
+def log_evaluation_samples(trainer: Any, dataset: Any, *, prefix: str = "eval") -> pd.DataFrame | None:
+    """Complete a random batch of an evaluation set's prompts, and send the table to the trackers and the terminal.
+
+    Columns: `Prompt`, `Policy` and, where the reference can be asked, `Ref Model`. Prompts and samples depend on seed,
+    set and optimiser step alone, and training's random streams are left as they were. The table is called `game_log`, with
+    the set's prefix in front where that is not `eval`. All processes must call it; the main one is given the table.
+    """
+    step = trainer.state.global_step
+    rows = _some_rows(dataset, trainer.args.per_device_eval_batch_size, key=(trainer.args.seed, prefix, step))
+    if not rows:
+        return None
+    table = _table(trainer, rows, seed=trainer.args.seed + step)
+    if not trainer.is_world_process_zero():
+        return None
+    name = TABLE if prefix == "eval" else f"{prefix}_{TABLE}"
+    writer = tensorboard_writer(trainer)
+    log_table(name, table, trainer.args.report_to, step=step, tensorboard_writer=writer)
+    print_rich_table(table)
+    return table
+
+
+def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:
+    """Random rows of a stored set; a stream cannot be looked into and gives its first ones."""
+    if not isinstance(dataset, Dataset):
+        return list(islice(iter(getattr(dataset, "dataset", dataset)), count))
+    draw = random.Random(repr(key))
+    return [dataset[index] for index in draw.sample(range(len(dataset)), min(count, len(dataset)))]
+
+
+def _table(trainer: Any, rows: Sequence[dict[str, Any]], *, seed: int) -> pd.DataFrame:
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    inputs = [_inputs(trainer, row, tokenizer) for row in rows]
+    settings = generation_settings(trainer, longest_prompt=max(row["input_ids"].shape[1] for row in inputs))
+
+    def samples(reference: Any = None) -> list[Any]:
+        return sample_completions(
+            trainer,
+            inputs,
+            None,
+            reference=reference,
+            inputs_of=lambda given: given,
+            generation_kwargs=settings,
+            seed=seed,
+        )
+
+    policy = samples()
+    columns = {
+        "Prompt": [sample.prompt for sample in policy],
+        "Policy": [sample.completion for sample in policy],
+    }
+    reference = trainer.reference
+    if hasattr(reference, "active"):
+        columns["Ref Model"] = [sample.completion for sample in samples(reference)]
+    return pd.DataFrame(columns)
+
+
+def _inputs(trainer: Any, row: dict[str, Any], tokenizer: Any) -> Inputs:
+    collator = trainer.data_collator
+    if isinstance(collator, DataCollatorForVisionPreference):
+        return illustrated_prompt(collator([row]))
+    return {"input_ids": torch.tensor([prompt_ids(row, tokenizer)])}
+
+
+def illustrated_prompt(batch: Mapping[str, Any]) -> Inputs:
+    """The prompt of a batch of one pair with images: its two sequences have the same one, and the same images."""
+    end = int((batch["labels"][0] != IGNORED).nonzero()[0])
+    shape = batch["input_ids"].shape
+    found = {}
+    for name, value in batch.items():
+        if name == "labels" or name in ROW_KEYS:
+            continue
+        own = value[: len(value) // 2]
+        found[name] = own[:, :end] if value.shape[:2] == shape else own
+    return found

@@ -1,0 +1,313 @@
+"""Methods that programs of 0.4-0.26 call on `DPOTrainer`, over the scoring and the objectives of today."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from trl.data.preference_tokens import tokenize_preference_row
+from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.models.layout import IGNORED, padded_rows, scored_sequences
+from trl.models.reference import FrozenModel
+from trl.models.scored_head import ScoreOptions
+from trl.objectives.pairs import PairScores, step_statistics
+from trl.objectives.preference import (
+    NEEDS_STEP,
+    PAIR_LOSSES,
+    PER_TOKEN,
+    chosen_nll,
+    nll_coefficient,
+    preference_terms,
+)
+from trl.objectives.tables import lookup
+from trl.tensors.padding import pad_to_length
+from trl.tensors.reduce import count_units, reduce_terms
+from trl.tensors.sequences import split_pairs, tokens_by_sequence
+from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
+from trl.trainer.older_pairs import (
+    SIDES,
+    OlderPairMethods,
+    concatenated_inputs,
+    get_batch_logps,
+    tokenized_answer,
+)
+from trl.trainer.pairs import row_count
+from trl.trainer.policy import make_scorer
+
+PairLosses = tuple[Tensor, Tensor, Tensor]
+_OLDER_LOGPS = (
+    "policy_chosen_logps",
+    "policy_rejected_logps",
+    "reference_chosen_logps",
+    "reference_rejected_logps",
+)
+
+
+class OlderDPOMethods:
+    """The methods of `DPOTrainer` at 0.4-0.26 that today's training does not call."""
+
+    get_batch_logps = staticmethod(get_batch_logps)
+    get_batch_loss_metrics = OlderPairMethods.get_batch_loss_metrics
+    get_batch_metrics = OlderPairMethods.get_batch_loss_metrics
+    store_metrics = OlderPairMethods.store_metrics
+
+    # ---- the reference
+
+    @contextmanager
+    def null_ref_context(self: Any) -> Iterator[None]:
+        """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.
+
+        Nothing happens inside where the reference is a model of its own, or there is none.
+        """
+        lends = hasattr(self.reference, "active") and not isinstance(self.reference, FrozenModel)
+        with self.reference.active(self.model_wrapped) if lends else nullcontext():
+            yield
+
+    def compute_ref_log_probs(self: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes means).
+
+        Those that the rows bring along are taken as they are. Raises ValueError where there is no reference.
+        """
+        batch = self.take_batch(batch)
+        if self.reference is None:
+            raise ValueError(
+                "reference_free=True leaves no reference to ask. Set it to False, or give ref_model."
+            )
+        logps = batch.get("ref_logps")
+        if logps is None:
+            logps = self.reference.score(self.model_wrapped, batch, self.reference_logps)
+        return _per_token(self, logps, batch)
+
+    compute_reference_log_probs = compute_ref_log_probs
+
+    # ---- the forward and the loss
+
+    @staticmethod
+    def concatenated_inputs(
+        batch: Mapping[str, Any], padding_value: int = 0, **older: Any
+    ) -> dict[str, Tensor | Any]:
+        """Chosen and rejected of a padded batch below each other.
+
+        From `prompt_*`, `chosen_*`, `rejected_*` columns (0.12-0.26): `prompt_input_ids`, `prompt_attention_mask`,
+        `completion_input_ids` and `completion_attention_mask`, `(2B, T)`, and the images, twice. From whole sequences
+        with `chosen_labels` (0.4-0.11): `concatenated_input_ids`, `..._attention_mask`, `..._labels`; the keyword arguments of
+        that time (`is_encoder_decoder`, `label_pad_token_id`, `device`) count there.
+        """
+        if "chosen_labels" in batch:
+            return concatenated_inputs(batch, padding_value=padding_value, **older)
+        prompts = {
+            name: torch.cat([value, value])
+            for name, value in batch.items()
+            if isinstance(value, Tensor) and not name.startswith((*SIDES, "ref_"))
+        }
+        completions = {}
+        for name, fill in (("input_ids", padding_value), ("attention_mask", 0)):
+            sides = [batch[f"{side}_{name}"] for side in SIDES]
+            width = max(side.shape[1] for side in sides)
+            completions[f"completion_{name}"] = torch.cat(
+                [pad_to_length(side, width, fill) for side in sides]
+            )
+        return {**prompts, **completions}
+
+    def concatenated_forward(
+        self: Any, model: nn.Module, batch: Mapping[str, Any], is_ref_model: bool = False
+    ) -> dict[str, Tensor]:
+        """What `model`, the policy or the reference, makes of a batch of pairs, with gradient where there is one.
+
+        `chosen_logps` and `rejected_logps` `(B,)` (means where a loss takes means), `mean_chosen_logits` and
+        `mean_rejected_logits`, and where they apply `nll_loss`, `policy_weights` `(B,)`, `aux_loss`. `is_ref_model` is not
+        needed: whose model it is, is seen.
+        """
+        args, batch = self.args, self.take_batch(batch)
+        options = ScoreOptions(collision=args.use_weighting and not is_ref_model, mean_logits=True)
+        with self.accelerator.autocast():
+            scored = _scorer_of(self, model).score(model, batch, options)
+        pairs = row_count(batch, per_row=2)
+        chosen, rejected = _per_token(self, self.totals(scored, 2 * pairs), batch)
+        found = {"chosen_logps": chosen, "rejected_logps": rejected}
+        for name, value in self.mean_logits(scored).items():
+            found[f"mean_{name.removeprefix('logits/')}_logits"] = value.mean
+        if nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha):
+            nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
+            found["nll_loss"] = reduce_terms(nll, count_units(nll))
+        if options.collision:
+            found["policy_weights"] = self.pair_weights(scored, pairs)
+        if scored.aux_loss is not None:
+            found["aux_loss"] = scored.aux_loss
+        return found
+
+    def dpo_loss(
+        self: Any,
+        chosen_logps: Tensor | None = None,
+        rejected_logps: Tensor | None = None,
+        ref_chosen_logps: Tensor | None = None,
+        ref_rejected_logps: Tensor | None = None,
+        loss_type: str | bool = "sigmoid",
+        model_output: Mapping[str, Tensor] | None = None,
+        *,
+        reference_free: bool = False,
+        **older: Tensor,
+    ) -> PairLosses:
+        """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` of policy and reference.
+
+        Settings other than `loss_type` are the trainer's; `sft` needs `model_output["nll_loss"]`. With the names of
+        0.4-0.11 (`policy_chosen_logps`, ..., `reference_free`, which was the fifth argument) the loss is the trainer's own,
+        mixed as in training. Raises ValueError for a loss that is not known, TypeError for arguments that are missing.
+        """
+        given = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
+        logps = [older.pop(name, value) for name, value in zip(_OLDER_LOGPS, given, strict=True)]
+        is_older = isinstance(loss_type, bool) or given[0] is None
+        if older or any(value is None for value in logps):
+            raise TypeError(
+                f"dpo_loss takes four tensors of log-probs (chosen and rejected, of policy and reference), got "
+                f"{sum(value is not None for value in logps)}{f' and {sorted(older)}' if older else ''}. Give all four."
+            )
+        scores = PairScores(*cast(tuple[Tensor, Tensor, Tensor, Tensor], tuple(logps)))
+        free = loss_type if isinstance(loss_type, bool) else reference_free or self.args.reference_free
+        rewards = [self.args.beta * ratio.detach() for ratio in scores.ratios]
+        if free:
+            scores = PairScores.without_reference(scores.chosen, scores.rejected)
+        names = self.args.loss_type if is_older else [cast(str, loss_type)]
+        return _losses(self, scores, names, model_output, mixed=is_older), *rewards  # type: ignore[return-value]
+
+    # ---- rows
+
+    @staticmethod
+    def tokenize_row(
+        features: Mapping[str, str],
+        processing_class: ProcessingClass,
+        max_prompt_length: int | None = None,
+        max_completion_length: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> dict[str, list[int]]:
+        """A row of text as token ids, every part tokenised by itself (see `tokenize_preference_row`)."""
+        return tokenize_preference_row(
+            features, processing_class, max_prompt_length, max_completion_length, add_special_tokens
+        )
+
+    @staticmethod
+    def process_row(
+        features: Mapping[str, Any],
+        processing_class: Any,
+        max_prompt_length: int | None = None,
+        max_completion_length: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> dict[str, Any]:
+        """The same for a row with `images`: the prompt goes through the processor, whose other values are kept."""
+        row: dict[str, Any] = dict(
+            tokenize_preference_row(
+                features, processing_class, None, max_completion_length, add_special_tokens
+            )
+        )
+        text, images = features["prompt"], features.get("images")
+        made = dict(processing_class(images=images, text=text, add_special_tokens=False))
+        plain = processing_class.tokenizer(text, add_special_tokens=False)["input_ids"]
+        begin, end = _around(row["prompt_input_ids"], plain)
+        prompt = begin + [int(token) for token in made.pop("input_ids")[0]] + end
+        made.pop("attention_mask", None)
+        row["prompt_input_ids"] = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
+        return {**row, **{name: value[0] for name, value in made.items()}}
+
+    def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
+        """Token ids of a prompt and of an answer to it: their tokens together, cut where the prompt ends."""
+        return tokenized_answer(text_tokenizer(self.processing_class), prompt, answer)
+
+    # ---- completions
+
+    def generate_from_model_and_ref(
+        self: Any, model: Any, batch: Mapping[str, Any]
+    ) -> tuple[list[str], list[str]]:
+        """A batch's prompts with what policy and reference make of them, sampled up to `max_length` tokens, as text.
+
+        `model` is the policy; it is asked through the trainer. Raises ValueError where the reference cannot be asked.
+        """
+        if not hasattr(self.reference, "active"):
+            raise ValueError(
+                "there is no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
+            )
+        prompts = _prompts(self.take_batch(batch))
+        return self._texts(prompts), self._texts(prompts, self.reference)
+
+    def _texts(self: Any, prompts: Sequence[Inputs], reference: Any = None) -> list[str]:
+        tokenizer = text_tokenizer(self.processing_class)
+        settings = generation_settings(self, longest_prompt=max(p["input_ids"].shape[1] for p in prompts))
+        with generating_model(self, reference, settings) as model:
+            found = complete(model, tokenizer, prompts)
+        if not model.config.is_encoder_decoder:
+            found = [
+                [*prompt["input_ids"][0].tolist(), *ids] for prompt, ids in zip(prompts, found, strict=True)
+            ]
+        return tokenizer.batch_decode(found, skip_special_tokens=True)
+
+    def get_batch_samples(self: Any, *given: Any, **named: Any) -> Any:
+        """Called with `(model, batch)`: `generate_from_model_and_ref`, as programs of 0.4-0.11 mean it.
+
+        Otherwise, with `(epoch_iterator, num_batches, device)`: transformers' hook, the micro-batches of a step.
+        """
+        is_older = "batch" in named or (len(given) == 2 and isinstance(given[1], Mapping))
+        if is_older:
+            return self.generate_from_model_and_ref(*given, **named)
+        return super().get_batch_samples(*given, **named)  # type: ignore[misc]
+
+
+def _per_token(trainer: Any, logps: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Chosen and rejected of sums `(2B,)`, as means over tokens where one of the trainer's losses takes means."""
+    if PER_TOKEN & set(trainer.args.loss_type):
+        logps = logps / tokens_by_sequence(scored_sequences(batch), len(logps))
+    return split_pairs(logps)
+
+
+def _scorer_of(trainer: Any, model: nn.Module) -> Any:
+    """The scoring forward that belongs to a model: the policy's, the reference's, or one of its own."""
+    known = [trainer.scorer, getattr(trainer.reference, "scorer", None)]
+    modules = set(model.modules())
+    for scorer in known:
+        if scorer is not None and scorer.core in modules:
+            return scorer
+    return make_scorer(model, cast(Any, text_tokenizer(trainer.processing_class)))
+
+
+def _losses(
+    trainer: Any,
+    scores: PairScores,
+    names: Sequence[str],
+    model_output: Mapping[str, Tensor] | None,
+    *,
+    mixed: bool,
+) -> Tensor:
+    for name in names:
+        lookup(PAIR_LOSSES, name, "loss_type")
+    if list(names) == ["sft"]:
+        if model_output is None:
+            raise TypeError(
+                "loss_type 'sft' needs model_output, got None. Give what concatenated_forward returns."
+            )
+        return model_output["nll_loss"].expand(len(scores.chosen))
+    args = trainer.args
+    if NEEDS_STEP & set(names):
+        step = trainer.with_running_delta(step_statistics(scores, args.beta))
+        scores = replace(scores, step=step)
+    weights = args.loss_weights if mixed else None
+    return preference_terms(scores, names, args.pair_options(), loss_weights=weights).values
+
+
+def _around(ids: list[int], plain: list[int]) -> tuple[list[int], list[int]]:
+    """The special tokens before and after the plain ones."""
+    extra = len(ids) - len(plain)
+    before = next((count for count in range(extra + 1) if ids[count : count + len(plain)] == plain), 0)
+    return ids[:before], ids[before + len(plain) :]
+
+
+def _prompts(batch: Mapping[str, Any]) -> list[Inputs]:
+    """The prompts of a batch of pairs, without padding."""
+    if "decoder_labels" in batch:
+        pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        return [{"input_ids": ids[mask][None]} for ids, mask in pairs]
+    rows = padded_rows(batch, pad_token_id=0)
+    chosen = zip(rows["input_ids"][::2], rows["labels"][::2], strict=True)
+    return [{"input_ids": ids[: int((labels != IGNORED).nonzero()[0])][None]} for ids, labels in chosen]

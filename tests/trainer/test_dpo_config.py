@@ -1,0 +1,178 @@
+"""DPOConfig: every field and default of the reference documents, how values are read, what is refused or said."""
+
+import dataclasses
+import warnings
+
+import pytest
+from transformers import TrainingArguments
+
+from trl import DPOConfig, FDivergenceConstants, FDivergenceType, TrlParser
+
+# The whole table of level 0.26: field -> default, as declared.
+DEFAULTS = {
+    "learning_rate": 1e-6,
+    "logging_steps": 10,
+    "bf16": None,
+    "gradient_checkpointing": True,
+    "model_init_kwargs": None,
+    "ref_model_init_kwargs": None,
+    "model_adapter_name": None,
+    "ref_adapter_name": None,
+    "force_use_ref_model": False,
+    "disable_dropout": True,
+    "use_logits_to_keep": False,
+    "dataset_num_proc": None,
+    "pad_token": None,
+    "label_pad_token_id": -100,
+    "max_prompt_length": 512,
+    "max_completion_length": None,
+    "max_length": 1024,
+    "truncation_mode": "keep_end",
+    "padding_free": False,
+    "precompute_ref_log_probs": False,
+    "precompute_ref_batch_size": None,
+    "tools": None,
+    "loss_type": ["sigmoid"],
+    "use_liger_loss": None,
+    "base_model_attribute_name": "model",
+    "beta": 0.1,
+    "f_divergence_type": FDivergenceType.REVERSE_KL,
+    "f_alpha_divergence_coef": 1.0,
+    "reference_free": False,
+    "label_smoothing": 0.0,
+    "use_weighting": False,
+    "rpo_alpha": None,
+    "ld_alpha": None,
+    "discopop_tau": 0.05,
+    "loss_weights": None,
+    "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
+    "generate_during_eval": False,
+}
+
+
+def config(**settings):
+    return DPOConfig("out", use_cpu=True, **settings)
+
+
+def test_fields_and_defaults():
+    fields = {field.name: field for field in dataclasses.fields(DPOConfig)}
+    for name, default in DEFAULTS.items():
+        field = fields[name]
+        has_factory = field.default_factory is not dataclasses.MISSING
+        assert (field.default_factory() if has_factory else field.default) == default, name
+        if name in DPOConfig.__annotations__ or name not in TrainingArguments.__dataclass_fields__:
+            assert len(field.metadata["help"]) > 20, name
+    own = {name for name in fields if name not in TrainingArguments.__dataclass_fields__}
+    ours = {
+        "prefix_sharing",
+        "padding_value",
+        "activation_offloading",
+        "pad_to_multiple_of",
+        "dataset_kwargs",
+    }
+    assert own - set(DEFAULTS) - ours <= {"eos_token", "chat_template_path", *older()}, own - set(DEFAULTS)
+
+
+def older():
+    """Names of older training arguments, which every config understands."""
+    from trl.options import older as module
+
+    return {
+        field.name
+        for value in vars(module).values()
+        if dataclasses.is_dataclass(value)
+        for field in dataclasses.fields(value)
+    }
+
+
+def test_names_of_divergences():
+    assert {kind.value for kind in FDivergenceType} == {"reverse_kl", "js_divergence", "alpha_divergence"}
+    assert FDivergenceConstants.ALPHA_DIVERGENCE_COEF_KEY == "alpha_divergence_coef"
+    assert FDivergenceConstants.ALPHA_DIVERGENCE_COEF_DEFAULT == 1.0
+    assert config(f_divergence_type="js_divergence").f_divergence_type is FDivergenceType.JS_DIVERGENCE
+    assert config(loss_type="ipo").loss_type == ["ipo"]
+
+
+def test_from_the_command_line():
+    line = "--output_dir o --use_cpu --loss_type sigmoid sft --loss_weights 0.8 0.2 --f_divergence_type js_divergence "
+    line += "--prefix_sharing false --max_length 64 --sync_ref_model"
+    (args,) = TrlParser(DPOConfig).parse_args_and_config(line.split())
+    assert args.f_divergence_type is FDivergenceType.JS_DIVERGENCE
+    assert (args.loss_type, args.loss_weights) == (["sigmoid", "sft"], [0.8, 0.2])
+    assert args.prefix_sharing is False and args.sync_ref_model and args.max_length == 64
+
+
+REFUSED = {
+    "unknown loss": ({"loss_type": "kto_pair"}, "unknown loss_type 'kto_pair'; known are .*'sigmoid'"),
+    "no loss": ({"loss_type": []}, "loss_type must name at least 1 loss"),
+    "weights": ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, r"loss_type \(2\), got 1"),
+    "negative beta": ({"beta": -0.1}, r"beta must be >= 0, got -0\.1"),
+    "beta 0 of ipo": ({"beta": 0, "loss_type": "ipo"}, "beta must be > 0 for loss_type 'ipo'"),
+    "beta 0 of sppo": ({"beta": 0, "loss_type": "sppo_hard"}, "beta must be > 0 for loss_type 'sppo_hard'"),
+    "smoothing": ({"label_smoothing": 0.5}, r"label_smoothing must be in \[0, 0\.5\), got 0\.5"),
+    "negative smoothing": ({"label_smoothing": -0.1}, "label_smoothing must be in"),
+    "divergence": ({"f_divergence_type": "kl"}, "f_divergence_type must be one of 'reverse_kl'.*got 'kl'"),
+    "divergence of a loss on ratios": (
+        {"f_divergence_type": "js_divergence", "loss_type": "nca_pair"},
+        "'js_divergence' is defined for .*got loss_type 'nca_pair'",
+    ),
+    "divergence in a mixture": (
+        {"f_divergence_type": "alpha_divergence", "loss_type": ["sigmoid", "apo_zero"]},
+        "got loss_type 'apo_zero'",
+    ),
+    "tau": ({"discopop_tau": 0.0, "loss_type": "discopop"}, "discopop_tau must be > 0"),
+    "ld_alpha": ({"ld_alpha": 1.5}, r"ld_alpha must be in \[0, 1\] or None, got 1\.5"),
+    "rpo_alpha": ({"rpo_alpha": -1.0}, "rpo_alpha must be >= 0 or None, got -1"),
+    "sync and precompute": (
+        {"sync_ref_model": True, "precompute_ref_log_probs": True},
+        "sync_ref_model=True changes the reference while training",
+    ),
+    "sync without reference": (
+        {"sync_ref_model": True, "reference_free": True},
+        "has no reference that sync",
+    ),
+    "mixup": ({"ref_model_mixup_alpha": 1.2}, r"ref_model_mixup_alpha must be in \[0, 1\]"),
+    "sync steps": ({"ref_model_sync_steps": 0}, "ref_model_sync_steps must be .*>= 1"),
+    "batch size": ({"precompute_ref_batch_size": 0}, "precompute_ref_batch_size must be .*>= 1"),
+    "truncation": ({"truncation_mode": "middle"}, "truncation_mode must be .*'middle'"),
+    "max_length": ({"max_length": 0}, "max_length must be .*>= 1"),
+    "max_prompt_length": ({"max_prompt_length": 0}, "max_prompt_length must be .*>= 1"),
+    "sharing": ({"prefix_sharing": "maybe"}, "prefix_sharing must be .*'maybe'"),
+    "label pad": ({"label_pad_token_id": 0}, "label_pad_token_id must be -100"),
+    "json": ({"ref_model_init_kwargs": "{oops"}, "ref_model_init_kwargs must be a JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_cannot_work(case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+IGNORED = {
+    "label_smoothing": {"label_smoothing": 0.1, "loss_type": ["hinge", "sft"]},
+    "discopop_tau": {"discopop_tau": 0.1},
+    "f_alpha_divergence_coef": {"f_alpha_divergence_coef": 0.5},
+    "precompute_ref_log_probs": {"precompute_ref_log_probs": True, "reference_free": True},
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_setting_that_no_loss_reads_is_said_once(name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config(**IGNORED[name])
+    ours = [str(entry.message) for entry in caught if "has no effect" in str(entry.message)]
+    assert len(ours) == 1 and ours[0].startswith(f"{name}=")
+    assert [e.filename for e in caught if "has no effect" in str(e.message)] == [__file__]
+
+
+def test_settings_that_are_read_are_not_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(label_smoothing=0.1, loss_type=["robust", "sft"])
+        config(loss_type="discopop", discopop_tau=0.1)
+        config(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.5)
