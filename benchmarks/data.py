@@ -6,13 +6,14 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 BPE_SIZE = 5000
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k/train.jsonl"
-Row = dict[str, list[int]]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def read_corpus(path: Path, *, max_length: int, rows: int) -> Corpus:
     """Rows of a file under a BPE trained on all of it, in memory; cut to `max_length` tokens."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     question, answer = ("question", "answer") if "question" in lines[0] else ("prompt", "completion")
-    tokenizer = _bpe([line[question] + "\n" + line[answer] for line in lines])
+    tokenizer = train_bpe([line[question] + "\n" + line[answer] for line in lines])
     prompts = tokenizer([line[question] + "\n" for line in lines[:rows]])["input_ids"]
     answers = tokenizer([line[answer] for line in lines[:rows]])["input_ids"]
     found = []
@@ -91,7 +92,7 @@ def made_up_corpus(law: LengthLaw, *, max_length: int, rows: int, name: str, see
         prompt, completion = law.draw(rng, max_length=max_length)
         ids = [rng.randrange(3, BPE_SIZE) for _ in range(prompt + completion)]
         found.append(_row(ids[:prompt], ids[prompt:]))
-    return Corpus(found, _words(), name)
+    return Corpus(found, word_tokenizer(), name)
 
 
 def _row(prompt: list[int], completion: list[int]) -> Row:
@@ -99,7 +100,8 @@ def _row(prompt: list[int], completion: list[int]) -> Row:
     return {"input_ids": [*prompt, *completion], "completion_mask": mask}
 
 
-def _bpe(texts: list[str]) -> PreTrainedTokenizerFast:
+def train_bpe(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 5,000 tokens trained on some texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -113,7 +115,8 @@ def _bpe(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def _words() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer to go with random token ids."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, BPE_SIZE)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

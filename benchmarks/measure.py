@@ -6,7 +6,7 @@ import gc
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 OURS = "ours"
+MakeLoop = Callable[[PreTrainedModel, Recipe], Loop]
 FIRST_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -56,9 +57,12 @@ def run_interleaved(
     *,
     warmup: int,
     turn: int = 1,
-    against: Sequence[str] = tuple(VARIANTS),
+    loops: Mapping[str, MakeLoop] = VARIANTS,
+    make: Callable[..., Any] | None = None,
 ) -> Measured:
-    """`recipe.steps` optimiser steps of `SFTTrainer.train()`, the other variants taking the same ones in turn.
+    """`recipe.steps` optimiser steps of a trainer's `train()`, the `loops` taking the same ones in turn.
+
+    `make` makes the trainer as `make_trainer` does, which is the default.
 
     All start from the weights of `model` and see the same batches in the same order, `turn` of them at a time
     (`warmup` and the number of steps are multiples of it). CPU seconds of the process on a CPU; wall-clock seconds on
@@ -66,9 +70,10 @@ def run_interleaved(
 
     Raises: ValueError where the losses of the first step differ, because different work would be compared.
     """
-    others = {name: VARIANTS[name](model, recipe) for name in against}
+    others = {name: make_loop(model, recipe) for name, make_loop in loops.items()}
     seen: deque[list[Row]] = deque()
-    trainer = make_trainer(model, corpus, recipe, seen=seen)
+    trainer = (make or make_trainer)(model, corpus, recipe)
+    trainer.data_collator = _Recording(trainer.data_collator, seen)
     found = Measured(
         {name: [] for name in (OURS, *others)}, peak_bytes={name: [] for name in (OURS, *others)}
     )
@@ -87,36 +92,35 @@ def make_trainer(
     corpus: Corpus,
     recipe: Recipe,
     *,
-    seen: deque[list[Row]] | None = None,
     sequential: bool = False,
 ) -> SFTTrainer:
-    """The real trainer with the settings of the recipe; `seen` is given the rows of every batch it collates.
-
-    `sequential` takes the rows in their order instead of a random one.
-    """
-    args = SFTConfig(
-        output_dir=tempfile.mkdtemp(prefix="trl-benchmark-"),
-        max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch_size,
-        learning_rate=recipe.learning_rate,
-        max_grad_norm=recipe.max_grad_norm,
-        optim="adamw_torch_fused",
-        logging_steps=10,
-        max_length=None,  # the rows are cut already
-        gradient_checkpointing=False,
-        bf16=recipe.autocast,
-        use_cpu=recipe.device == "cpu",
-        train_sampling_strategy="sequential" if sequential else "random",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    """The real trainer with the settings of the recipe; `sequential` takes the rows in their order, not a random one."""
+    args = SFTConfig(**trainer_settings(recipe, sequential=sequential))
     rows = Dataset.from_list(corpus.rows)
     trainer = SFTTrainer(model, args=args, train_dataset=rows, processing_class=corpus.tokenizer)
     trainer.remove_callback(PrinterCallback)
-    if seen is not None:
-        trainer.data_collator = _Recording(trainer.data_collator, seen)
     return trainer
+
+
+def trainer_settings(recipe: Recipe, *, sequential: bool) -> dict[str, Any]:
+    """What the config of any trainer is given: the recipe, no checkpoint, and nothing that costs time on the side."""
+    return {
+        "output_dir": tempfile.mkdtemp(prefix="trl-benchmark-"),
+        "max_steps": recipe.steps,
+        "per_device_train_batch_size": recipe.batch_size,
+        "learning_rate": recipe.learning_rate,
+        "max_grad_norm": recipe.max_grad_norm,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 10,
+        "max_length": None,  # the rows are cut already
+        "gradient_checkpointing": False,
+        "bf16": recipe.autocast,
+        "use_cpu": recipe.device == "cpu",
+        "train_sampling_strategy": "sequential" if sequential else "random",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 @dataclass
@@ -189,7 +193,7 @@ class _TakeTurns(TrainerCallback):
         return time.perf_counter() if self.on_gpu else time.process_time()
 
 
-def _keep_first_loss(trainer: SFTTrainer, losses: dict[str, float]) -> None:
+def _keep_first_loss(trainer: Any, losses: dict[str, float]) -> None:
     """Write the trainer's first loss into `losses`, then get out of its way."""
     training_step = trainer.training_step
 

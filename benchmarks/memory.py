@@ -17,12 +17,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def growth_in_subprocess(
-    variant: str, size: str, vocabulary: int, *, steps: int, max_length: int, data: Path | None
+    variant: str,
+    size: str,
+    vocabulary: int,
+    *,
+    steps: int,
+    max_length: int,
+    data: Path | None,
+    task: str = "sft",
+    batch_size: int = 8,
 ) -> int:
     """Bytes by which the peak of `steps` steps exceeds the level after model and optimiser state exist."""
     command = [
         sys.executable, "-m", "benchmarks.memory", variant, size, str(vocabulary),
         "--steps", str(steps), "--max_length", str(max_length), *(["--data", str(data)] if data else []),
+        "--task", task, "--batch_size", str(batch_size),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -51,27 +60,30 @@ def _status(name: str) -> int:
 
 
 def measure(
-    variant: str, size: str, vocabulary: int, *, steps: int, max_length: int, data: Path | None
+    variant: str,
+    size: str,
+    vocabulary: int,
+    *,
+    steps: int,
+    max_length: int,
+    data: Path | None,
+    task: str,
+    batch_size: int,
 ) -> int:
     """One step fills the optimiser's state; the level is marked after it, when gradients are freed again."""
     import torch
-    from benchmarks.data import load_corpus
-    from benchmarks.variants import Recipe, build_model
+    from benchmarks.variants import Recipe
 
     torch.set_num_threads(1)
-    corpus = load_corpus(data, max_length=max_length)
-    model, level = build_model(size, vocabulary), Level()
-    recipe = Recipe(steps=steps + 1)
+    corpus, build, make, loops = _work(task, max_length=max_length, data=data)
+    model, level = build(size, vocabulary), Level()
+    recipe = Recipe(steps=steps + 1, batch_size=batch_size)
     if variant == "ours":
-        from benchmarks.measure import make_trainer
-
-        trainer = make_trainer(model, corpus, recipe, sequential=True)
+        trainer = make(model, corpus, recipe, sequential=True)
         trainer.add_callback(_mark_after_first_step(level))
         trainer.train()
         return level.growth()
-    from benchmarks.variants import VARIANTS
-
-    loop = VARIANTS[variant](model, recipe)
+    loop = loops[variant](model, recipe)
     del model
     for step in range(recipe.steps):
         first = step * recipe.batch_size
@@ -79,6 +91,21 @@ def measure(
         if step == 0:
             level.mark()
     return level.growth()
+
+
+def _work(task: str, *, max_length: int, data: Path | None) -> tuple[Any, Any, Any, Any]:
+    """Rows, model, trainer and loops of a method."""
+    if task == "sft":
+        from benchmarks.data import load_corpus
+        from benchmarks.measure import make_trainer
+        from benchmarks.variants import VARIANTS, build_model
+
+        return load_corpus(data, max_length=max_length), build_model, make_trainer, VARIANTS
+    from benchmarks.pair_data import load_pairs
+    from benchmarks.preference_tasks import TASKS
+
+    found = TASKS[task]
+    return found.rows(load_pairs(data, max_length=max_length)), found.build, found.make, found.loops
 
 
 def _mark_after_first_step(level: Level) -> Any:
@@ -101,6 +128,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--max_length", type=int, required=True)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--task", default="sft")
+    parser.add_argument("--batch_size", type=int, default=8)
     print(json.dumps({"growth": measure(**vars(parser.parse_args()))}))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -10,7 +9,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.data import LONG_LENGTHS, Corpus, load_corpus, made_up_corpus
-from benchmarks.measure import OURS, Measured, free_memory, run_interleaved
+from benchmarks.measure import OURS, free_memory, run_interleaved
 from benchmarks.memory import growth_in_subprocess
 from benchmarks.packing import time_import, time_packing
+from benchmarks.tables import Result, ratios, summary, table_row, write_figures
 from benchmarks.throughput import PEAK_FLOPS, padded_flops, useful_flops
 from benchmarks.variants import SHAPES, Recipe, build_model
 
@@ -33,7 +32,6 @@ growth: peak resident memory of the steps over the level with model and optimise
 CPU_COLUMNS = [
     "model", "vocabulary", "ours, s", "/ bare", "/ padded", "operations", "growth, MB", "/ bare", "/ padded",
 ]  # fmt: skip
-Result = dict[str, Any]
 GPU_TURN = 5  # steps without waiting for the device
 
 
@@ -68,10 +66,7 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)
     results = on_cpu(args) if args.device == "cpu" else on_gpu(args)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1))
-        print(f"\nwritten to {args.out}")
+    write_figures(results, args.out)
 
 
 # ---- CPU
@@ -209,27 +204,6 @@ def gpu_case(corpus: Corpus, batch_size: int, size: str, vocabulary: int, weight
     del model
     free_memory()
     return result
-
-
-# ---- printing
-
-
-def ratios(found: Measured, over: str) -> str:
-    return f"{found.ratio(over):.3f} ({found.total_ratio(over):.3f})"
-
-
-def summary(found: Measured) -> Result:
-    others = [name for name in found.seconds if name != OURS]
-    return {
-        "seconds": found.seconds,
-        "ratio": {name: found.ratio(name) for name in others},
-        "total_ratio": {name: found.total_ratio(name) for name in others},
-        "first_loss": found.first_loss,
-    }
-
-
-def table_row(cells: list[Any]) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
 if __name__ == "__main__":

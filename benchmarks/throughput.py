@@ -17,7 +17,7 @@ def useful_flops(config: Any, rows: Sequence[Row]) -> float:
     so that padding and prompt logits show as lost utilisation.
     """
     return sum(
-        _flops(
+        operations(
             config,
             len(row["input_ids"]),
             pairs=len(row["input_ids"]) ** 2 / 2,
@@ -30,13 +30,21 @@ def useful_flops(config: Any, rows: Sequence[Row]) -> float:
 def padded_flops(config: Any, rows: Sequence[Row]) -> float:
     """The same where every row is padded to the longest, attends to a whole square and has logits everywhere."""
     width = max(len(row["input_ids"]) for row in rows)
-    return len(rows) * _flops(config, width, pairs=width**2, scored=width)
+    return len(rows) * operations(config, width, pairs=width**2, scored=width)
 
 
-def _flops(config: Any, length: int, *, pairs: float, scored: int) -> float:
+def operations(config: Any, length: int, *, pairs: float, scored: int) -> float:
+    """Forward and backward over `length` tokens with `pairs` query-key pairs and logits at `scored` positions."""
     width, layers = config.hidden_size, config.num_hidden_layers
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = head * config.num_attention_heads, head * config.num_key_value_heads
     per_layer = width * (2 * queries + 2 * keys + 3 * config.intermediate_size)
     products = layers * (length * per_layer + 2 * pairs * queries) + scored * width * config.vocab_size
     return 3 * 2 * products
+
+
+def tree_operations(config: Any, prompt: int, completions: Sequence[int], *, scored: bool = True) -> float:
+    """The same for completions behind one prompt, with logits of the completions if they are `scored`."""
+    tokens = prompt + sum(completions)
+    pairs = prompt**2 / 2 + sum(prompt * length + length**2 / 2 for length in completions)
+    return operations(config, tokens, pairs=pairs, scored=sum(completions) if scored else 0)

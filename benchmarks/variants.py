@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     Qwen2Config,
-    Qwen2ForCausalLM,
 )
 from transformers.integrations.sdpa_attention import repeat_kv
 
@@ -66,15 +66,9 @@ class Recipe:
         return torch.autocast(self.device, torch.bfloat16) if self.autocast else nullcontext()
 
 
-def build_model(
-    size: str, vocabulary: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> PreTrainedModel:
-    """A fresh model with tied embeddings, always with the same weights: Qwen2 from 500m on, Llama below."""
-    is_large = size in ("500m", "1b")
-    config_class, model_class = (
-        (Qwen2Config, Qwen2ForCausalLM) if is_large else (LlamaConfig, LlamaForCausalLM)
-    )
-    config = config_class(
+def build_config(size: str, vocabulary: int) -> LlamaConfig | Qwen2Config:
+    """The config of a size, with tied embeddings: Qwen2 from 500m on, Llama below."""
+    return (Qwen2Config if size in ("500m", "1b") else LlamaConfig)(
         vocab_size=vocabulary,
         num_key_value_heads=_KEY_VALUE_HEADS[size],
         max_position_embeddings=4096,
@@ -84,10 +78,25 @@ def build_model(
         pad_token_id=0,
         **SHAPES[size],
     )
+
+
+def build_model(
+    size: str, vocabulary: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> PreTrainedModel:
+    """A fresh language model, always with the same weights."""
+    config = build_config(size, vocabulary)
     torch.manual_seed(0)
     with torch.device(device):
-        model = model_class(config)
+        model = AutoModelForCausalLM.from_config(config)
     return model.to(dtype)
+
+
+def build_reward_model(size: str, vocabulary: int) -> PreTrainedModel:
+    """A fresh sequence classifier with one label, always with the same weights."""
+    config = build_config(size, vocabulary)
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config)
 
 
 class Loop:
