@@ -1,0 +1,85 @@
+"""The attention of rollouts, registered with transformers' attention interface, so that a model's own forward uses it.
+
+Inside `rollout_attention_of(model, cache)` every attention layer keeps the keys and values it is given in the cache:
+of a flat row of prompts, then of one newest token per row. The model's own cache is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from trl.generation.cache import RolloutCache
+from trl.models.attention import flat_attention
+
+ROLLOUT_ATTENTION = "trl_rollout"
+
+_CACHE: ContextVar[RolloutCache] = ContextVar("rollout cache")
+
+
+def rollout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a flat row `query (1, heads, N, D) -> (1, N, heads, D)`: prompts, or the newest tokens of rows."""
+    cache, layer = _CACHE.get(), _layer_of(module)
+    query, key = (
+        query.to(value.dtype),
+        key.to(value.dtype),
+    )  # under autocast the rotary embedding leaves float32
+    if cache.step is None:
+        cache.store_prompts(layer, key[0], value[0])
+        return flat_attention(
+            module, query, key, value, attention_mask, 0.0, scaling,
+            sliding_window=sliding_window, softcap=softcap, **kwargs,
+        )  # fmt: skip
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window or getattr(module, "sliding_window", None)
+    newest = (part[0].transpose(0, 1) for part in (query, key, value))
+    with without_autocast(query.device.type):
+        return cache.attend(layer, *newest, scale=scale, window=window, softcap=softcap)[None], None
+
+
+def _layer_of(module: nn.Module) -> int:
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return layer
+
+
+def without_autocast(device: str) -> Any:
+    """A block in which autocast is off."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+@contextmanager
+def rollout_attention_of(model: Any, cache: RolloutCache) -> Iterator[None]:
+    """Let the model's attention layers work on `cache` inside the block."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = ROLLOUT_ATTENTION
+    token = _CACHE.set(cache)
+    try:
+        yield
+    finally:
+        _CACHE.reset(token)
+        model.config._attn_implementation = before
+
+
+AttentionInterface.register(ROLLOUT_ATTENTION, rollout_attention)
+AttentionMaskInterface.register(ROLLOUT_ATTENTION, sdpa_mask)

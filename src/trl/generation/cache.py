@@ -1,0 +1,236 @@
+"""Keys and values of rollouts in progress: one copy per prompt, and of each row's own tokens.
+
+Rows (completions in progress) and prompts have places that are counted from 0 without gaps: when one leaves, the last
+ones move into the gaps. Buffers are allocated ahead and only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from trl.generation.cascade import attend_part, merge, visibility_bias
+
+_FIRST_COLUMNS = 64
+
+
+def fitted(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """A buffer of at least `shape` that begins with what `buffer` holds; zeros elsewhere."""
+    if buffer is not None and all(have >= want for have, want in zip(buffer.shape, shape, strict=True)):
+        return buffer
+    if buffer is None:
+        return like.new_zeros(shape)
+    larger = like.new_zeros([max(have, want) for have, want in zip(buffer.shape, shape, strict=True)])
+    larger[tuple(slice(size) for size in buffer.shape)] = buffer
+    return larger
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """One layer's keys and values: `(prompts, heads, tokens, D)` and `(rows, heads, tokens, D)`."""
+
+    prompt_key: Tensor | None = None
+    prompt_value: Tensor | None = None
+    own_key: Tensor | None = None
+    own_value: Tensor | None = None
+
+
+class Moves:
+    """Which places fill the gaps: `source` and `target`, int64, and how many places remain."""
+
+    def __init__(self, keep: Tensor) -> None:
+        """`keep` bool `(places,)`, False for those that leave."""
+        self.remaining = int(keep.sum())
+        gaps = (~keep[: self.remaining]).nonzero()[:, 0]
+        self.source = keep[self.remaining :].nonzero()[:, 0] + self.remaining
+        self.target = gaps
+
+    def apply(self, buffer: Tensor, columns: int | None = None) -> None:
+        """Move the places of a buffer, of its first `columns` along the third dimension."""
+        if len(self.source) == 0:
+            return
+        if columns is None:
+            buffer[self.target] = buffer[self.source]
+        else:
+            buffer[self.target, :, :columns] = buffer[self.source, :, :columns]
+
+
+class Step:
+    """What one decoding step's attention needs beside keys and values; the same in all layers.
+
+    `columns` `(R,)` is where each row's newest token lies among its own, `prompt` `(R,)` its prompt's place, `lengths`
+    `(G,)` the prompts' tokens.
+    """
+
+    def __init__(self, columns: Tensor, prompt: Tensor, lengths: Tensor) -> None:
+        self.columns, self.prompt, self.lengths = columns, prompt, lengths
+        self.width = int(columns.max()) + 1
+        self.longest = int(lengths.max())
+        self.level = bool((columns == self.width - 1).all())
+        self.rows = torch.arange(len(columns), device=columns.device)
+        self._windows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def per_prompt(self) -> int:
+        """The most rows that one prompt has."""
+        return int(torch.bincount(self.prompt).max())
+
+    @cached_property
+    def slots(self) -> Tensor | None:
+        """Where each row lies in a table of `per_prompt` rows for each prompt; None where that is its own place."""
+        order = torch.argsort(self.prompt, stable=True)
+        counts = torch.bincount(self.prompt, minlength=len(self.lengths))
+        rank = self.rows - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        slots = torch.empty_like(order)
+        slots[order] = self.prompt[order] * self.per_prompt + rank
+        full = len(self.rows) == len(self.lengths) * self.per_prompt
+        return None if full and bool((slots == self.rows).all()) else slots
+
+    def advance(self) -> Step:
+        """The next step of the same rows."""
+        following = Step.__new__(Step)
+        following.__dict__.update(self.__dict__)
+        following.columns, following.width, following._windows = self.columns + 1, self.width + 1, {}
+        following.__dict__.pop("own_bias", None)
+        return following
+
+    @cached_property
+    def prompt_bias(self) -> Tensor | None:
+        if bool((self.lengths == self.longest).all()):
+            return None
+        keys = torch.arange(self.longest, device=self.lengths.device)
+        return visibility_bias(keys < self.lengths[:, None])[:, None, None]
+
+    @cached_property
+    def own_bias(self) -> Tensor | None:
+        if self.level:
+            return None
+        keys = torch.arange(self.width, device=self.columns.device)
+        return visibility_bias(keys <= self.columns[:, None])[:, None, None]
+
+    def biases(self, window: int | None) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Biases of the prompt part and of the own part, and whether the first is row by row (a window that binds)."""
+        if not window or self.longest + self.width <= window:
+            return self.prompt_bias, self.own_bias, False
+        if window not in self._windows:
+            keys = torch.arange(self.longest, device=self.lengths.device)
+            lengths = self.lengths[self.prompt]
+            newest = lengths + self.columns
+            seen = (keys < lengths[:, None]) & (keys > newest[:, None] - window)
+            own = torch.arange(self.width, device=self.columns.device)
+            own_seen = (own <= self.columns[:, None]) & (own > self.columns[:, None] - window)
+            prompt_bias = visibility_bias(seen)
+            self._windows[window] = prompt_bias, visibility_bias(own_seen)[:, None, None]
+        return *self._windows[window], True
+
+    def to_slots(self, rows: Tensor) -> Tensor:
+        """`(R, ...)` laid out by prompt, `(G, per_prompt, ...)`; zeros where a prompt has fewer rows."""
+        shape = (len(self.lengths), self.per_prompt, *rows.shape[1:])
+        if self.slots is None:
+            return rows.view(shape)
+        table = rows.new_zeros(shape[0] * shape[1], *rows.shape[1:])
+        table[self.slots] = rows
+        return table.view(shape)
+
+    def from_slots(self, table: Tensor) -> Tensor:
+        """The inverse of `to_slots`."""
+        rows = table.flatten(0, 1)
+        return rows if self.slots is None else rows[self.slots]
+
+
+class RolloutCache:
+    """Keys and values of all layers, by place."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(layers)]
+        self.prompts = 0
+        self.capacity = 0  # rows to allocate for
+        self.most_columns = 0  # own tokens that no row exceeds
+        self.step: Step | None = None
+        self._arriving: tuple[Tensor, int] | None = None
+
+    def expect_prompts(self, lengths: Sequence[int], device: torch.device) -> None:
+        """The next forward brings prompts of these lengths, one after another in one flat row."""
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        columns = torch.arange(max(lengths))
+        index = starts[:, None] + torch.minimum(columns, torch.tensor(lengths)[:, None] - 1)
+        self._arriving = (index.to(device), self.prompts)
+        self.prompts += len(lengths)
+
+    def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keep the keys and values `(heads, N, D)` of a flat row of prompts."""
+        assert self._arriving is not None
+        index, first = self._arriving
+        cache, places = self.layers[layer], slice(first, first + len(index))
+        for name, part in (("prompt_key", key), ("prompt_value", value)):
+            shape = (self.prompts, part.shape[0], index.shape[1], part.shape[2])
+            buffer = fitted(getattr(cache, name), shape, part)
+            buffer[places, :, : index.shape[1]] = part[:, index].transpose(0, 1)
+            setattr(cache, name, buffer)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Store the newest tokens' `key` and `value` `(R, heads, D)` and attend: `query (R, H, D) -> (R, H, D)`."""
+        step, cache = self.step, self.layers[layer]
+        assert step is not None
+        self._store_own(cache, step, key, value)
+        rows, heads = query.shape[0], key.shape[1]
+        prompt_bias, own_bias, by_row = step.biases(window)
+        options = {"scale": scale, "softcap": softcap}
+        grouped = query.view(rows, heads, -1, query.shape[2])  # (R, heads, Q, D): Q queries share a key head
+        assert cache.own_key is not None and cache.own_value is not None
+        own_key, own_value = (part[:rows, :, : step.width] for part in (cache.own_key, cache.own_value))
+        own = attend_part(grouped, own_key, own_value, own_bias, **options)
+        merged = merge(own, self._over_prompts(cache, step, grouped, prompt_bias, by_row, options))
+        return merged.view(rows, -1, value.shape[2]).to(value.dtype)
+
+    def _over_prompts(
+        self, cache: LayerCache, step: Step, grouped: Tensor, bias: Tensor | None, by_row: bool, options: dict
+    ) -> tuple[Tensor, Tensor]:
+        prompts, per_prompt, queries = len(step.lengths), step.per_prompt, grouped.shape[2]
+        table = step.to_slots(grouped).transpose(1, 2).flatten(2, 3)  # (G, heads, per_prompt * Q, D)
+        if by_row and bias is not None:
+            bias = step.to_slots(bias)[:, None].repeat_interleave(queries, dim=2)
+        assert cache.prompt_key is not None and cache.prompt_value is not None
+        key, value = (part[:prompts, :, : step.longest] for part in (cache.prompt_key, cache.prompt_value))
+        output, total = attend_part(table, key, value, bias, **options)
+        output = output.unflatten(2, (per_prompt, queries)).transpose(1, 2)
+        total = total.unflatten(2, (per_prompt, queries)).transpose(1, 2)
+        return step.from_slots(output), step.from_slots(total)
+
+    def _store_own(self, cache: LayerCache, step: Step, key: Tensor, value: Tensor) -> None:
+        for name, part in (("own_key", key), ("own_value", value)):
+            buffer = getattr(cache, name)
+            if buffer is None or buffer.shape[0] < len(part) or buffer.shape[2] < step.width:
+                columns = _FIRST_COLUMNS
+                while columns < step.width:
+                    columns *= 2
+                columns = max(min(columns, self.most_columns), step.width)
+                shape = (max(self.capacity, len(part)), part.shape[1], columns, part.shape[2])
+                buffer = fitted(buffer, shape, part)
+                setattr(cache, name, buffer)
+            if step.level:
+                buffer[: len(part), :, step.width - 1] = part
+            else:
+                buffer[step.rows, :, step.columns] = part
+
+    def drop_rows(self, moves: Moves, width: int) -> None:
+        """Rows leave; `width` is the most own tokens that a row has."""
+        for cache in self.layers:
+            for buffer in (cache.own_key, cache.own_value):
+                if buffer is not None:
+                    moves.apply(buffer, width)
+
+    def drop_prompts(self, moves: Moves) -> None:
+        """Prompts leave that no row needs any more."""
+        self.prompts = moves.remaining
+        for cache in self.layers:
+            for buffer in (cache.prompt_key, cache.prompt_value):
+                if buffer is not None:
+                    moves.apply(buffer)

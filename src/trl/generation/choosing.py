@@ -1,0 +1,120 @@
+"""From logits to tokens: penalty, temperature, cuts, one draw per row, and the log-probs of what was drawn."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trl.generation.engine import Sampling
+
+_BLOCK = 256  # tokens per block of the two-level search
+_LARGEST_UNIFORM = 1 - 2.0**-33  # times a sum it stays below it
+_FEW = 1024  # tokens that hold the nucleus of most distributions
+
+
+class Chosen(NamedTuple):
+    """Tokens `(R,)`, their log-probs under the distribution sampled from, and the log of the kept mass, in nats."""
+
+    ids: Tensor
+    logps: Tensor
+    kept: Tensor | None
+
+
+def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
+    """One token per row of `logits` `(R, V)`, which are overwritten; `numbers` `(R,)` in [0, 1) decide.
+
+    Tokens are laid out on [0, 1) in the order of their ids, each as wide as its probability. Each row's result depends
+    on that row alone.
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values.sub_(values.amax(dim=1, keepdim=True))
+    if sampling.temperature not in (0.0, 1.0):
+        values.div_(sampling.temperature)
+    exps = _padded_exps(values)
+    totals = exps.sum(dim=1)
+    if sampling.greedy:
+        ids = values.argmax(dim=1)
+        return Chosen(ids, _at(values, ids) - totals.log(), None)
+    kept = None
+    if sampling.cuts:
+        exps[:, : values.shape[1]].masked_fill_(values < _border(values, exps, sampling)[:, None], 0.0)
+        remaining = exps.sum(dim=1)
+        kept, totals = (remaining / totals).log(), remaining
+    ids = _invert(exps, numbers).clamp_(max=values.shape[1] - 1)  # beyond it where logits are no numbers
+    return Chosen(ids, _at(values, ids) - totals.log(), kept)
+
+
+def _at(values: Tensor, ids: Tensor) -> Tensor:
+    return values.gather(1, ids[:, None])[:, 0]
+
+
+def _padded_exps(values: Tensor) -> Tensor:
+    """`exp(values)` `(R, V')` with zeros up to a whole number of blocks."""
+    rows, vocabulary = values.shape
+    width = math.ceil(vocabulary / _BLOCK) * _BLOCK
+    if width == vocabulary:
+        return values.exp()
+    exps = values.new_empty(rows, width)
+    exps[:, vocabulary:] = 0
+    torch.exp(values, out=exps[:, :vocabulary])
+    return exps
+
+
+def _invert(exps: Tensor, numbers: Tensor) -> Tensor:
+    """The token in whose stretch of the cumulated `exps` `(R, V')` each number falls: first the block, then inside."""
+    rows, width = exps.shape
+    blocks = exps.view(rows, width // _BLOCK, _BLOCK)
+    sums = blocks.sum(dim=2).double()
+    ends = sums.cumsum(dim=1)
+    target = numbers.clamp(max=_LARGEST_UNIFORM)[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    width_of_block = sums.gather(1, block)
+    share = (target - ends.gather(1, block) + width_of_block) / width_of_block
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].double().cumsum(dim=1)
+    target = share.clamp(0.0, _LARGEST_UNIFORM) * inside[:, -1:]
+    return (block * _BLOCK + torch.searchsorted(inside, target, right=True))[:, 0]
+
+
+def _border(values: Tensor, exps: Tensor, sampling: Sampling) -> Tensor:
+    """The lowest value `(R,)` that top-k, then top-p, then min-p keep; the largest value of each row is 0."""
+    border = values.new_full((len(values),), -math.inf)
+    top_k = min(sampling.top_k or 0, values.shape[1])
+    nucleus = sampling.top_p is not None and sampling.top_p < 1
+    ranked = values.topk(top_k, dim=1).values if top_k else None
+    if ranked is not None:
+        border = ranked[:, -1]
+    if nucleus:
+        border = torch.maximum(border, _nucleus_border(values, exps, ranked, sampling.top_p or 1.0))
+    if sampling.min_p:
+        border = border.clamp(min=math.log(sampling.min_p))
+    return border
+
+
+def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
+    """The value of the last token of the smallest set that holds `top_p` of the mass (arXiv:1904.09751, eq. 2)."""
+    if ranked is not None:
+        return _last_within(ranked, ranked.exp().sum(dim=1, keepdim=True) * top_p)[0]
+    wanted = exps.sum(dim=1, keepdim=True) * top_p
+    few = min(_FEW, values.shape[1])
+    border, enough = _last_within(values.topk(few, dim=1).values, wanted)
+    if few < values.shape[1] and not bool(enough.all()):
+        wide = (~enough).nonzero()[:, 0]
+        border[wide] = _last_within(values[wide].sort(dim=1, descending=True).values, wanted[wide])[0]
+    return border
+
+
+def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The last of the `ranked` values before which less than `wanted` mass lies, and whether they hold that mass."""
+    mass = ranked.exp()
+    ends = mass.double().cumsum(dim=1)
+    count = (ends - mass < wanted).sum(dim=1, keepdim=True)
+    return ranked.gather(1, (count - 1).clamp(min=0))[:, 0], ends[:, -1] >= wanted[:, 0]
+
+
+def penalise_(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make tokens that were `seen` `(R, V)` less likely, in place: positive logits divided, negative multiplied."""
+    scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return logits.copy_(torch.where(seen, scaled, logits))

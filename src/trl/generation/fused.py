@@ -1,0 +1,195 @@
+"""A decode step of our own for decoders built like Llama: few large products, nothing that a step does not need.
+
+The weights of queries, keys and values, and of gate and up projection, are joined once per phase, in copies; LoRA
+adapters are added in the copy. The model itself is never changed. What is not a plain weight is called as it is.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trl.generation.attention import without_autocast
+from trl.generation.cache import RolloutCache
+from trl.generation.own_forward import OwnForward
+
+FUSED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the longest row
+MOST_COPIED_BYTES = 4 << 30
+
+
+def fused_obstacle(model: Any) -> str | None:
+    """Why a decoder has no step of our own, in words; None where it has."""
+    config = model.config
+    if config.model_type not in FUSED_MODEL_TYPES:
+        return f"its architecture ({config.model_type}) is not one of {', '.join(FUSED_MODEL_TYPES)}"
+    home = f"transformers.models.{config.model_type}."
+    layers = model.get_decoder().layers
+    if not all(type(part).__module__.startswith(home) for part in (model, model.get_decoder(), *layers)):
+        return "its class is not transformers' own"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROPE_TYPES:
+        return f"its rotary embedding ({rope}) depends on the longest row"
+    if any(part._forward_hooks or part._forward_pre_hooks for layer in layers for part in layer.modules()):
+        return "its layers have hooks"
+    return None
+
+
+def readable_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a linear layer, with its active LoRA adapters added in a copy; None where it is more than that."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return module.weight, module.bias
+    if find_spec("peft") is None:
+        return None
+    from peft.tuners.lora import Linear as LoraLinear
+
+    if type(module) is not LoraLinear or getattr(module, "fan_in_fan_out", False):
+        return None
+    base: Any = module.get_base_layer()
+    if not (isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward):
+        return None
+    adapters = [name for name in module.active_adapters if name in module.lora_A]
+    if module.disable_adapters or module.merged or not adapters:
+        return None if module.merged and module.disable_adapters else (base.weight, base.bias)
+    if any(name in module.lora_variant or module.lora_bias[name] for name in adapters):
+        return None
+    weight = base.weight.to(torch.promote_types(base.weight.dtype, torch.float32))
+    for name in adapters:
+        weight = weight + module.get_delta_weight(name).to(weight.dtype)
+    return weight.to(base.weight.dtype), base.bias
+
+
+class Projection:
+    """Linear layers over the same input, as one product where their weights can be read."""
+
+    def __init__(self, *modules: nn.Module, dtype: torch.dtype | None = None, join: bool = True) -> None:
+        """`dtype` is what autocast would make of the products; `join=False` copies nothing that is larger than LoRA."""
+        self.calls, self.dtype = modules, dtype
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        parts = [readable_weight(module) for module in modules] if join else []
+        found = [part for part in parts if part is not None]
+        if not found or len(found) < len(modules):
+            return
+        weight = found[0][0] if len(found) == 1 else torch.cat([weight for weight, _ in found])
+        bias = None
+        if any(own is not None for _, own in found):
+            bias = torch.cat([weight.new_zeros(len(part)) if own is None else own for part, own in found])
+        self.weight = weight if dtype is None else weight.to(dtype)
+        self.bias = bias if dtype is None or bias is None else bias.to(dtype)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if self.weight is not None:
+            return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
+        if self.dtype is None:
+            return torch.cat([module(inputs) for module in self.calls], dim=-1)
+        with torch.autocast(inputs.device.type, dtype=self.dtype):
+            return torch.cat([module(inputs) for module in self.calls], dim=-1)
+
+    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """`residual + self(inputs)`."""
+        if self.weight is None or self.bias is not None or self.weight.dtype != residual.dtype:
+            return residual + self(inputs)
+        return torch.addmm(residual, inputs, self.weight.t())
+
+
+class FusedLayer:
+    """One decoder layer's weights for one phase."""
+
+    def __init__(self, layer: Any, config: Any, *, dtype: torch.dtype | None, join: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        options = {"dtype": dtype, "join": join}
+        self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj, **options)
+        self.output = Projection(attention.o_proj, **options)
+        self.gate_up = Projection(mlp.gate_proj, mlp.up_proj, **options)
+        self.down = Projection(mlp.down_proj, **options)
+        self.activation = mlp.act_fn
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
+        self.head_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.head_size, self.scale = attention.head_dim, attention.scaling
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        own_window = getattr(attention, "sliding_window", None)
+        self.window = config.sliding_window if config.model_type == "mistral" else own_window
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: RolloutCache, number: int) -> Tensor:
+        """Hidden states `(R, H)` through attention over the cache and the gated MLP."""
+        rows = len(hidden)
+        qkv = self.qkv(normalised(self.norms[0], hidden)).view(rows, -1, self.head_size)
+        turned, value = qkv.split([self.heads + self.key_heads, self.key_heads], dim=1)
+        if self.head_norms[0] is not None:
+            query, key = turned.split([self.heads, self.key_heads], dim=1)
+            turned = torch.cat(
+                [normalised(self.head_norms[0], query), normalised(self.head_norms[1], key)], dim=1
+            )
+        turned = (turned * cos + turned.roll(self.head_size // 2, -1) * sin).to(value.dtype)
+        query, key = turned.split([self.heads, self.key_heads], dim=1)
+        seen = cache.attend(number, query, key, value, scale=self.scale, window=self.window)
+        hidden = self.output.add_to(hidden, seen.reshape(rows, -1))
+        gate, up = self.gate_up(normalised(self.norms[1], hidden)).chunk(2, dim=-1)
+        return self.down.add_to(hidden, self.activation(gate) * up)
+
+
+def normalised(norm: Any, hidden: Tensor) -> Tensor:
+    """RMS norm in float32, as the model's own module computes it, in one kernel; other modules are called."""
+    if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
+        return norm(hidden)
+    scaled = F.rms_norm(hidden.float(), (hidden.shape[-1],), eps=norm.variance_epsilon)
+    return norm.weight * scaled.to(hidden.dtype)
+
+
+class FusedDecoder(OwnForward):
+    """Prefill by the model's own forward; decoding by joined products read from its weights as they are now.
+
+    `dtype` is the autocast dtype of the phase, None without autocast.
+    """
+
+    def __init__(self, model: Any, cache: RolloutCache, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, cache)
+        join = _copied_bytes(model, dtype) <= MOST_COPIED_BYTES
+        config = model.config
+        self.layers = [FusedLayer(layer, config, dtype=dtype, join=join) for layer in self.decoder.layers]
+        self.embeddings = model.get_input_embeddings()
+        self.output_head = Projection(self.head, dtype=dtype, join=join or readable_head(self.head))
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        with without_autocast(tokens.device.type):  # the weights are in its dtype already
+            return self._decode(tokens, positions)
+
+    def _decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = self.embeddings(tokens)
+        cos, sin = self.decoder.rotary_emb(hidden, positions[None])
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        cos, sin = cos[0, :, None], sin[0, :, None]
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, self.cache, number)
+        return self.logits(normalised(self.decoder.norm, hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        products = self.output_head(hidden)
+        return self.rule.apply_(products.to(torch.promote_types(products.dtype, torch.float32)))
+
+
+def readable_head(head: nn.Module) -> bool:
+    """Whether reading the head's weight copies nothing."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
+def _copied_bytes(model: Any, dtype: torch.dtype | None) -> int:
+    """What joining all weights of a phase takes at most, from the shapes of the layers."""
+    config = model.config
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    joined = config.hidden_size * (heads * head_size + 2 * config.intermediate_size)
+    if dtype is not None or is_adapted(model):
+        joined += config.hidden_size * (config.num_attention_heads * head_size + config.intermediate_size)
+    return config.num_hidden_layers * joined * (dtype or model.dtype).itemsize
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether adapters sit in the model's layers."""
+    return any(hasattr(module, "lora_A") for module in model.modules())

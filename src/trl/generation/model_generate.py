@@ -1,0 +1,115 @@
+"""The fallback: the model's own `generate`, with our draws in place of its sampling.
+
+For encoder-decoders, models whose attention does not take flat rows and prompt learning. Finished rows stay in the
+batch; an encoder reads each distinct prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+from trl.generation.request_state import Requests
+from trl.models.parts import causal_core, prompt_learning_obstacle
+
+
+class _OurDraws(LogitsProcessor):
+    """Leaves one token per row: the one that the request draws; rows that are done repeat the pad token."""
+
+    def __init__(self, requests: Requests, members: Tensor, pad: int) -> None:
+        self.requests, self.members, self.pad = requests, members, pad
+        self.done = torch.zeros(len(members), dtype=torch.bool, device=members.device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tokens = torch.full_like(self.members, self.pad)
+        active = (~self.done).nonzero()[:, 0]
+        logits = scores[active].to(torch.promote_types(scores.dtype, torch.float32), copy=True)
+        tokens[active], self.done[active] = self.requests.extend(self.members[active], logits)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def all_done(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """The stopping criterion: no row goes on until all are done, so that rows are never padded by `generate`."""
+        return self.done.all().expand(len(self.done))
+
+
+def generate_with_model(
+    model: Any, requests: Requests, *, max_rows: int, pad: int, synced: bool = False
+) -> None:
+    """Run all requests through `model.generate`, `max_rows` at once; `synced` keeps ZeRO-3's ranks in step."""
+    for batch in _batches(requests, max_rows, level=prompt_learning_obstacle(model) is not None):
+        members = torch.tensor(batch, device=requests.device)
+        ours = _OurDraws(requests, members, pad)
+        longest = max(requests.limits[request] for request in members.tolist())
+        with _generation_config(model, _config(model, longest, pad)):
+            model.generate(
+                **_inputs(model, requests, members, pad),
+                logits_processor=LogitsProcessorList([ours]),
+                stopping_criteria=StoppingCriteriaList([ours.all_done]),  # pyright: ignore[reportArgumentType]
+                synced_gpus=synced,
+            )
+
+
+def _batches(requests: Requests, max_rows: int, *, level: bool) -> Iterator[list[int]]:
+    """Requests that run together, at most `max_rows`.
+
+    `level` allows no padding: PEFT (0.21) puts virtual tokens in front of it and drops the position ids, so that
+    padding would move the prompt away from them.
+    """
+    queue = requests.queue()
+    while queue:
+        batch = [queue.popleft()]
+        width = len(requests.prompts[requests.prompt_of[batch[0]]])
+        while queue and len(batch) < max_rows:
+            if level and len(requests.prompts[requests.prompt_of[queue[0]]]) != width:
+                break
+            batch.append(queue.popleft())
+        yield batch
+
+
+@contextmanager
+def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Let `config` be the model's own: `generate` fills the gaps of one it is passed from the model's."""
+    core = causal_core(model)
+    before = core.generation_config
+    core.generation_config = config
+    try:
+        yield
+    finally:
+        core.generation_config = before
+
+
+def _config(model: Any, longest: int, pad: int) -> GenerationConfig:
+    """A plain greedy config that keeps only how the model's completions begin."""
+    begin = {}
+    for name in ("decoder_start_token_id", "forced_bos_token_id", "bos_token_id"):
+        own = getattr(causal_core(model).generation_config, name, None)
+        begin[name] = getattr(model.config, name, None) if own is None else own
+    return GenerationConfig(max_new_tokens=longest, do_sample=False, num_beams=1, pad_token_id=pad, **begin)
+
+
+def _inputs(model: Any, requests: Requests, members: Tensor, pad: int) -> dict[str, Any]:
+    """Padded prompts: on the left for decoders; of encoder-decoders, the states of each distinct prompt."""
+    numbers = [requests.prompt_of[request] for request in members.tolist()]
+    encoder_decoder = model.config.is_encoder_decoder
+    distinct = list(dict.fromkeys(numbers)) if encoder_decoder else numbers
+    prompts = [requests.prompts[number] for number in distinct]
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        place = slice(0, len(prompt)) if encoder_decoder else slice(width - len(prompt), width)
+        ids[row, place], mask[row, place] = torch.tensor(prompt), 1
+    inputs = {"input_ids": ids.to(requests.device), "attention_mask": mask.to(requests.device)}
+    rows = torch.tensor([distinct.index(number) for number in numbers], device=requests.device)
+    if not encoder_decoder:
+        return inputs
+    if prompt_learning_obstacle(model):
+        return {name: part[rows] for name, part in inputs.items()}
+    encoded = model.get_encoder()(**inputs, return_dict=True)
+    encoded.last_hidden_state = encoded.last_hidden_state[rows]
+    return {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"][rows]}

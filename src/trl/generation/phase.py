@@ -1,0 +1,64 @@
+"""The weights of a model for the length of one generation phase: whole, in eval mode, put back afterwards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trl.models.checkpointing import disable_gradient_checkpointing
+from trl.models.distributed import unwrap_model_for_generation
+from trl.models.lending import undisturbed, without_ddp
+
+
+@contextmanager
+def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool = True) -> Iterator[Any]:
+    """Yield the transformers model or `PeftModel` inside `model`, with all its weights, in eval mode, without gradients.
+
+    Wrappers are taken off (DDP, FSDP, DeepSpeed through the `accelerator`, and a `pretrained_model` inside, as value
+    heads have); sharded weights are gathered once (FSDP2 over all modules, ZeRO-3 unless `gather_zero3=False`). Modes and
+    random streams are put back.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(undisturbed(model))
+        if accelerator is None:
+            inner: Any = without_ddp(getattr(model, "_orig_mod", model))
+            stack.enter_context(disable_gradient_checkpointing(inner))
+        else:
+            inner = stack.enter_context(unwrap_model_for_generation(model, accelerator, gather_zero3))
+        stack.enter_context(_whole_fsdp2(inner))
+        yield without_heads(inner)
+
+
+def without_heads(model: Any) -> Any:
+    """The language model that a value-head wrapper holds as `pretrained_model`."""
+    inner = getattr(model, "pretrained_model", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+@contextmanager
+def _whole_fsdp2(model: nn.Module) -> Iterator[None]:
+    """All weights gathered by one unsharding of each FSDP2 module, whose hooks stand aside meanwhile."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        yield
+        return
+    sharded[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
+    for module in sharded:
+        module.unshard()
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
+    for module in sharded:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+            module.reshard()

@@ -1,0 +1,136 @@
+"""The requests of one call as tensors: where each result is written, and what each draw needs to know."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.generation.choosing import Chosen, choose, penalise_
+from trl.generation.engine import Generated, Sampling, completion_limits
+from trl.generation.stopping import StopRule, StopStrings
+from trl.generation.streams import stream_keys, uniforms
+
+
+class Requests:
+    """Distinct prompts, which of them each request completes, and what came out so far.
+
+    `prompt_of[i]` is the request's prompt in `prompts`, the distinct ones in order of first appearance.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        streams: Sequence[int],
+        sampling: Sampling,
+        *,
+        window: int | None,
+        ends: Sequence[int],
+        strings: StopStrings | None,
+        device: torch.device,
+        begin: Sequence[int] | None = None,
+    ) -> None:
+        """`begin` is what completions of an encoder-decoder go on from; those of decoders go on from their prompts."""
+        self.sampling, self.device = sampling, device
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        self.prompts = list(numbers)
+        self.prompt_of = [numbers[prompt] for prompt in prompts]
+        starts = [len(prompt if begin is None else begin) for prompt in prompts]
+        self.limits = completion_limits(starts, sampling, window)
+        self.longest = max(self.limits)
+        self.stops = StopRule(self._tensor(self.limits), self._tensor(ends), strings)
+        self.keys = stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, streams).to(device)
+        minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
+        self.minima = self._tensor(minima) if max(minima) > 0 else None
+        self.begin = begin
+        self.ids = torch.zeros(len(prompts), self.longest, dtype=torch.int64, device=device)
+        self.logps: Tensor | None = None
+        self.kept: Tensor | None = None
+        self.counts = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
+
+    def queue(self) -> deque[int]:
+        """Request indices: long prompts first, copies of a prompt together."""
+        order = range(len(self.prompt_of))
+        key = [(-len(self.prompts[number]), number) for number in self.prompt_of]
+        return deque(sorted(order, key=key.__getitem__))
+
+    def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Give each of the `requests` `(R,)` its next token by its `logits` `(R, V)`, which are overwritten.
+
+        Returns the tokens and, bool, which requests are done with them.
+
+        Raises: FloatingPointError for logits that are no numbers.
+        """
+        counts = self.counts[requests]
+        self._shape(requests, counts, logits)
+        drawn = choose(logits, uniforms(self.keys[requests], counts), self.sampling)
+        self._check(drawn, requests, counts)
+        self._write(requests, counts, drawn)
+        self.counts[requests] = counts + 1
+        done, stopped = self.stops.done(drawn.ids, requests, counts + 1, self._generated)
+        self.stopped[requests] = stopped
+        return drawn.ids, done
+
+    def _shape(self, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
+        """Repetition penalty and the ban on early ends, in place."""
+        if self.sampling.repetition_penalty != 1.0:
+            penalise_(logits, self._seen(requests, logits.shape[1]), self.sampling.repetition_penalty)
+        if self.minima is not None and len(self.stops.ends):
+            early = (counts < self.minima[requests]).nonzero()[:, 0]
+            ends = self.stops.ends[self.stops.ends < logits.shape[1]]
+            logits[early[:, None], ends] = -torch.inf
+
+    def _seen(self, requests: Tensor, vocabulary: int) -> Tensor:
+        """Bool `(R, V)`: tokens that a request's prompt or completion holds."""
+        if not hasattr(self, "_seen_by"):
+            self._seen_by = torch.zeros(len(self.keys), vocabulary, dtype=torch.bool, device=self.device)
+            for request, prompt in enumerate(self.prompt_of):
+                self._seen_by[request, self._tensor(self.begin or self.prompts[prompt])] = True
+        return self._seen_by[requests]
+
+    def _check(self, drawn: Chosen, requests: Tensor, counts: Tensor) -> None:
+        bad = ~torch.isfinite(drawn.logps)
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            raise FloatingPointError(
+                f"logits must be finite, got NaN or infinity for prompts[{int(requests[row])}] at completion token "
+                f"{int(counts[row])}. Look for diverged weights, or use a wider dtype than float16."
+            )
+
+    def _write(self, requests: Tensor, counts: Tensor, drawn: Chosen) -> None:
+        if self.logps is None:
+            self.logps = torch.zeros(self.ids.shape, dtype=drawn.logps.dtype, device=self.device)
+            self.kept = None if drawn.kept is None else torch.zeros_like(self.logps)
+        self.ids[requests, counts] = drawn.ids
+        self.logps[requests, counts] = drawn.logps
+        if self.kept is not None and drawn.kept is not None:
+            self.kept[requests, counts] = drawn.kept
+        if hasattr(self, "_seen_by"):
+            self._seen_by[requests, drawn.ids] = True
+
+    def _generated(self, request: int, count: int) -> list[int]:
+        return self.ids[request, :count].tolist()
+
+    def results(self) -> list[Generated]:
+        """What came out, in the order of the requests."""
+        assert self.logps is not None
+        ids, logps = self.ids.tolist(), self.logps.cpu()
+        kept = None if self.kept is None else self.kept.cpu()
+        found = []
+        for row, (count, stopped) in enumerate(zip(self.counts.tolist(), self.stopped.tolist(), strict=True)):
+            own = None if kept is None else kept[row, :count].clone()
+            reason: Any = "stop" if stopped else "length"
+            found.append(Generated(ids[row][:count], logps[row, :count].clone(), own, reason))
+        return found
+
+
+def fresh_seed() -> int:
+    """A seed from torch's global generator."""
+    return int(torch.randint(2**62, ()))

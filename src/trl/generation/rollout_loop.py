@@ -1,0 +1,160 @@
+"""Continuous batching: rows leave when they are done, waiting requests take their places."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trl.generation.cache import Moves, RolloutCache, Step
+from trl.generation.own_forward import Decoder
+from trl.generation.request_state import Requests
+
+PREFILL_TOKENS = 8192  # prompts of about so many tokens are read in one flat row
+_REFILL_SHARE = 4  # new rows come once a quarter of the places is free: small prefills are slow
+
+
+class RolloutLoop:
+    """Runs requests through a decoder and its cache, at most `max_rows` at once."""
+
+    def __init__(self, decoder: Decoder, cache: RolloutCache, requests: Requests, *, max_rows: int) -> None:
+        self.decoder, self.cache, self.requests = decoder, cache, requests
+        self.max_rows = min(max_rows, len(requests.prompt_of))
+        self.queue: deque[int] = requests.queue()
+        empty = torch.zeros(0, dtype=torch.int64, device=requests.device)
+        self.request = self.prompt = self.token = empty  # by place of the row
+        self.lengths = empty  # by place of the prompt
+        self.place_of: dict[int | None, int] = {}  # prompt -> its place
+        self.firsts: dict[int, Tensor] = {}  # prompt -> logits after its last token
+        cache.capacity, cache.most_columns = self.max_rows, requests.longest
+
+    def run(self) -> None:
+        """Until every request is done."""
+        while self.queue or len(self.request):
+            if self._has_room():
+                self._admit()
+            if len(self.request):
+                self._advance()
+
+    def _has_room(self) -> bool:
+        free = self.max_rows - len(self.request)
+        wanted = min(len(self.queue), max(1, self.max_rows // _REFILL_SHARE))
+        return bool(self.queue) and free >= wanted
+
+    def _admit(self) -> None:
+        """Read the prompts of the next requests and draw their first tokens, a flat row of prompts at a time."""
+        while self.queue and len(self.request) < self.max_rows:
+            arriving, new = self._next_requests()
+            lengths = [len(self.requests.prompts[number]) for number in new]
+            first = len(self.lengths)
+            self.place_of.update({number: first + index for index, number in enumerate(new)})
+            if new:
+                logits = self.decoder.prefill([self.requests.prompts[number] for number in new])
+                self.firsts.update(zip(new, logits, strict=True))
+                self.lengths = torch.cat([self.lengths, self.lengths.new_tensor(lengths)])
+            self._enter(arriving)
+
+    def _next_requests(self) -> tuple[list[int], list[int]]:
+        """The next requests that fit, and their prompts that are not in the cache yet."""
+        arriving: list[int] = []
+        new: list[int] = []
+        tokens = 0
+        while self.queue and len(self.request) + len(arriving) < self.max_rows:
+            number = self.requests.prompt_of[self.queue[0]]
+            if number not in self.place_of and number not in new:
+                tokens += len(self.requests.prompts[number])
+                if new and tokens > PREFILL_TOKENS:
+                    break
+                new.append(number)
+            arriving.append(self.queue.popleft())
+        return arriving, new
+
+    def _enter(self, arriving: list[int]) -> None:
+        """Rows for requests whose prompts are in the cache, with their first tokens."""
+        numbers = [self.requests.prompt_of[request] for request in arriving]
+        logits = torch.stack([self.firsts[number] for number in numbers])
+        waiting = self._waiting_prompt()
+        self.firsts = {number: first for number, first in self.firsts.items() if number == waiting}
+        entering = self.request.new_tensor(arriving)
+        tokens, done = self.requests.extend(entering, logits)
+        done = torch.cat([torch.zeros(len(self.request), dtype=torch.bool, device=done.device), done])
+        self.request = torch.cat([self.request, entering])
+        places = self.prompt.new_tensor([self.place_of[number] for number in numbers])
+        self.prompt = torch.cat([self.prompt, places])
+        self.token = torch.cat([self.token, tokens])
+        self.cache.step = None
+        self._finish(done)
+
+    def _waiting_prompt(self) -> int | None:
+        """The prompt of the next waiting request, which may be in the cache for requests before it."""
+        return self.requests.prompt_of[self.queue[0]] if self.queue else None
+
+    def _advance(self) -> None:
+        """One token for every row."""
+        if self.cache.step is None:
+            columns = self.requests.counts[self.request] - 1
+            self.cache.step = Step(columns, self.prompt, self.lengths)
+        step = self.cache.step
+        logits = self.decoder.decode(self.token, self.lengths[self.prompt] + step.columns)
+        self.token, done = self.requests.extend(self.request, logits)
+        self.cache.step = step.advance()
+        self._finish(done)
+
+    def _finish(self, done: Tensor) -> None:
+        """Rows that are done leave, and prompts that no row and no waiting request needs."""
+        if not bool(done.any()):
+            return
+        width = int(self.requests.counts[self.request].max())
+        moves = Moves(~done)
+        self.cache.drop_rows(moves, width)
+        self.request, self.prompt, self.token = (
+            _moved(moves, state) for state in (self.request, self.prompt, self.token)
+        )
+        self.cache.step = None
+        needed = torch.bincount(self.prompt, minlength=len(self.lengths)) > 0
+        place = self.place_of.get(self._waiting_prompt(), None)
+        if place is not None:
+            needed[place] = True
+        if not bool(needed.all()):
+            self._forget(Moves(needed), needed)
+
+    def _forget(self, moves: Moves, needed: Tensor) -> None:
+        """Prompts leave the cache; rows follow theirs to its new place."""
+        self.cache.drop_prompts(moves)
+        place = torch.arange(len(needed), device=needed.device)
+        place[moves.source] = moves.target
+        self.lengths = _moved(moves, self.lengths)
+        self.prompt = place[self.prompt]
+        kept, places = needed.tolist(), place.tolist()
+        self.place_of = {number: places[at] for number, at in self.place_of.items() if kept[at]}
+
+
+def _moved(moves: Moves, state: Tensor) -> Tensor:
+    """A row's or prompt's state after the moves."""
+    state = state.clone()
+    moves.apply(state)
+    return state[: moves.remaining]
+
+
+def default_rows(bytes_per_row: int, device: torch.device, most: int = 512) -> int:
+    """How many rows are decoded at once: those that fit into 2 GiB on a CPU, half of the free memory of a GPU."""
+    budget = 2 << 30
+    if device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] // 2
+    return int(max(1, min(most, budget // max(bytes_per_row, 1))))
+
+
+def bytes_per_row(config: object, tokens: int, itemsize: int, share: Sequence[int]) -> int:
+    """Memory of one row: keys and values of its `tokens` and of its part of the prompts, and its logits (float32, thrice).
+
+    `share` are the tokens of all prompts and the number of requests that share them.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // getattr(
+        config, "num_attention_heads", 1
+    )
+    layers = getattr(config, "num_hidden_layers", 1)
+    held = tokens + share[0] // max(share[1], 1)
+    return 2 * layers * heads * size * itemsize * held + 12 * getattr(config, "vocab_size", 0)
