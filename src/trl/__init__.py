@@ -57,6 +57,10 @@ _NAMES = {
     "RewardTrainer": "trl.trainer.reward_trainer",
     "PRMConfig": "trl.trainer.prm_config",
     "PRMTrainer": "trl.trainer.prm_trainer",
+    "AutoModelForCausalLMWithValueHead": "trl.models.value_head",
+    "AutoModelForSeq2SeqLMWithValueHead": "trl.models.value_head",
+    "PreTrainedModelWrapper": "trl.models.value_wrapper",
+    "create_reference_model": "trl.models.reference_copies",
 }
 
 if TYPE_CHECKING:
@@ -85,6 +89,10 @@ if TYPE_CHECKING:
     from trl.models.peft import get_peft_config as get_peft_config
     from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
     from trl.models.quantization import get_quantization_config as get_quantization_config
+    from trl.models.reference_copies import create_reference_model as create_reference_model
+    from trl.models.value_head import AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead
+    from trl.models.value_head import AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead
+    from trl.models.value_wrapper import PreTrainedModelWrapper as PreTrainedModelWrapper
     from trl.options.model import ModelConfig as ModelConfig
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
     from trl.scripts.parser import TrlParser as TrlParser

@@ -37,6 +37,8 @@ _NAMES = {
     "PRMConfig": "trl.trainer.prm_config",
     "PRMTrainer": "trl.trainer.prm_trainer",
     "PreferenceTrainer": "trl.trainer.preference_trainer",
+    "AdaptiveKLController": "trl.objectives.kl",
+    "FixedKLController": "trl.objectives.kl",
 }
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from trl.models.peft import get_peft_config as get_peft_config
     from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
     from trl.models.quantization import get_quantization_config as get_quantization_config
+    from trl.objectives.kl import AdaptiveKLController as AdaptiveKLController
+    from trl.objectives.kl import FixedKLController as FixedKLController
     from trl.options.model import ModelConfig as ModelConfig
     from trl.trainer.base_trainer import BaseTrainer as BaseTrainer
     from trl.trainer.bco_config import BCOConfig as BCOConfig

@@ -44,6 +44,11 @@ _NAMES = {
     "DPODataCollatorWithPadding": "trl.collators.preference",
     "RewardDataCollatorWithPadding": "trl.collators.reward",
     "compute_accuracy": "trl.reporting.accuracy",
+    "RunningMoments": "trl.tensors.moments",
+    "get_global_statistics": "trl.tensors.moments",
+    "empty_cache": "trl.models.device_cache",
+    "AdaptiveKLController": "trl.objectives.kl",
+    "FixedKLController": "trl.objectives.kl",
 }
 
 if TYPE_CHECKING:
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
     from trl.collators.reward import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
     from trl.data.constant_length import ConstantLengthDataset as ConstantLengthDataset
     from trl.data.formats import remove_none_values as remove_none_values
+    from trl.models.device_cache import empty_cache as empty_cache
     from trl.models.dropout import disable_dropout_in_model as disable_dropout_in_model
     from trl.models.loading import create_model_from_path as create_model_from_path
     from trl.models.loading import get_config_model_id as get_config_model_id
@@ -62,6 +68,8 @@ if TYPE_CHECKING:
     from trl.models.peft import peft_module_casting_to_bf16 as peft_module_casting_to_bf16
     from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
     from trl.models.quantization import get_quantization_config as get_quantization_config
+    from trl.objectives.kl import AdaptiveKLController as AdaptiveKLController
+    from trl.objectives.kl import FixedKLController as FixedKLController
     from trl.reporting.accuracy import compute_accuracy as compute_accuracy
     from trl.reporting.model_card import generate_model_card as generate_model_card
     from trl.reporting.tables import print_prompt_completions_sample as print_prompt_completions_sample
@@ -73,6 +81,8 @@ if TYPE_CHECKING:
     from trl.tensors.masking import first_true_indices as first_true_indices
     from trl.tensors.masking import truncate_response as truncate_response
     from trl.tensors.masking import truncate_right as truncate_right
+    from trl.tensors.moments import RunningMoments as RunningMoments
+    from trl.tensors.moments import get_global_statistics as get_global_statistics
     from trl.tensors.padding import exact_div as exact_div
     from trl.tensors.padding import flush_left as flush_left
     from trl.tensors.padding import flush_right as flush_right
