@@ -1,7 +1,7 @@
 import pytest
 import torch
-
 from tests.trainer.resume_worker import tokenizer
+
 from trl.collators.reward import (
     RewardCollator,
     RewardDataCollatorWithPadding,
