@@ -20,14 +20,15 @@ REWARD_COLUMNS = ("chosen_input_ids", "rejected_input_ids")
 OLDER_COLUMNS = ("input_ids_chosen", "input_ids_rejected")
 
 
-def shared_length(chosen: Tensor, rejected: Tensor) -> int:
-    """How many tokens the sequences of a pair begin with in common, each keeping at least one of its own.
+def shared_length(*sequences: Tensor) -> int:
+    """How many tokens some sequences begin with in common, each keeping at least one of its own.
 
     >>> shared_length(torch.tensor([5, 6, 7]), torch.tensor([5, 6])), shared_length(torch.tensor([5]), torch.tensor([6]))
     (1, 0)
     """
-    shorter = min(len(chosen), len(rejected))
-    same = (chosen[:shorter] == rejected[:shorter]).cumprod(dim=0)
+    shorter = min(map(len, sequences))
+    heads = torch.stack([sequence[:shorter] for sequence in sequences])
+    same = (heads == heads[0]).all(dim=0).cumprod(dim=0)
     return min(int(same.sum()), shorter - 1)
 
 
@@ -50,15 +51,34 @@ def pair_batch(
     ([[5, 6, 7, 8, 9]], [[0, 1, 2, 2, 3]])
     """
     _check_pairs(pairs)
+    return group_batch(pairs, prefix_sharing=prefix_sharing, pad_token_id=pad_token_id, multiple=multiple)
+
+
+def group_batch(
+    groups: Sequence[Sequence[Tensor]],
+    *,
+    prefix_sharing: bool,
+    pad_token_id: int = 0,
+    multiple: int | None = None,
+) -> dict[str, Tensor]:
+    """Groups of whole sequences (none empty) as one flat batch of all of them in order, laid out as `pair_batch` does.
+
+    `rows (B,)` counts the groups.
+
+    >>> group = [torch.tensor(ids) for ids in ([5, 6, 7], [5, 6, 8], [5, 6, 9])]
+    >>> group_batch([group], prefix_sharing=True)["input_ids"].tolist()
+    [[5, 6, 7, 8, 9]]
+    """
     trees: list[tuple[int, list[int]]] = []
     ids: list[Tensor] = []
-    for chosen, rejected in pairs:
-        shared = shared_length(chosen, rejected) if prefix_sharing else 0
+    for group in groups:
+        shared = shared_length(*group) if prefix_sharing and len(group) > 1 else 0
         if shared:
-            trees.append((shared, [len(chosen) - shared, len(rejected) - shared]))
+            trees.append((shared, [len(sequence) - shared for sequence in group]))
+            ids += [group[0][:shared], *(sequence[shared:] for sequence in group)]
         else:
-            trees += [(len(chosen), []), (len(rejected), [])]
-        ids += [chosen, rejected[shared:]]
+            trees += [(len(sequence), []) for sequence in group]
+            ids += group
     row = torch.cat(ids)
     tail = round_up(len(row), multiple) - len(row)
     segments = Segments.from_trees([*trees, *([(tail, [])] if tail else [])])
@@ -66,7 +86,7 @@ def pair_batch(
         "input_ids": torch.nn.functional.pad(row, (0, tail), value=pad_token_id)[None],
         "position_ids": segments.position_ids(),
         "segment_table": segments.to_table(),
-        "rows": torch.arange(len(pairs)),
+        "rows": torch.arange(len(groups)),
         **({"filler": torch.tensor([tail])} if tail else {}),
     }
 

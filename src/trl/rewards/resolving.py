@@ -1,0 +1,110 @@
+"""Reward functions and models by name, as a command line gives them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+READY_MADE = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+SOFT_OVERLONG = "get_soft_overlong_punishment"
+SOFT_OVERLONG_LENGTHS = {"max_completion_len": 1280, "soft_punish_cache": 256}
+
+
+def resolve_reward_funcs(names: Sequence[str]) -> list[Callable[..., Any] | str]:
+    """Reward functions by name or dotted path; a reward model's path or Hub name comes back as it is.
+
+    Known names are those of `trl.rewards`; `get_soft_overlong_punishment` takes its lengths in brackets, for example
+    `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)`, and 1280 and 256 without. A dotted path
+    names a function in a module that can be imported, also from the working directory.
+
+    Raises: ValueError for a name that is none of these, with the known ones.
+    """
+    return [_resolve(name) for name in names]
+
+
+def _resolve(name: str) -> Callable[..., Any] | str:
+    if name in READY_MADE:
+        return getattr(import_module("trl.rewards"), name)
+    if name.partition("(")[0] == SOFT_OVERLONG:
+        from trl.rewards.lengths import get_soft_overlong_punishment
+
+        return get_soft_overlong_punishment(**(_lengths(name) or SOFT_OVERLONG_LENGTHS))
+    if Path(name).expanduser().is_dir():
+        return name
+    if "/" in name or os.sep in name:
+        return _model_name(name)
+    if "." in name:
+        return _function(name)
+    raise _unknown(name)
+
+
+def _lengths(call: str) -> dict[str, int]:
+    """The keyword arguments of `get_soft_overlong_punishment(...)`, whole numbers."""
+    try:
+        node: Any = ast.parse(call, mode="eval").body
+        if isinstance(node, ast.Name):
+            return {}
+        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+        given = dict(zip(SOFT_OVERLONG_LENGTHS, map(ast.literal_eval, node.args), strict=False)) | keywords
+        if given and set(given) == set(SOFT_OVERLONG_LENGTHS) and all(type(v) is int for v in given.values()):
+            return given  # type: ignore[return-value]
+    except (SyntaxError, ValueError, AttributeError):
+        pass
+    raise ValueError(
+        f"reward function {call!r} cannot be read, expected {SOFT_OVERLONG}(max_completion_len=1280,soft_punish_cache=256), "
+        "with two whole numbers. Quote it in the shell."
+    )
+
+
+def _model_name(name: str) -> str:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(
+            f"reward function {name!r} looks like a path, and there is no such folder. Give a folder that holds a reward "
+            "model, a Hub name such as 'owner/name', or a function as 'module.function'."
+        )
+    return name
+
+
+def _function(path: str) -> Callable[..., Any]:
+    module_name, _, attribute = path.rpartition(".")
+    module = _imported(module_name, path)
+    found = getattr(module, attribute, None)
+    if found is None:
+        others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise ValueError(
+            f"reward function {path!r}: module {module_name!r} has no {attribute!r}, it has {others}. Name one of them."
+        )
+    if not callable(found):
+        raise ValueError(
+            f"reward function {path!r} is a {type(found).__name__}, expected a function. Name a function of {module_name!r}."
+        )
+    return found
+
+
+def _imported(module_name: str, path: str) -> Any:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # what the module itself imports is missing
+        raise _unknown(path, f" There is no module {error.name!r} here ({here}) or installed.") from error
+    finally:
+        sys.path.remove(here)
+
+
+def _unknown(name: str, reason: str = "") -> ValueError:
+    known = (*READY_MADE, SOFT_OVERLONG)
+    close = get_close_matches(name.rpartition(".")[2], known, n=1)
+    guess = f" Did you mean {close[0]}?" if close else ""
+    return ValueError(
+        f"reward function {name!r} is unknown.{reason}{guess} Known are {', '.join(known)}; others are given as "
+        "'module.function', reward models as a folder or 'owner/name'."
+    )
