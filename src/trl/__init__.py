@@ -61,6 +61,8 @@ _NAMES = {
     "AutoModelForSeq2SeqLMWithValueHead": "trl.models.value_head",
     "PreTrainedModelWrapper": "trl.models.value_wrapper",
     "create_reference_model": "trl.models.reference_copies",
+    "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
+    "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
 }
 
 if TYPE_CHECKING:
@@ -120,5 +122,7 @@ if TYPE_CHECKING:
     from trl.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
+    from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
+    from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -39,6 +39,14 @@ SFT_ARGUMENTS: Mapping[str, Older] = {
     "dataset_batch_size": Older("ignored", "rows are prepared in batches of a fixed size"),
 }
 
+ITERATIVE_SFT_ARGUMENTS: Mapping[str, Older] = {
+    "tokenizer": Older("argument", "processing_class"),
+    "max_length": Older("config", "max_length"),
+    "truncation_mode": Older("config", "truncation_mode"),
+    "optimize_device_cache": Older("config", "optimize_device_cache"),
+    "model_init_kwargs": Older("config", "model_init_kwargs"),
+}
+
 _PREFERENCE_ARGUMENTS: Mapping[str, Older] = {
     "tokenizer": Older("argument", "processing_class"),
     "model_init": Older("argument", "model"),

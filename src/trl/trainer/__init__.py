@@ -39,6 +39,8 @@ _NAMES = {
     "PreferenceTrainer": "trl.trainer.preference_trainer",
     "AdaptiveKLController": "trl.objectives.kl",
     "FixedKLController": "trl.objectives.kl",
+    "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
+    "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
 }
 
 if TYPE_CHECKING:
@@ -78,5 +80,7 @@ if TYPE_CHECKING:
     from trl.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
+    from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
+    from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

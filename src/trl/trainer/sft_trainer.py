@@ -22,7 +22,7 @@ from transformers import (
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
-from trl.legacy import SFT_ARGUMENTS, move_onto_config
+from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
 from trl.models.forward import Scored
 from trl.models.layout import padded_batch
 from trl.models.parts import check_decoder_only
@@ -72,6 +72,8 @@ class SFTTrainer(BaseTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "sft"]
     _name: ClassVar[str] = "SFT"
+    _config_class: ClassVar[type[SFTConfig]] = SFTConfig
+    _older_arguments: ClassVar[Mapping[str, Older]] = SFT_ARGUMENTS
 
     def __init__(
         self,
@@ -92,13 +94,14 @@ class SFTTrainer(BaseTrainer):
         **older: Any,
     ) -> None:
         model, args, processing_class = move_onto_config(
-            SFT_ARGUMENTS, SFTConfig, model=model, args=args, processing_class=processing_class, older=older
-        )
+            self._older_arguments, self._config_class, model=model, args=args, processing_class=processing_class,
+            older=older,
+        )  # fmt: skip
         assert isinstance(args, SFTConfig)
         self.objective = lookup(LOSS_TYPES, args.loss_type, "loss_type")
         _check_one_loss(args, compute_loss_func)
         policy = set_up_policy(model, args, processing_class, peft_config)
-        check_decoder_only(policy.scorer.core)
+        self.check_model(policy.scorer.core)
         loaded, processing_class, self.scorer = policy.model, policy.processing_class, policy.scorer
         self.padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
         self.with_images = isinstance(data_collator, DataCollatorForVisionLanguageModeling) or has_images(
@@ -108,12 +111,7 @@ class SFTTrainer(BaseTrainer):
             data_collator = collator_for_images(
                 data_collator, args, processing_class, loaded, formatting_func
             )
-        data_collator = data_collator or DataCollatorForLanguageModeling(
-            pad_token_id=self.scorer.pad_token_id,
-            completion_only_loss=args.completion_only_loss is not False,
-            padding_free=self.padding_free,
-            pad_to_multiple_of=args.pad_to_multiple_of,
-        )
+        data_collator = data_collator or self.make_collator(args)
         self._sets = SFTDatasets(
             args, processing_class, formatting_func=formatting_func, model=loaded,
             image_collator=data_collator if self.with_images else None,
@@ -139,6 +137,21 @@ class SFTTrainer(BaseTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    # ---- what a variant may do otherwise
+
+    def check_model(self, core: PreTrainedModel) -> None:
+        """Raise TypeError for a model of a kind that is not trained here."""
+        check_decoder_only(core)
+
+    def make_collator(self, args: SFTConfig) -> Callable[[list[Any]], dict[str, Any]]:
+        """What makes batches of prepared rows where the user gives nothing else; `self.scorer` is there already."""
+        return DataCollatorForLanguageModeling(
+            pad_token_id=self.scorer.pad_token_id,
+            completion_only_loss=args.completion_only_loss is not False,
+            padding_free=self.padding_free,
+            pad_to_multiple_of=args.pad_to_multiple_of,
         )
 
     # ---- the data

@@ -1,0 +1,259 @@
+"""Supervised fine-tuning on rows that a program brings step by step: generated, filtered, corrected in between."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from trl.collators.rows import IGNORED
+from trl.data.rendering import text_tokenizer
+from trl.legacy import ITERATIVE_SFT_ARGUMENTS, Older
+from trl.models.device_cache import empty_cache
+from trl.trainer.iterative_rows import Rows, Seq2SeqRowsCollator, StepRows
+from trl.trainer.iterative_sft_config import IterativeSFTConfig
+from trl.trainer.progress import check_resumable
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class IterativeSFTTrainer(SFTTrainer):
+    """Trainer of next-token prediction whose loop belongs to the user: each call of `step` brings its own rows.
+
+    Args:
+        model: a causal language model or an encoder-decoder, a `PeftModel`, or a name or path.
+        args: an `IterativeSFTConfig`; a plain `TrainingArguments` is taken over into one.
+        data_collator: makes batches of rows of `input_ids` and `labels`; by default that of `SFTTrainer`, or one for
+            encoder-decoders.
+        eval_dataset: rows as `SFTTrainer` takes them, or a dict of several by name; an encoder-decoder's are tokenised,
+            with `labels`.
+        processing_class: the tokenizer; by default the one saved with the model.
+        optimizers: an optimiser and a schedule of your own.
+        preprocess_logits_for_metrics: `(logits, labels) -> logits` before they are kept for `compute_metrics`.
+        compute_metrics: `EvalPrediction -> dict`; it is given logits and labels of padded rows.
+        peft_config: trains a new adapter with these settings instead of the model.
+
+    The loss is that of `SFTTrainer`: the mean over the trained tokens of an optimiser step, however it is cut.
+
+    Example:
+        >>> from trl import IterativeSFTTrainer
+        >>> trainer = IterativeSFTTrainer("Qwen/Qwen3-0.6B")  # doctest: +SKIP
+        >>> trainer.step(texts=["The sky is blue.", "Seven apples are left."])  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "iterative-sft"]
+    _name: ClassVar[str] = "Iterative SFT"
+    _config_class: ClassVar[type[SFTConfig]] = IterativeSFTConfig
+    _older_arguments: ClassVar[Mapping[str, Older]] = ITERATIVE_SFT_ARGUMENTS
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module | None = None,
+        args: IterativeSFTConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator=data_collator,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            compute_metrics=compute_metrics,
+            **kwargs,
+        )
+        assert isinstance(self.args, IterativeSFTConfig)
+        self._calls = 0
+        self._has_begun = False
+        self._read = StepRows(
+            text_tokenizer(self.processing_class),  # type: ignore[arg-type]
+            self.is_encoder_decoder,
+            self.args.max_length,
+            self.args.truncation_mode == "keep_end",
+        )
+
+    # ---- what differs from SFTTrainer: encoder-decoders are trained too
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model has an encoder of its own for the input."""
+        return bool(self.scorer.core.config.is_encoder_decoder)
+
+    def check_model(self, core: PreTrainedModel) -> None:
+        """Take decoders and encoder-decoders."""
+
+    def make_collator(self, args: SFTConfig) -> Callable[[list[Any]], dict[str, Any]]:
+        """That of `SFTTrainer`, or one that puts the labels before the decoder."""
+        if not self.is_encoder_decoder:
+            return super().make_collator(args)
+        if args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor must be 0 for an encoder-decoder, got {args.label_smoothing_factor}. Leave it out."
+            )
+        return Seq2SeqRowsCollator(self.scorer.pad_token_id)
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """Trained tokens of a batch."""
+        if "decoder_labels" in batch:
+            return (batch["decoder_labels"] != IGNORED).sum()
+        return super().count_units(batch)
+
+    # ---- the steps
+
+    def step(
+        self,
+        input_ids: list[Tensor] | None = None,
+        attention_mask: list[Tensor] | None = None,
+        labels: list[Tensor] | None = None,
+        texts: list[str] | None = None,
+        texts_labels: list[str] | None = None,
+    ) -> None:
+        """Train once on some rows, in their order: tokens or texts, all this process has for this call.
+
+        An optimiser step is made for every `per_device_train_batch_size * gradient_accumulation_steps` rows, and one for
+        what is left. `labels` (-100 where nothing is trained) and `texts_labels` are the tokens themselves unless given;
+        an encoder-decoder needs them. A text ends with the tokenizer's eos token, which is added where it is missing.
+
+        Raises: ValueError or TypeError for rows that cannot be used, before anything is trained.
+        """
+        rows = self._read(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels, texts=texts, texts_labels=texts_labels
+        )  # fmt: skip
+        self._check_rows(rows)
+        size = self.args.per_device_train_batch_size
+        batches = [self.data_collator(rows[at : at + size]) for at in range(0, len(rows), size)]
+        updates = math.ceil(len(batches) / self.args.gradient_accumulation_steps)
+        self._check_length(updates, len(batches))
+        if not self._has_begun:
+            self._begin(None)
+        self._train_on(batches, updates)
+        if self.args.optimize_device_cache:  # type: ignore[union-attr]
+            empty_cache()
+
+    def _train_on(self, batches: list[Any], updates: int) -> None:
+        """The parent's epoch over these batches, once."""
+        model, was_training = self.model, self.model.training  # type: ignore[union-attr]
+        self.is_in_train = True
+        self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+        try:
+            self._run_epoch(
+                model=self.model_wrapped,
+                epoch=self._calls,
+                train_dataloader=batches,
+                steps_in_epoch=len(batches),
+                num_update_steps_per_epoch=updates,
+                trial=None,
+                ignore_keys_for_eval=None,
+                start_time=self._started,
+                resume_from_checkpoint=None,
+                epochs_trained=0,
+                steps_trained_in_current_epoch=0,
+            )
+        finally:
+            self.is_in_train = False
+            model.train(was_training)  # type: ignore[union-attr]
+        self._calls += 1
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Not the way to train here: raises TypeError."""
+        raise TypeError(
+            "IterativeSFTTrainer has no data set to train on. Give rows to step, or use SFTTrainer."
+        )
+
+    def resume(self, checkpoint: str | bool = True) -> None:
+        """Go on from a checkpoint (True: the last one in `output_dir`) before the first step of this process.
+
+        Raises: ValueError after a step, FileNotFoundError where there is nothing to resume from.
+        """
+        if self._has_begun:
+            raise ValueError("resume was called after a step, expected before the first. Make a new trainer.")
+        check_resumable(checkpoint, self.args.output_dir)
+        folder = get_last_checkpoint(str(self.args.output_dir)) if checkpoint is True else checkpoint
+        assert isinstance(folder, str)
+        if not self.is_deepspeed_enabled and not self.is_fsdp_enabled:
+            self._load_from_checkpoint(folder)
+        self._begin(folder)
+        self._load_rng_state(folder)
+
+    def method_state(self) -> dict[str, Any]:
+        """How often `step` was called, that of this moment included."""
+        return {"calls": self._calls + 1}
+
+    def load_method_state(self, state: Mapping[str, Any]) -> None:
+        """Go on counting the calls of `step`."""
+        self._calls = int(state.get("calls", 0))
+
+    # ---- the beginning, as that of `Trainer.train`
+
+    def _begin(self, checkpoint: str | None) -> None:
+        """Optimiser, schedule, wrapping of the model, state and callbacks: once, before the first step."""
+        length = self._run_length()
+        if self.args.max_steps <= 0:
+            self.remove_callback(ProgressCallback)  # a bar without an end
+        if self.args.gradient_checkpointing:
+            given = self.args.gradient_checkpointing_kwargs
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)  # type: ignore[union-attr]
+        self._init_training_state(length, 1, 1, checkpoint, None)
+        model, _ = self._prepare_for_training(length, None, checkpoint)
+        self._started = time.time()
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self.state.global_step
+        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        self._total_loss_scalar, self._globalstep_last_logged = 0.0, self.state.global_step
+        model.zero_grad()
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self._has_begun = True
+
+    def _run_length(self) -> int:
+        """Optimiser steps that the schedule is made for: without `max_steps` so many that it never moves."""
+        return self.args.max_steps if self.args.max_steps > 0 else sys.maxsize
+
+    def _check_length(self, updates: int, batches: int) -> None:
+        """Refuse steps beyond `max_steps`, and processes with more batches than others: those would be waited for."""
+        done = self.state.global_step
+        if done + updates > self._run_length():
+            raise ValueError(
+                f"this call makes {updates} optimiser steps after {done}, expected at most max_steps={self.args.max_steps} in "
+                "all. Set a larger max_steps, or give fewer rows."
+            )
+        if self.accelerator.num_processes > 1:
+            own = torch.tensor([batches], device=self.args.device)
+            every = self.accelerator.gather(own).tolist()  # type: ignore[union-attr]
+            if len(set(every)) > 1:
+                raise ValueError(
+                    f"the processes have {every} batches in this call, expected as many each. Give every process as many rows."
+                )
+
+    def _check_rows(self, rows: Rows) -> None:
+        known = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]  # 0: sharded (ZeRO-3)
+        for number, row in enumerate(rows):
+            ids = row["input_ids"]
+            if known and not (int(ids.min()) >= 0 and int(ids.max()) < known):
+                raise ValueError(
+                    f"row {number} has the tokens {int(ids.min())} to {int(ids.max())}, expected 0 to {known - 1}, which the "
+                    "model knows. Use the tokenizer that belongs to it."
+                )
