@@ -22,7 +22,9 @@ check: .venv/.installed-dev
 	$(BIN)/python .ci/import_time.py
 
 bench: .venv/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/sft.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sft.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/preference.py
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/generation.py
 
 format: .venv/.installed-dev
 	$(BIN)/ruff format .
@@ -36,7 +38,7 @@ clean:
 
 # The stamps are older than what they were made from exactly when the environment has to be brought up to date.
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[plot]'
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python

@@ -15,8 +15,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not any("cuda" in argument for argument in sys.argv):
-    os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -66,6 +64,9 @@ def parse() -> Namespace:
     parser.add_argument(
         "--turns", type=int, default=3, help="measured turns of each side, after one to warm up"
     )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="on a CPU: 1 takes CPU seconds, more take wall-clock seconds"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="smallest model and few tokens")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON to this file")
@@ -75,10 +76,9 @@ def parse() -> Namespace:
 def main() -> None:
     args = parse()
     if args.device == "cpu":
-        torch.set_num_threads(1)
-    print(
-        f"torch {torch.__version__}, {args.device}, {args.samples} samples of each of {args.prompts} prompts\n"
-    )
+        torch.set_num_threads(args.threads)
+    where = args.device if args.device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {where}, {args.samples} samples of each of {args.prompts} prompts\n")
     print(table_row(COLUMNS), table_row(["---"] * len(COLUMNS)), sep="\n")
     sizes = args.sizes[:1] if args.quick else args.sizes
     results = [measure(args, size, case) for size in sizes for case in cases(args)]
@@ -112,11 +112,11 @@ def measure(args: Namespace, size: str, case: Case) -> dict[str, Any]:
     for turn in range(args.turns + 1):
         found = {}
         for name in sides if turn % 2 else reversed(sides):
-            started = now(args.device)
+            started = now(args)
             found[name] = sides[name](turn)
             count = sum(map(len, found[name]))
             if turn:
-                speeds[name].append(count / (now(args.device) - started))
+                speeds[name].append(count / (now(args) - started))
                 tokens.append(count)
         if case.greedy and dtype == torch.float32 and differing(found["ours"], found["generate"]) > 2:
             raise ValueError("greedy completions differ, so the two sides do not do the same work.")
@@ -164,11 +164,11 @@ def differing(first: list[list[int]], second: list[list[int]]) -> int:
     return sum(one != other for one, other in zip(first, second, strict=True))
 
 
-def now(device: str) -> float:
-    if device == "cuda":
+def now(args: Namespace) -> float:
+    """CPU seconds of the process where it has one thread, which other jobs on the machine do not change."""
+    if args.device == "cuda":
         torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+    return time.process_time() if args.device == "cpu" and args.threads == 1 else time.perf_counter()
 
 
 def table_row(cells: list[Any]) -> str:

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,17 +37,18 @@ COLUMNS = [
     "/ bare", "/ padded",
 ]  # fmt: skip
 RATIOS = (1, 4, 16)
-LARGE = (
-    50_000  # vocabularies from here on take batches of 4: the padded loop's logits would need 15 GB with 8
-)
+LARGE = 50_000
+"""Vocabularies from here on take batches of 4 where a loop has logits: padded ones would need 15 GB with 8."""
 
 
 def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), help="decoder bodies; default: 5m 30m")
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["5m"], help="decoder bodies")
     parser.add_argument("--vocab", nargs="+", type=int, help="vocabularies; default: 5000 152000")
-    parser.add_argument("--steps", type=int, help="measured steps per case; default: 10, for 30m 5")
+    parser.add_argument(
+        "--steps", type=int, help="measured steps per case; default: 8, with --quick or 30m 5"
+    )
     parser.add_argument("--max_length", type=int, default=512)
     parser.add_argument(
         "--data", type=Path, help="jsonl of dialogues with chosen and rejected; default: HH harmless"
@@ -74,7 +76,7 @@ def main() -> None:
         case(args, corpus, method, size, vocabulary)
         for method in args.methods
         for vocabulary in args.vocab or ([5000] if args.quick else [5000, 152_000])
-        for size in args.sizes or (["5m"] if args.quick else ["5m", "30m"])
+        for size in args.sizes
     ]
     if "dpo" in args.methods:
         results += prefix_sharing(args)
@@ -83,8 +85,9 @@ def main() -> None:
 
 def case(args: Namespace, corpus: Corpus, method: str, size: str, vocabulary: int) -> Result:
     """One method on one model: times in turn in this process, memory in a process for each variant."""
-    task, batch_size = TASKS[method], 4 if vocabulary >= LARGE else 8
-    steps = args.steps or (5 if size == "30m" or args.quick else 10)
+    task = TASKS[method]
+    batch_size = 4 if task.has_logits and vocabulary >= LARGE else 8
+    steps = args.steps or (5 if size == "30m" or args.quick else 8)
     model = task.build(size, vocabulary)
     recipe = Recipe(steps=steps + 1, batch_size=batch_size)
     found = run_interleaved(model, task.rows(corpus), recipe, warmup=1, loops=task.loops, make=task.make)
@@ -96,12 +99,18 @@ def case(args: Namespace, corpus: Corpus, method: str, size: str, vocabulary: in
     cells = [
         *(method, size, vocabulary, batch_size, f"{median(found.seconds[OURS]):.3f}"),
         *(ratios(found, "bare"), ratios(found, "padded"), f"{needed / padded:.2f}"),
-        *(f"{growth[OURS] / over:.2f}" if growth else "-" for over in (1e6, *map(growth.get, task.loops))),
+        *_growth_cells(growth, task.loops),
     ]
     print(table_row(cells), flush=True)
     operations = {"needed": needed, "padded": padded}
     known: Result = {"method": method, "size": size, "vocabulary": vocabulary, "batch_size": batch_size}
     return {**known, "operations": operations, "growth_bytes": growth, **summary(found)}
+
+
+def _growth_cells(growth: dict[str, int], loops: Iterable[str]) -> list[str]:
+    if not growth:
+        return ["-", *("-" for _ in loops)]
+    return [f"{growth[OURS] / over:.2f}" for over in (1e6, *(growth[name] for name in loops))]
 
 
 def _growth(args: Namespace, method: str, size: str, vocabulary: int, batch_size: int) -> dict[str, int]:

@@ -37,6 +37,7 @@ class Task:
     make: Callable[..., Any]
     loops: Mapping[str, MakeLoop]
     operations: Operations
+    has_logits: bool = True
 
 
 def make_dpo(
@@ -139,6 +140,7 @@ TASKS: dict[str, Task] = {
         make_reward,
         {"bare": BareReward, "padded": PaddedReward},
         reward_operations,
+        has_logits=False,
     ),
     "kto": Task(
         unpaired_rows,
