@@ -63,6 +63,9 @@ _NAMES = {
     "create_reference_model": "trl.models.reference_copies",
     "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
     "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
+    "TextEnvironment": "trl.rollouts.text_environment",
+    "TextHistory": "trl.rollouts.text_history",
+    "BestOfNSampler": "trl.rollouts.best_of_n",
 }
 
 if TYPE_CHECKING:
@@ -124,5 +127,8 @@ if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
     from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
     from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
+    from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
+    from trl.rollouts.text_history import TextHistory as TextHistory
+    from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

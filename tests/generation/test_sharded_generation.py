@@ -12,24 +12,32 @@ from tests.trainer.one_step import launch
 
 @pytest.fixture(scope="module")
 def whole():
-    """What one process generates before each step, and its trained weights."""
-    callback = Generate()
-    trainer = train(callback, rows=4)
-    return callback.seen, {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    """What one process generates before each step, few and more completions, and its trained weights."""
+    few, more = Generate(more=False), Generate(more=True)
+    trainer = train(few, more, rows=4)
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return (few.seen, more.seen), weights
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", ["fsdp2", "zero3", "zero3_layers"])
 def test_sharded_generation(how, whole, tmp_path):
+    """Also that weights are gathered once per phase: see `sharded_worker`."""
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.generation.sharded_worker", str(tmp_path), how)
-    expected, weights = whole
-    seen = torch.load(tmp_path / "seen.pt")
-    assert len(seen) == 3
-    for step, other in zip(seen, expected, strict=True):
-        for (ids, logps), (other_ids, other_logps) in zip(step, other, strict=True):
-            assert ids == other_ids
-            torch.testing.assert_close(logps, other_logps, rtol=0, atol=1e-3)
+    (few, more), weights = whole
+    for process in (0, 1):
+        found = torch.load(tmp_path / f"process_{process}.pt")
+        assert found["fallbacks"] == (["its weights stay sharded"] if how == "zero3_layers" else [])
+        check_same(found["seen"], more if process and how != "zero3_layers" else few)
     for name, weight in load_file(tmp_path / "model.safetensors").items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def check_same(seen, expected):
+    assert len(seen) == len(expected) == 3
+    assert [[ids for ids, _ in step] for step in seen] == [[ids for ids, _ in step] for step in expected]
+    for step, other in zip(seen, expected, strict=True):
+        for (_, logps), (_, other_logps) in zip(step, other, strict=True):
+            torch.testing.assert_close(logps, other_logps, rtol=0, atol=1e-3)

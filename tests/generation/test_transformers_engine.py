@@ -1,6 +1,7 @@
 """The embedded engine around adapters, value heads, encoder-decoders, mixed precision; its choice of a route."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trl.generation import fused
 from trl.generation.engine import Sampling
 from trl.generation.transformers_engine import TransformersEngine
 from trl.models.seq2seq import Seq2SeqScorer
+from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 
 GREEDY = Sampling(max_new_tokens=16, do_sample=False)
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -71,6 +73,23 @@ def test_weights_too_large_to_copy_are_called(monkeypatch):
     assert ids_of(found) == oracle(model, prompts_of(), max_new_tokens=16)
 
 
+@pytest.mark.skipif(not fused.takes_packed(torch.ones(2, 2)), reason="this torch is built without oneDNN")
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_give_the_same_products(bias):
+    """oneDNN's layout of float32 weights on a CPU, for any number of rows."""
+    torch.manual_seed(0)
+    first, second = (nn.Linear(96, width, bias=bias) for width in (40, 72))
+    with torch.no_grad():
+        packed, plain = (fused.Projection(first, second, pack=pack) for pack in (True, False))
+        assert packed.weight is None and plain.packed is None
+        for rows in (1, 3, 64, 200):
+            inputs = torch.randn(rows, 96)
+            expected = torch.cat([first.double()(inputs.double()), second.double()(inputs.double())], dim=1)
+            first, second = first.float(), second.float()
+            torch.testing.assert_close(packed(inputs).double(), expected, rtol=0, atol=2e-6)
+            torch.testing.assert_close(plain(inputs).double(), expected, rtol=0, atol=2e-6)
+
+
 def test_prompt_learning_falls_back():
     torch.manual_seed(0)
     base = tiny_model("llama", dtype=torch.float64)
@@ -85,22 +104,37 @@ def test_prompt_learning_falls_back():
     assert "virtual tokens" in engine.fallbacks[0]
 
 
-class ValueHead(nn.Module):
-    """A policy with a value head around it, as `AutoModelForCausalLMWithValueHead` has."""
-
-    def __init__(self, pretrained_model):
-        super().__init__()
-        self.pretrained_model = pretrained_model
-        self.v_head = nn.Linear(32, 1)
+@pytest.mark.parametrize("route", ["fused", "forward"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logps_of_adapted_models_are_those_of_the_scoring_forward(route, temperature):
+    model = adapted(tiny_model("qwen3"), lora_dropout=0.5).train()
+    sampling = Sampling(max_new_tokens=16, temperature=temperature, seed=2)
+    found = TransformersEngine(model, route=route).generate(prompts_of(), sampling)
+    for prompt, completion in zip(prompts_of(), found, strict=True):
+        expected = scored_logps(model.eval(), prompt, completion.ids, temperature)
+        torch.testing.assert_close(completion.logps, expected, rtol=0, atol=1e-5)
 
 
 def test_value_heads_are_looked_through():
     base = tiny_model("llama", dtype=torch.float64)
     expected = oracle(base, prompts_of(), max_new_tokens=16)
-    assert ids_of(TransformersEngine(ValueHead(base)).generate(prompts_of(), GREEDY)) == expected
+    wrapped = AutoModelForCausalLMWithValueHead.from_pretrained(base)
+    assert ids_of(TransformersEngine(wrapped).generate(prompts_of(), GREEDY)) == expected
     model = adapted(base)
-    found = ids_of(TransformersEngine(ValueHead(model)).generate(prompts_of(), GREEDY))
+    wrapped = AutoModelForCausalLMWithValueHead.from_pretrained(model)
+    found = ids_of(TransformersEngine(wrapped).generate(prompts_of(), GREEDY))
     assert found == oracle(model, prompts_of(), max_new_tokens=16)
+    seq2seq = tiny_seq2seq("t5", dtype=torch.float64)
+    wrapped = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(seq2seq)
+    expected = ids_of(TransformersEngine(seq2seq).generate(prompts_of(), GREEDY))
+    assert ids_of(TransformersEngine(wrapped).generate(prompts_of(), GREEDY)) == expected
+
+
+def test_prompts_may_be_tensors():
+    model = tiny_model("llama", dtype=torch.float64)
+    prompts = [torch.tensor(prompt) for prompt in prompts_of()]
+    found = TransformersEngine(model).generate(prompts, GREEDY)
+    assert ids_of(found) == ids_of(TransformersEngine(model).generate(prompts_of(), GREEDY))
 
 
 # ---- encoder-decoders
@@ -145,16 +179,43 @@ def test_logps_of_encoder_decoders_are_those_of_the_scoring_forward(architecture
         torch.testing.assert_close(completion.logps, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["bart", "marian"])
+def test_windows_of_encoder_decoders(architecture):
+    """As many positions for the prompt as for the completion, which begins with one of its own."""
+    engine = TransformersEngine(tiny_seq2seq(architecture, max_position_embeddings=16))
+    sampling = Sampling(max_new_tokens=40, stop_token_ids=(), seed=0)
+    assert [len(found.ids) for found in engine.generate([[5] * 16, [6]], sampling)] == [15, 15]
+    with pytest.raises(ValueError, match=r"prompts\[1\] has 17 tokens, the model's window is 16. Truncate"):
+        engine.generate([[5], [5] * 17], sampling)
+
+
+def test_virtual_tokens_take_places_of_the_window():
+    base = tiny_model("llama", max_position_embeddings=16)
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    engine = TransformersEngine(model)
+    found = engine.generate([[5] * 6], Sampling(max_new_tokens=40, stop_token_ids=(), seed=0))
+    assert len(found[0].ids) == 16 - 3 - 6
+    with pytest.raises(ValueError, match=r"prompts\[0\] has 13 tokens, the model's window is 13"):
+        engine.generate([[5] * 13], Sampling())
+
+
 # ---- precision
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("through", ["argument", "context"])
+@pytest.mark.parametrize("through", ["argument", "context", "accelerator"])
 def test_autocast(architecture, through):
     model = tiny_model(architecture, initializer_range=0.1)
     prompts, sampling = prompts_of(), Sampling(max_new_tokens=12, seed=0, stop_token_ids=())
     if through == "argument":
         found = TransformersEngine(model, autocast_dtype=torch.bfloat16).generate(prompts, sampling)
+    elif through == "accelerator":
+        accelerator = SimpleNamespace(
+            mixed_precision="bf16",
+            unwrap_model=lambda model: model,
+            state=SimpleNamespace(deepspeed_plugin=None),
+        )
+        found = TransformersEngine(model, accelerator=accelerator).generate(prompts, sampling)
     else:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = TransformersEngine(model).generate(prompts, sampling)

@@ -1,7 +1,7 @@
-"""The attention of rollouts, registered with transformers' attention interface, so that a model's own forward uses it.
+"""The attention of rollouts, registered with transformers so that a model's own forward uses it.
 
-Inside `rollout_attention_of(model, cache)` every attention layer keeps the keys and values it is given in the cache:
-of a flat row of prompts, then of one newest token per row. The model's own cache is not used.
+Inside `rollout_attention_of(model, cache)` every attention layer keeps the keys and values it is given in the
+cache: of a flat row of prompts, then of one newest token per row. The model's own cache is not used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rollout_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a flat row `query (1, heads, N, D) -> (1, N, heads, D)`: prompts, or the newest tokens of rows."""
+    """Attention of a flat row, prompts or newest tokens: `query (1, heads, N, D) -> (1, N, heads, D)`."""
     cache, layer = _CACHE.get(), _layer_of(module)
     query, key = (
         query.to(value.dtype),

@@ -1,7 +1,7 @@
 """Keys and values of rollouts in progress: one copy per prompt, and of each row's own tokens.
 
-Rows (completions in progress) and prompts have places that are counted from 0 without gaps: when one leaves, the last
-ones move into the gaps. Buffers are allocated ahead and only grow.
+Rows (completions in progress) and prompts have places that are counted from 0 without gaps: when one leaves,
+the last ones move into the gaps. Buffers are allocated ahead and only grow.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Moves:
 class Step:
     """What one decoding step's attention needs beside keys and values; the same in all layers.
 
-    `columns` `(R,)` is where each row's newest token lies among its own, `prompt` `(R,)` its prompt's place, `lengths`
-    `(G,)` the prompts' tokens.
+    `columns` `(R,)` is where each row's newest token lies among its own, `prompt` `(R,)` its prompt's place,
+    `lengths` `(G,)` the prompts' tokens.
     """
 
     def __init__(self, columns: Tensor, prompt: Tensor, lengths: Tensor) -> None:
@@ -81,7 +81,7 @@ class Step:
 
     @cached_property
     def slots(self) -> Tensor | None:
-        """Where each row lies in a table of `per_prompt` rows for each prompt; None where that is its own place."""
+        """Each row's place in a table of `per_prompt` rows for each prompt; None where that is its own."""
         order = torch.argsort(self.prompt, stable=True)
         counts = torch.bincount(self.prompt, minlength=len(self.lengths))
         rank = self.rows - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -113,7 +113,7 @@ class Step:
         return visibility_bias(keys <= self.columns[:, None])[:, None, None]
 
     def biases(self, window: int | None) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Biases of the prompt part and of the own part, and whether the first is row by row (a window that binds)."""
+        """Biases of the prompt and the own part; whether the first is row by row (a window that binds)."""
         if not window or self.longest + self.width <= window:
             return self.prompt_bias, self.own_bias, False
         if window not in self._windows:
@@ -176,7 +176,7 @@ class RolloutCache:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float,
         window: int | None = None, softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """Store the newest tokens' `key` and `value` `(R, heads, D)` and attend: `query (R, H, D) -> (R, H, D)`."""
+        """Store the newest `key`, `value` `(R, heads, D)` and attend: `query (R, H, D) -> (R, H, D)`."""
         step, cache = self.step, self.layers[layer]
         assert step is not None
         self._store_own(cache, step, key, value)

@@ -1,7 +1,7 @@
 """Cascade attention: each row over its prompt, read once for all rows of the prompt, and over its own tokens.
 
-The two parts are softmaxes of their own, merged by their log-sum-exps (Juravsky et al. 2024, arXiv:2402.05099,
-section 3.1).
+The two parts are softmaxes of their own, merged by their log-sum-exps (Juravsky et al. 2024,
+arXiv:2402.05099, section 3.1).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def attend_part(
 
 
 def _products(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """`scale * query @ key^T` in float32 at least: rounding scores to half precision would cost percents of weights."""
+    """`scale * query @ key^T`, at least float32: scores in half precision would cost percents of weights."""
     key = key.transpose(1, 2)
     if query.dtype.itemsize >= 4:
         return torch.baddbmm(query.new_empty(1), query, key, beta=0, alpha=scale)
@@ -49,6 +49,6 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor
 
 
 def visibility_bias(visible: Tensor) -> Tensor:
-    """0 where `visible`, else a number that no score outweighs; finite, so that a part with no visible key is no NaN."""
+    """0 where `visible`, else what no score outweighs; finite, so that a part with no keys is no NaN."""
     hidden = torch.finfo(torch.float32).min / 2
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, hidden)

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalty, temperature, cuts, one draw per row, and the log-probs of what was drawn."""
+"""From logits to tokens: penalty, temperature, cuts, one draw per row, and the log-probs of the draws."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEW = 1024  # tokens that hold the nucleus of most distributions
 
 
 class Chosen(NamedTuple):
-    """Tokens `(R,)`, their log-probs under the distribution sampled from, and the log of the kept mass, in nats."""
+    """Tokens `(R,)`, their log-probs where they were drawn, and the log of the kept mass, in nats."""
 
     ids: Tensor
     logps: Tensor
@@ -26,8 +26,8 @@ class Chosen(NamedTuple):
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
     """One token per row of `logits` `(R, V)`, which are overwritten; `numbers` `(R,)` in [0, 1) decide.
 
-    Tokens are laid out on [0, 1) in the order of their ids, each as wide as its probability. Each row's result depends
-    on that row alone.
+    Tokens are laid out on [0, 1) in the order of their ids, each as wide as its probability. Each row's
+    result depends on that row alone.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     values.sub_(values.amax(dim=1, keepdim=True))
@@ -64,7 +64,7 @@ def _padded_exps(values: Tensor) -> Tensor:
 
 
 def _invert(exps: Tensor, numbers: Tensor) -> Tensor:
-    """The token in whose stretch of the cumulated `exps` `(R, V')` each number falls: first the block, then inside."""
+    """The token in whose stretch of the cumulated `exps` `(R, V')` each number falls: its block first."""
     rows, width = exps.shape
     blocks = exps.view(rows, width // _BLOCK, _BLOCK)
     sums = blocks.sum(dim=2).double()
@@ -94,7 +94,7 @@ def _border(values: Tensor, exps: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
-    """The value of the last token of the smallest set that holds `top_p` of the mass (arXiv:1904.09751, eq. 2)."""
+    """The lowest value of the smallest set that holds `top_p` of the mass (arXiv:1904.09751, eq. 2)."""
     if ranked is not None:
         return _last_within(ranked, ranked.exp().sum(dim=1, keepdim=True) * top_p)[0]
     wanted = exps.sum(dim=1, keepdim=True) * top_p
@@ -107,7 +107,7 @@ def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: 
 
 
 def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of the `ranked` values before which less than `wanted` mass lies, and whether they hold that mass."""
+    """The last of `ranked` values with less than `wanted` mass before it; whether all hold that much."""
     mass = ranked.exp()
     ends = mass.double().cumsum(dim=1)
     count = (ends - mass < wanted).sum(dim=1, keepdim=True)
@@ -115,6 +115,6 @@ def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def penalise_(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were `seen` `(R, V)` less likely, in place: positive logits divided, negative multiplied."""
+    """Make tokens that were `seen` `(R, V)` less likely: positive logits divided, negative multiplied."""
     scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
     return logits.copy_(torch.where(seen, scaled, logits))

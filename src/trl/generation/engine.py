@@ -1,4 +1,4 @@
-"""What every generation engine takes and gives: token ids in; token ids, their log-probs and why they stopped, out."""
+"""What every generation engine takes and gives: token ids in; ids, log-probs and finish reasons out."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ FinishReason = Literal["stop", "length"]
 class Sampling:
     """How completions are drawn, for all requests of one call.
 
-    `max_new_tokens`, `min_new_tokens` count completion tokens, `max_length`, `min_length` prompt and completion; both
-    maxima hold (256 new tokens where neither is given), and stop tokens cannot be drawn before the minimum. `temperature` divides the logits; 0 is greedy, as is
-    `do_sample=False`. `top_k` (None or 0: off), `top_p` (1: off) and `min_p` (None or 0: off) cut the distribution in
-    this order, as in transformers; ties at the border stay. `repetition_penalty` (CTRL, arXiv:1909.05858, section 4.1)
-    counts prompt and completion. `stop_token_ids=None` stops at the model's own end tokens, `()` at none. A completion
-    keeps the token that stopped it, also the one that completed a stop string. `seed=None` takes a fresh one from
-    torch's global generator, otherwise results depend on (seed, stream) alone.
+    `max_new_tokens`, `min_new_tokens` count completion tokens, `max_length`, `min_length` prompt and
+    completion; both maxima hold (256 new tokens where neither is given), and stop tokens cannot be drawn
+    before the minimum. `temperature` divides the logits; 0 is greedy, as is `do_sample=False`. `top_k` (None
+    or 0: off), `top_p` (1: off) and `min_p` (None or 0: off) cut the distribution in this order, as in
+    transformers; ties at the border stay. `repetition_penalty` (CTRL, arXiv:1909.05858, section 4.1) counts
+    prompt and completion. `stop_token_ids=None` stops at the model's own end tokens, `()` at none. A
+    completion keeps the token that stopped it, also the one that completed a stop string. `seed=None` takes a
+    fresh one from torch's global generator, otherwise results depend on (seed, stream) alone.
 
     Raises: ValueError for a value outside of its range.
     """
@@ -50,7 +51,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(
-                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give the longest completion in tokens."
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give the longest completion "
+                "in tokens."
             )
         self._check_fraction("top_p", self.top_p, "Use 1.0 to keep the whole distribution.")
         self._check_fraction("min_p", self.min_p, "Use None to keep the whole distribution.", zero=True)
@@ -75,7 +77,7 @@ class Sampling:
 
     @property
     def new_tokens(self) -> int | None:
-        """The most completion tokens by `max_new_tokens`, or by default; None where only `max_length` says."""
+        """The most completion tokens by `max_new_tokens` or by default; None where only `max_length` says."""
         return (
             DEFAULT_NEW_TOKENS
             if self.max_new_tokens is None and self.max_length is None
@@ -107,10 +109,10 @@ class Sampling:
 class Generated:
     """One completion.
 
-    `logps` `(T,)`, in nats, belong to the distribution that was sampled from: after repetition penalty, temperature and
-    cuts (where nothing is drawn, for greedy, to the distribution without cuts). `kept` `(T,)` is the log of the mass that
-    top-k, top-p and min-p kept, None where nothing was cut: `logps + kept` are the log-probs without the cuts. Both are
-    at least float32 and on the CPU.
+    `logps` `(T,)`, in nats, belong to the distribution that was sampled from: after repetition penalty,
+    temperature and cuts (where nothing is drawn, for greedy, to the distribution without cuts). `kept` `(T,)`
+    is the log of the mass that top-k, top-p and min-p kept, None where nothing was cut: `logps + kept` are
+    the log-probs without the cuts. Both are at least float32 and on the CPU.
     """
 
     ids: list[int]
@@ -128,8 +130,8 @@ class Engine(Protocol):
     ) -> list[Generated]:
         """One completion per prompt, in order; equal prompts are copies of one and are prefilled once.
 
-        `streams[i]` names the random stream of request i (default: i): what it becomes depends on its prompt, the seed
-        and its stream, never on the other requests.
+        `streams[i]` names the random stream of request i (default: i): what it becomes depends on its prompt,
+        the seed and its stream, never on the other requests.
         """
         ...
 
@@ -148,22 +150,25 @@ def check_requests(
     *,
     window: int | None,
     vocabulary: int | None,
+    room: int = 1,
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """The prompts as tuples of ids, and a stream for each.
 
-    Raises: ValueError for an empty prompt, an id that is no token, a prompt that leaves no room in the model's `window`
-    (tokens), and a wrong number of streams.
+    Raises: ValueError for an empty prompt, an id that is no token, a prompt that does not leave `room`
+    (tokens; 0 where an encoder reads it) in the model's `window`, and a wrong number of streams.
     """
-    found = [tuple(int(token) for token in prompt) for prompt in prompts]
+    found = [_token_ids(prompt) for prompt in prompts]
     for index, prompt in enumerate(found):
         if not prompt:
             raise ValueError(
-                f"prompts[{index}] is empty, expected at least one token. Begin it with the tokenizer's bos token."
+                f"prompts[{index}] is empty, expected at least one token. Begin it with the tokenizer's bos "
+                "token."
             )
-        if window is not None and len(prompt) >= window:
+        if window is not None and len(prompt) + room > window:
+            wanted = " and must leave room for a completion" if room else ""
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, the model's window is {window} and must leave room for a "
-                "completion. Truncate the prompt."
+                f"prompts[{index}] has {len(prompt)} tokens, the model's window is {window}{wanted}. "
+                "Truncate the prompt."
             )
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
             raise ValueError(
@@ -178,10 +183,15 @@ def check_requests(
     return found, names
 
 
+def _token_ids(prompt: Sequence[int] | Tensor) -> tuple[int, ...]:
+    return tuple(prompt.tolist() if isinstance(prompt, Tensor) else map(int, prompt))
+
+
 def completion_limits(starts: Sequence[int], sampling: Sampling, window: int | None) -> list[int]:
     """The most tokens each completion may have: by `max_new_tokens`, `max_length` and the model's window.
 
-    `starts` are the tokens that a completion goes on from: its prompt's, or those that an encoder-decoder begins with.
+    `starts` are the tokens that a completion goes on from: its prompt's, or those that an encoder-decoder
+    begins with.
 
     Raises: ValueError for a prompt that fills `max_length`.
     """
@@ -191,8 +201,8 @@ def completion_limits(starts: Sequence[int], sampling: Sampling, window: int | N
         limit = min(rooms if new_tokens is None else [new_tokens, *rooms])
         if limit < 1:
             raise ValueError(
-                f"prompts[{index}] has {start} tokens, max_length is {sampling.max_length} and must leave room for a "
-                "completion. Use max_new_tokens, or truncate the prompt."
+                f"prompts[{index}] has {start} tokens, max_length is {sampling.max_length} and must leave "
+                "room for a completion. Use max_new_tokens, or truncate the prompt."
             )
         limits.append(limit)
     return limits

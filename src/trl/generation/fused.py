@@ -1,7 +1,8 @@
-"""A decode step of our own for decoders built like Llama: few large products, nothing that a step does not need.
+"""A decode step of our own for decoders built like Llama: few large products, and no more.
 
-The weights of queries, keys and values, and of gate and up projection, are joined once per phase, in copies; LoRA
-adapters are added in the copy. The model itself is never changed. What is not a plain weight is called as it is.
+The weights of queries, keys and values, and of gate and up projection, are joined once per phase, in copies;
+LoRA adapters are added in the copy. The model itself is never changed. What is not a plain weight is called
+as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from trl.generation.own_forward import OwnForward
 FUSED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the longest row
 MOST_COPIED_BYTES = 4 << 30
+_PACKED_FOR = 64  # rows; the layout is as fast for others
 
 
 def fused_obstacle(model: Any) -> str | None:
@@ -29,18 +31,26 @@ def fused_obstacle(model: Any) -> str | None:
         return f"its architecture ({config.model_type}) is not one of {', '.join(FUSED_MODEL_TYPES)}"
     home = f"transformers.models.{config.model_type}."
     layers = model.get_decoder().layers
-    if not all(type(part).__module__.startswith(home) for part in (model, model.get_decoder(), *layers)):
+    if not all(
+        _own_class(part).__module__.startswith(home) for part in (model, model.get_decoder(), *layers)
+    ):
         return "its class is not transformers' own"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
         return f"its rotary embedding ({rope}) depends on the longest row"
-    if any(part._forward_hooks or part._forward_pre_hooks for layer in layers for part in layer.modules()):
+    parts = *layers, model.get_decoder().norm, model.get_output_embeddings()
+    if any(inner._forward_hooks or inner._forward_pre_hooks for part in parts for inner in part.modules()):
         return "its layers have hooks"
     return None
 
 
+def _own_class(module: nn.Module) -> type:
+    """A module's class without the one that FSDP2 puts in front of it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
+
+
 def readable_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a linear layer, with its active LoRA adapters added in a copy; None where it is more than that."""
+    """Weight and bias of a linear layer, active LoRA adapters added in a copy; None where it is more."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return module.weight, module.bias
     if find_spec("peft") is None:
@@ -66,11 +76,16 @@ def readable_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 class Projection:
     """Linear layers over the same input, as one product where their weights can be read."""
 
-    def __init__(self, *modules: nn.Module, dtype: torch.dtype | None = None, join: bool = True) -> None:
-        """`dtype` is what autocast would make of the products; `join=False` copies nothing that is larger than LoRA."""
+    def __init__(
+        self, *modules: nn.Module, dtype: torch.dtype | None = None, join: bool = True, pack: bool = True
+    ) -> None:
+        """`dtype` is what autocast would make of the products; `join=False` copies no weight, nor `pack=False` for
+        its layout.
+        """
         self.calls, self.dtype = modules, dtype
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
+        self.packed: Tensor | None = None
         parts = [readable_weight(module) for module in modules] if join else []
         found = [part for part in parts if part is not None]
         if not found or len(found) < len(modules):
@@ -81,8 +96,13 @@ class Projection:
             bias = torch.cat([weight.new_zeros(len(part)) if own is None else own for part, own in found])
         self.weight = weight if dtype is None else weight.to(dtype)
         self.bias = bias if dtype is None or bias is None else bias.to(dtype)
+        if pack and takes_packed(self.weight):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
+            self.weight = None
 
     def __call__(self, inputs: Tensor) -> Tensor:
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(inputs.float(), self.packed, self.bias, "none", [], "")
         if self.weight is not None:
             return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
         if self.dtype is None:
@@ -95,6 +115,15 @@ class Projection:
         if self.weight is None or self.bias is not None or self.weight.dtype != residual.dtype:
             return residual + self(inputs)
         return torch.addmm(residual, inputs, self.weight.t())
+
+
+def takes_packed(weight: Tensor) -> bool:
+    """Whether oneDNN has a layout for products with a weight: float32 on a CPU.
+
+    The same precision, and 2.3 times the speed of `F.linear` on AMD (torch 2.13, whose `F.linear` is MKL's).
+    """
+    has_layout = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_layout
 
 
 class FusedLayer:
@@ -153,7 +182,8 @@ class FusedDecoder(OwnForward):
         config = model.config
         self.layers = [FusedLayer(layer, config, dtype=dtype, join=join) for layer in self.decoder.layers]
         self.embeddings = model.get_input_embeddings()
-        self.output_head = Projection(self.head, dtype=dtype, join=join or readable_head(self.head))
+        reads = join or readable_head(self.head)
+        self.output_head = Projection(self.head, dtype=dtype, join=reads, pack=join)
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
         with without_autocast(tokens.device.type):  # the weights are in its dtype already
@@ -185,9 +215,12 @@ def _copied_bytes(model: Any, dtype: torch.dtype | None) -> int:
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     joined = config.hidden_size * (heads * head_size + 2 * config.intermediate_size)
-    if dtype is not None or is_adapted(model):
+    weight = model.get_input_embeddings().weight
+    packs = dtype is None and takes_packed(weight)
+    if packs or dtype is not None or is_adapted(model):
         joined += config.hidden_size * (config.num_attention_heads * head_size + config.intermediate_size)
-    return config.num_hidden_layers * joined * (dtype or model.dtype).itemsize
+    head = weight.numel() if packs else 0
+    return (config.num_hidden_layers * joined + head) * (dtype or model.dtype).itemsize
 
 
 def is_adapted(model: nn.Module) -> bool:

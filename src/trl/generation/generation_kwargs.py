@@ -28,7 +28,6 @@ _WITHOUT_EFFECT = frozenset(
         "transformers_version",
         "early_stopping",
         "length_penalty",
-        "_from_model_config",
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",
         "assistant_confidence_threshold",
@@ -63,7 +62,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def _ends(value: Any) -> tuple[int, ...]:
-    """End tokens as `generate` takes them: one or several; negative ones (the old way to say none) are left out."""
+    """End tokens as `generate` takes them, one or several; negative ones, an old way to say none, are out."""
     several = value if isinstance(value, (list, tuple)) else [value]
     return tuple(int(token) for token in several if int(token) >= 0)
 
@@ -95,14 +94,15 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) -> dict[str, Any]:
     """The fields of `Sampling` that `generation_kwargs` set; None sets nothing.
 
-    Raises: ValueError for what the engines cannot honour, and for names that `GenerationConfig` does not have.
+    Raises: ValueError for what the engines cannot honour, and for names that `GenerationConfig` does not
+    have.
     """
     if isinstance(generation_kwargs, GenerationConfig):
         generation_kwargs = vars(generation_kwargs)
     fields: dict[str, Any] = {}
     refused: list[str] = []
     for name, value in generation_kwargs.items():
-        if value is None or name in _WITHOUT_EFFECT:
+        if value is None or name in _WITHOUT_EFFECT or name.startswith("_"):
             continue
         if name in _FIELDS:
             field, convert = _FIELDS[name]

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class LengthSampler:
-    """Draws a number of new tokens, uniform over `min_value, ..., max_value - 1`, from numpy's global generator.
+    """Draws a number of new tokens, uniform over `min_value, ..., max_value - 1`, by numpy's generator.
 
     Raises ValueError for an empty range.
 
@@ -17,8 +17,8 @@ class LengthSampler:
     def __init__(self, min_value: int, max_value: int) -> None:
         if not 0 < min_value < max_value:
             raise ValueError(
-                f"min_value must be at least 1 and below max_value, got {min_value} and {max_value}. The largest length drawn "
-                "is max_value - 1."
+                f"min_value must be at least 1 and below max_value, got {min_value} and {max_value}. The "
+                "largest length drawn is max_value - 1."
             )
         self.min_value, self.max_value = min_value, max_value
 

@@ -1,7 +1,7 @@
 """The fallback: the model's own `generate`, with our draws in place of its sampling.
 
-For encoder-decoders, models whose attention does not take flat rows and prompt learning. Finished rows stay in the
-batch; an encoder reads each distinct prompt once.
+For encoder-decoders, models whose attention does not take flat rows and prompt learning. Finished rows stay
+in the batch; an encoder reads each distinct prompt once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _OurDraws(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def all_done(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """The stopping criterion: no row goes on until all are done, so that rows are never padded by `generate`."""
+        """The stopping criterion: all rows end together, so that `generate` never pads one."""
         return self.done.all().expand(len(self.done))
 
 
 def generate_with_model(
     model: Any, requests: Requests, *, max_rows: int, pad: int, synced: bool = False
 ) -> None:
-    """Run all requests through `model.generate`, `max_rows` at once; `synced` keeps ZeRO-3's ranks in step."""
+    """Run requests through `model.generate`, `max_rows` at once; `synced` keeps ZeRO-3's ranks in step."""
     for batch in _batches(requests, max_rows, level=prompt_learning_obstacle(model) is not None):
         members = torch.tensor(batch, device=requests.device)
         ours = _OurDraws(requests, members, pad)
@@ -57,8 +57,8 @@ def generate_with_model(
 def _batches(requests: Requests, max_rows: int, *, level: bool) -> Iterator[list[int]]:
     """Requests that run together, at most `max_rows`.
 
-    `level` allows no padding: PEFT (0.21) puts virtual tokens in front of it and drops the position ids, so that
-    padding would move the prompt away from them.
+    `level` allows no padding: PEFT (0.21) puts virtual tokens in front of it and drops the position ids, so
+    that padding would move the prompt away from them.
     """
     queue = requests.queue()
     while queue:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from trl.models.checkpointing import disable_gradient_checkpointing
@@ -17,11 +18,11 @@ from trl.models.lending import undisturbed, without_ddp
 
 @contextmanager
 def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool = True) -> Iterator[Any]:
-    """Yield the transformers model or `PeftModel` inside `model`, with all its weights, in eval mode, without gradients.
+    """Yield the transformers model or `PeftModel` inside `model`: weights whole, eval mode, no gradients.
 
-    Wrappers are taken off (DDP, FSDP, DeepSpeed through the `accelerator`, and a `pretrained_model` inside, as value
-    heads have); sharded weights are gathered once (FSDP2 over all modules, ZeRO-3 unless `gather_zero3=False`). Modes and
-    random streams are put back.
+    Wrappers are taken off (DDP, FSDP, DeepSpeed through the `accelerator`, and a `pretrained_model` inside,
+    as value heads have); sharded weights are gathered once (FSDP2 over all modules, ZeRO-3 unless
+    `gather_zero3=False`). Modes and random streams are put back.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -39,6 +40,11 @@ def without_heads(model: Any) -> Any:
     """The language model that a value-head wrapper holds as `pretrained_model`."""
     inner = getattr(model, "pretrained_model", None)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def without_wrappers(model: Any) -> Any:
+    """The transformers model or `PeftModel` inside what prepares it for training and inside a value head."""
+    return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Requests:
         device: torch.device,
         begin: Sequence[int] | None = None,
     ) -> None:
-        """`begin` is what completions of an encoder-decoder go on from; those of decoders go on from their prompts."""
+        """`begin` is what an encoder-decoder's completions go on from; a decoder's go on from prompts."""
         self.sampling, self.device = sampling, device
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         self.prompts = list(numbers)
@@ -49,6 +49,7 @@ class Requests:
         self.ids = torch.zeros(len(prompts), self.longest, dtype=torch.int64, device=device)
         self.logps: Tensor | None = None
         self.kept: Tensor | None = None
+        self._seen_by: Tensor | None = None
         self.counts = torch.zeros(len(prompts), dtype=torch.int64, device=device)
         self.stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
@@ -89,7 +90,7 @@ class Requests:
 
     def _seen(self, requests: Tensor, vocabulary: int) -> Tensor:
         """Bool `(R, V)`: tokens that a request's prompt or completion holds."""
-        if not hasattr(self, "_seen_by"):
+        if self._seen_by is None:
             self._seen_by = torch.zeros(len(self.keys), vocabulary, dtype=torch.bool, device=self.device)
             for request, prompt in enumerate(self.prompt_of):
                 self._seen_by[request, self._tensor(self.begin or self.prompts[prompt])] = True
@@ -100,8 +101,8 @@ class Requests:
         if bool(bad.any()):
             row = int(bad.nonzero()[0, 0])
             raise FloatingPointError(
-                f"logits must be finite, got NaN or infinity for prompts[{int(requests[row])}] at completion token "
-                f"{int(counts[row])}. Look for diverged weights, or use a wider dtype than float16."
+                f"logits must be finite, got NaN or infinity for prompts[{int(requests[row])}] at completion "
+                f"token {int(counts[row])}. Look for diverged weights, or use a wider dtype than float16."
             )
 
     def _write(self, requests: Tensor, counts: Tensor, drawn: Chosen) -> None:
@@ -112,7 +113,7 @@ class Requests:
         self.logps[requests, counts] = drawn.logps
         if self.kept is not None and drawn.kept is not None:
             self.kept[requests, counts] = drawn.kept
-        if hasattr(self, "_seen_by"):
+        if self._seen_by is not None:
             self._seen_by[requests, drawn.ids] = True
 
     def _generated(self, request: int, count: int) -> list[int]:

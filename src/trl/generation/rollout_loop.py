@@ -44,7 +44,7 @@ class RolloutLoop:
         return bool(self.queue) and free >= wanted
 
     def _admit(self) -> None:
-        """Read the prompts of the next requests and draw their first tokens, a flat row of prompts at a time."""
+        """Read the next requests' prompts, a flat row of them at a time, and draw their first tokens."""
         while self.queue and len(self.request) < self.max_rows:
             arriving, new = self._next_requests()
             lengths = [len(self.requests.prompts[number]) for number in new]
@@ -139,7 +139,7 @@ def _moved(moves: Moves, state: Tensor) -> Tensor:
 
 
 def default_rows(bytes_per_row: int, device: torch.device, most: int = 512) -> int:
-    """How many rows are decoded at once: those that fit into 2 GiB on a CPU, half of the free memory of a GPU."""
+    """How many rows are decoded at once: what fits into 2 GiB on a CPU, half of a GPU's free memory."""
     budget = 2 << 30
     if device.type == "cuda":
         budget = torch.cuda.mem_get_info(device)[0] // 2
@@ -147,7 +147,7 @@ def default_rows(bytes_per_row: int, device: torch.device, most: int = 512) -> i
 
 
 def bytes_per_row(config: object, tokens: int, itemsize: int, share: Sequence[int]) -> int:
-    """Memory of one row: keys and values of its `tokens` and of its part of the prompts, and its logits (float32, thrice).
+    """Memory of one row: keys and values of its `tokens` and its share of the prompts, three rows of logits.
 
     `share` are the tokens of all prompts and the number of requests that share them.
     """

@@ -20,14 +20,20 @@ class StopStrings:
     def __init__(self, texts: Sequence[str], tokenizer: Any, vocabulary: int) -> None:
         if tokenizer is None:
             raise ValueError(
-                f"stop_strings {list(texts)} need a tokenizer, got None. Give the engine one, or use stop_token_ids."
+                f"stop_strings {list(texts)} need a tokenizer, got None. Give the engine one, or use "
+                "stop_token_ids."
             )
         self.texts, self.tokenizer = tuple(texts), tokenizer
         self.span = max(len(text.encode()) for text in texts) + _MARGIN
         self.may_end = self._may_end(vocabulary)
 
     def _may_end(self, vocabulary: int) -> Tensor:
-        """Bool `(V,)`: whether a token can bring the last character of a stop string; half a character may."""
+        """Bool `(V,)`: whether a token can bring the last character of a stop string; half a one may.
+
+        Any token may bring a space: decoded alone, some tokenizers drop the one before a word.
+        """
+        if any(text[-1].isspace() for text in self.texts):
+            return torch.ones(vocabulary, dtype=torch.bool)
         lasts = {text[-1] for text in self.texts} | {"\ufffd"}
         texts = self.tokenizer.batch_decode(
             [[token] for token in range(vocabulary)], skip_special_tokens=False
@@ -50,7 +56,7 @@ class StopStrings:
 
 
 class StopRule:
-    """Which rows are done after a token: `limits` `(N,)` in tokens per request, `ends` the stop tokens `(E,)`."""
+    """Which rows are done after a token: `limits` `(N,)` in tokens per request, `ends` stop tokens `(E,)`."""
 
     def __init__(self, limits: Tensor, ends: Tensor, strings: StopStrings | None) -> None:
         self.limits, self.ends, self.strings = limits, ends, strings
@@ -61,8 +67,8 @@ class StopRule:
     ) -> tuple[Tensor, Tensor]:
         """Bool `(R,)` twice: rows that end, and rows that end because of a stop token or string.
 
-        `ids` are the rows' newest tokens, `counts` their numbers of tokens with them; `generated(request, count)` gives
-        all of a request's tokens.
+        `ids` are the rows' newest tokens, `counts` their numbers of tokens with them; `generated(request,
+        count)` gives all of a request's tokens.
         """
         stopped = torch.isin(ids, self.ends) if len(self.ends) else torch.zeros_like(ids, dtype=torch.bool)
         if self.strings is not None and self.may_end is not None:

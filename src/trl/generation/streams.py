@@ -1,4 +1,4 @@
-"""Random numbers by counter: one stream per request, each number a function of (seed, stream, position) alone."""
+"""Random numbers by counter, one stream per request: functions of (seed, stream, position) alone."""
 
 from __future__ import annotations
 

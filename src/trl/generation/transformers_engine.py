@@ -27,18 +27,20 @@ from trl.models.parts import causal_core, head_obstacle, logit_rule, prompt_lear
 
 logger = logging.getLogger(__name__)
 
+_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Route = Literal["auto", "fused", "forward", "generate"]
 
 
 class TransformersEngine:
     """Completions from a transformers model as it is: plain, with PEFT adapters, a value head, or sharded.
 
-    `route`: `"fused"` is a decode step of our own (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own forward
-    over our cache, `"generate"` the model's `generate`; `"auto"` takes the first that the model can take, and `fallbacks`
-    says why not an earlier one. `max_batch` rows are decoded at once (default: what 2 GiB on a CPU or half of a GPU's free
-    memory holds). `autocast_dtype` defaults to that of the autocast context in which `generate` is called.
-    `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which only `"generate"` can do;
-    then all ranks must ask for equally many requests.
+    `route`: `"fused"` is a decode step of our own (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own
+    forward over our cache, `"generate"` the model's `generate`; `"auto"` takes the first that the model can
+    take, and `fallbacks` says why not an earlier one. `max_batch` rows are decoded at once (default: what 2
+    GiB on a CPU or half of a GPU's free memory holds). `autocast_dtype` defaults to that of the autocast
+    context in which `generate` is called, else to the mixed precision of the `accelerator`.
+    `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which only `"generate"`
+    can do; then all ranks must ask for equally many requests.
 
     Example:
         >>> engine = TransformersEngine(model, tokenizer=tokenizer)  # doctest: +SKIP
@@ -76,16 +78,20 @@ class TransformersEngine:
     ) -> list[Generated]:
         """One completion per prompt, in order; see `Engine.generate`.
 
-        Sampled ids depend on prompt, seed and stream alone; in float32 up to draws that fall on a rounding error.
+        Sampled ids depend on prompt, seed and stream alone; in float32 up to draws that fall on a rounding
+        error.
 
-        Raises: ValueError for prompts that cannot be completed, FloatingPointError for logits that are no numbers.
+        Raises: ValueError for prompts that cannot be completed, FloatingPointError for logits that are no
+        numbers.
         """
         dtype = self._dtype()
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as model:
             core = causal_core(model)
-            window = context_window(core.config)
-            found, names = check_requests(prompts, streams, window=window, vocabulary=_vocabulary(core))
+            window = context_window(model)
+            found, names = check_requests(
+                prompts, streams, window=window, vocabulary=_vocabulary(core), room=0 if _begin(core) else 1
+            )
             if not found:
                 return []
             requests = self._requests(core, found, names, sampling, window, seed)
@@ -103,11 +109,11 @@ class TransformersEngine:
 
     def _dtype(self) -> torch.dtype | None:
         first = next(self.model.parameters())
-        if first.dtype == torch.float64:
-            return None
-        if self.autocast_dtype is None and torch.is_autocast_enabled(first.device.type):
+        if first.dtype == torch.float64 or self.autocast_dtype is not None:
+            return None if first.dtype == torch.float64 else self.autocast_dtype
+        if torch.is_autocast_enabled(first.device.type):
             return torch.get_autocast_dtype(first.device.type)
-        return self.autocast_dtype
+        return _MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
 
     def _requests(
         self,
@@ -121,8 +127,8 @@ class TransformersEngine:
         ends = end_tokens(sampling.stop_token_ids, core)
         if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
             self._warn(
-                "The model has no end token and there are no stop tokens or strings, so every completion has its full "
-                "length. Set eos_token_id in its generation config, or Sampling.stop_token_ids."
+                "The model has no end token and there are no stop tokens or strings, so every completion "
+                "has its full length. Set eos_token_id in its generation config, or Sampling.stop_token_ids."
             )
         return Requests(
             prompts, streams, replace(sampling, seed=seed), window=window, ends=ends,
@@ -191,11 +197,17 @@ def forward_obstacle(model: Any, core: Any) -> str | None:
     return obstacle or prompt_learning_obstacle(model) or head_obstacle(core, logit_rule(core.config))
 
 
-def context_window(config: Any) -> int | None:
-    """The most tokens of prompt and completion that a model has positions for; None where nothing says."""
-    if getattr(config, "is_encoder_decoder", False):
-        return None
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+def context_window(model: Any) -> int | None:
+    """The most tokens that a model has positions for beside virtual ones; None where its config does not say.
+
+    A decoder's hold prompt and completion, an encoder-decoder has as many for each.
+    """
+    config = causal_core(model).config
+    config = config if getattr(config, "is_encoder_decoder", False) else config.get_text_config()
+    window = getattr(config, "max_position_embeddings", None)
+    if window is None or prompt_learning_obstacle(model) is None:
+        return window
+    return window - (getattr(model.active_peft_config, "num_virtual_tokens", None) or 0)
 
 
 def _vocabulary(core: Any) -> int:

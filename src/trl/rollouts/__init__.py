@@ -1,0 +1,1 @@
+"""Generation and rewards -> experience: what the online methods train on."""

@@ -1,0 +1,130 @@
+"""Several completions of a query, of which the best are kept: better answers without training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from trl.generation.engine import Engine, Sampling
+from trl.generation.phase import without_wrappers
+from trl.generation.request_state import fresh_seed
+from trl.generation.transformers_engine import TransformersEngine
+from trl.models.parts import causal_core
+
+Queries = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+
+
+class BestOfNSampler:
+    """Draws `sample_size` completions of each query and returns the `n_candidates` with the highest scores.
+
+    `queries_to_scores(texts)` scores the texts of one query: query and completion, the completion alone from
+    an encoder-decoder. `length_sampler()` draws the most new tokens, once for each query. `generation_config`
+    and the keywords of `generate` are settings of `Sampling`. Calls of a sampler with a `seed` follow from it
+    and from their number; without one from torch's global generator. `engine` (default: a
+    `TransformersEngine` around `model`) generates.
+
+    Raises: ValueError for counts that are not 1 <= n_candidates <= sample_size.
+
+    Example:
+        >>> best = BestOfNSampler(model, tokenizer, score, LengthSampler(8, 16), seed=0)  # doctest: +SKIP
+        >>> best.generate(tokenizer("It was")["input_ids"])  # doctest: +SKIP
+        [['It was a great film ...']]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        queries_to_scores: Callable[[list[str]], Sequence[float] | Tensor],
+        length_sampler: Callable[[], int],
+        sample_size: int = 4,
+        seed: int | None = None,
+        n_candidates: int = 1,
+        generation_config: GenerationConfig | None = None,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
+        if not 1 <= n_candidates <= sample_size:
+            raise ValueError(
+                f"n_candidates must be from 1 to sample_size ({sample_size}), got {n_candidates}. Draw "
+                "more samples, or keep fewer."
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.queries_to_scores, self.length_sampler = queries_to_scores, length_sampler
+        self.sample_size, self.n_candidates = sample_size, n_candidates
+        self.generation_config = generation_config
+        self.engine = TransformersEngine(model, tokenizer=tokenizer) if engine is None else engine
+        self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def generate(
+        self,
+        tokenized_query: Queries,
+        skip_special_tokens: bool = True,
+        device: str | torch.device | None = None,
+        **generation_kwargs: Any,
+    ) -> list[list[str]]:
+        """The best texts of each query, best first; `device` moves the model.
+
+        One query is a list or 1-D tensor of token ids, several are a list of those or a 2-D tensor.
+
+        Raises: ValueError for settings that the engine cannot honour, and for scores of a wrong number or
+        that are NaN.
+        """
+        if device is not None:
+            self.model.to(device)
+        queries = _rows(tokenized_query)
+        lengths = [int(self.length_sampler()) for _ in queries]
+        texts = self._texts(queries, self._complete(queries, lengths, generation_kwargs), skip_special_tokens)
+        return [
+            self._best(texts[at : at + self.sample_size]) for at in range(0, len(texts), self.sample_size)
+        ]
+
+    def _complete(
+        self, queries: list[list[int]], lengths: list[int], generation_kwargs: dict[str, Any]
+    ) -> list[list[int]]:
+        """`sample_size` completions of each query, one after another; a shorter length is a cut of the same
+        draws.
+        """
+        seed = fresh_seed() if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
+        base = Sampling(seed=seed).updated(self.generation_config)
+        sampling = replace(base, max_new_tokens=max(lengths), max_length=None).updated(generation_kwargs)
+        if "max_new_tokens" in generation_kwargs:
+            lengths = [sampling.max_new_tokens or max(lengths)] * len(queries)
+        prompts = [query for query in queries for _ in range(self.sample_size)]
+        found = self.engine.generate(prompts, sampling)
+        return [done.ids[: lengths[at // self.sample_size]] for at, done in enumerate(found)]
+
+    def _texts(
+        self, queries: list[list[int]], completions: list[list[int]], skip_special_tokens: bool
+    ) -> list[str]:
+        alone = causal_core(without_wrappers(self.model)).config.is_encoder_decoder
+        before = [[] if alone else query for query in queries for _ in range(self.sample_size)]
+        rows = [[*query, *ids] for query, ids in zip(before, completions, strict=True)]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
+
+    def _best(self, texts: list[str]) -> list[str]:
+        scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float64).flatten()
+        if len(scores) != len(texts) or bool(scores.isnan().any()):
+            raise ValueError(
+                f"queries_to_scores must give one number per text ({len(texts)}), got "
+                f"{scores.tolist()}. Score the whole list."
+            )
+        order = scores.argsort(descending=True, stable=True)
+        return [texts[index] for index in order[: self.n_candidates].tolist()]
+
+
+def _rows(queries: Queries) -> list[list[int]]:
+    """One list of token ids per query.
+
+    >>> _rows([3, 4]), _rows([[3, 4], [5]]), _rows(torch.tensor([3, 4])), _rows([torch.tensor([3])])
+    ([[3, 4]], [[3, 4], [5]], [[3, 4]], [[3]])
+    """
+    parts = [torch.as_tensor(part, dtype=torch.int64) for part in queries]
+    if parts and all(part.ndim == 0 for part in parts):
+        return [[int(part) for part in parts]]
+    return [part.flatten().tolist() for part in parts]
