@@ -66,6 +66,8 @@ _NAMES = {
     "TextEnvironment": "trl.rollouts.text_environment",
     "TextHistory": "trl.rollouts.text_history",
     "BestOfNSampler": "trl.rollouts.best_of_n",
+    "PPOConfig": "trl.trainer.ppo_config",
+    "PPOTrainer": "trl.trainer.ppo_trainer",
 }
 
 if TYPE_CHECKING:
@@ -130,5 +132,7 @@ if TYPE_CHECKING:
     from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
     from trl.rollouts.text_history import TextHistory as TextHistory
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
+    from trl.trainer.ppo_config import PPOConfig as PPOConfig
+    from trl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-BUILT = ("sft", "dpo", "cpo", "orpo", "kto", "bco", "reward", "prm")
+BUILT = ("sft", "dpo", "cpo", "orpo", "kto", "bco", "reward", "prm", "ppo_step")
 DEVIATIONS = tomllib.loads((HERE / "deviations.toml").read_text())
 
 
@@ -30,8 +30,9 @@ def test_recorded_cases_agree(family, shared, tmp_path):
     if not golden.is_dir():
         pytest.skip(f"{golden} is not present on this machine")
     report = tmp_path / "report.json"
+    file = "golden_ppo_public.json" if family == "ppo_step" else "golden_public.json"
     command = [
-        sys.executable, str(golden / "check.py"), "--python", sys.executable, "--golden", str(golden / "golden_public.json"),
+        sys.executable, str(golden / "check.py"), "--python", sys.executable, "--golden", str(golden / file),
         "--cases", f"{family}/*", "--report", str(report), "--traces",
     ]  # fmt: skip
     environment = {**os.environ, "GOLDEN_INJECT": "rollout", "PYTHONPATH": str(HERE.parents[1] / "src")}

@@ -51,3 +51,14 @@ def test_json_object_rejects_other_text(text):
 def test_json_object_rejects_other_types():
     with pytest.raises(TypeError, match="got list"):
         json_object("kwargs", [1])  # pyright: ignore[reportArgumentType]
+
+
+def test_warnings_about_settings_point_at_the_users_line(tmp_path):
+    from trl import CPOConfig, DPOConfig, RewardConfig
+
+    folder = str(tmp_path)
+    with pytest.warns(Warning) as caught:
+        DPOConfig(folder, use_cpu=True, label_smoothing=0.1, loss_type="ipo")
+        CPOConfig(folder, use_cpu=True, simpo_gamma=0.1)
+        RewardConfig(folder, use_cpu=True, evaluation_strategy="no")
+    assert [warning.filename for warning in caught] == [__file__] * 3

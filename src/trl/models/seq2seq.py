@@ -79,17 +79,30 @@ class Seq2SeqScorer(ScorerBase):
         assert head is not None
         return call_head(head, hidden, batch, self.rule, options, bias=_logits_bias(self.core))
 
+    def score_with_logits(
+        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
+    ) -> tuple[Scored, Tensor]:
+        """The same, and the model's own logits `(S, T, V)` of the completions: for those who ask for logits."""
+        self._check(batch)
+        laid_out = self._lay_out(batch)
+        outputs = self._outputs(model, batch["decoder_prompt"], laid_out)
+        return self.score_outputs(outputs, laid_out, options or ScoreOptions()), _row_logits(
+            outputs, laid_out
+        )
+
     def _score_own_logits(
         self, model: nn.Module, prompt: Tensor, batch: ModelBatch, options: ScoreOptions
     ) -> Scored:
+        return self.score_outputs(self._outputs(model, prompt, batch), batch, options)
+
+    def _outputs(self, model: nn.Module, prompt: Tensor, batch: ModelBatch) -> Any:
         ids, mask = (batch.inputs[name][prompt] for name in ("input_ids", "attention_mask"))
         decoder_ids = batch.inputs["decoder_input_ids"]
-        outputs = model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False)
-        return self.score_outputs(outputs, batch, options)
+        return model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False)
 
     def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
-        """Score completions from the model's own outputs; prompt tuning puts virtual tokens in front."""
-        logits = outputs.logits[:, -rows.inputs["decoder_input_ids"].shape[1] :].flatten(0, 1)
+        """Score completions from the model's own outputs."""
+        logits = _row_logits(outputs, rows).flatten(0, 1)
         return scored_of(rows, score_hidden(nn.Identity(), logits, rows, LogitRule(), options))
 
     def _lay_out(self, batch: Mapping[str, Any]) -> ModelBatch:
@@ -120,6 +133,11 @@ class Seq2SeqScorer(ScorerBase):
                 f"neftune_noise_alpha must be None for the encoder-decoder {type(self.core).__name__}, got "
                 f"{self.neftune_alpha}. Its noise is defined for decoders alone."
             )
+
+
+def _row_logits(outputs: Any, rows: ModelBatch) -> Tensor:
+    """The logits `(S, T, V)` of the completions' own tokens; prompt tuning puts virtual tokens in front."""
+    return outputs.logits[:, -rows.inputs["decoder_input_ids"].shape[1] :]
 
 
 def _check_encoder_decoder(core: PreTrainedModel) -> None:

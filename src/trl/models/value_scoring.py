@@ -79,6 +79,13 @@ class Seq2SeqValueScorer(Seq2SeqScorer):
         with _as_language_model(self.wrapper, self.uses_head):
             return super().score(model, batch, options)
 
+    def score_with_logits(
+        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
+    ) -> tuple[Scored, Tensor]:
+        """The same, and the model's own logits `(S, T, V)` of the completions."""
+        with _as_language_model(self.wrapper, uses_head=False):
+            return super().score_with_logits(model, batch, options)
+
     def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
         """Log-probs and values of the decoder's hidden states `(tokens, H)`."""
         found = super().through_head(hidden, batch, options)

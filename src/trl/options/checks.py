@@ -1,6 +1,8 @@
 """Checks that option groups share: each returns or passes a good value and raises on a bad one."""
 
 import json
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,3 +57,11 @@ def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]
     if not isinstance(parsed, dict):
         raise ValueError(f"{name} must be a JSON object, got {value!r}. Write it as {example}.")
     return parsed
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's program: options are checked at any depth inside a config's constructor."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "trl":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -1,9 +1,9 @@
 """Training arguments of transformers 4, moved to where transformers 5 has them."""
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl.options.checks import warn_caller
 from trl.options.groups import OptionGroup
 
 # Older name -> the field that took its place; None: nothing is left to set.
@@ -49,7 +49,7 @@ class OlderTrainingArguments(OptionGroup):
         if given:
             places = [f"{name} -> {_MOVED[name] or 'nothing, ' + _ADVICE[name]}" for name in given]
             message = f"transformers 5 no longer has these training arguments: {'; '.join(places)}."
-            warnings.warn(message, FutureWarning, stacklevel=5)
+            warn_caller(message, FutureWarning)
         super().check()
 
     def _move(self, name: str, value: Any) -> None:

@@ -41,6 +41,8 @@ _NAMES = {
     "FixedKLController": "trl.objectives.kl",
     "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
     "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
+    "PPOConfig": "trl.trainer.ppo_config",
+    "PPOTrainer": "trl.trainer.ppo_trainer",
 }
 
 if TYPE_CHECKING:
@@ -82,5 +84,7 @@ if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
     from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
     from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
+    from trl.trainer.ppo_config import PPOConfig as PPOConfig
+    from trl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,0 +1,155 @@
+"""Detoxification by PPO: a classifier of toxic language rewards texts that it finds harmless.
+
+    python examples/detoxification.py --model_name EleutherAI/gpt-neo-125M --query_dataset allenai/real-toxicity-prompts \
+        --reward_model facebook/roberta-hate-speech-dynabench-r4-target --steps 100 --output_dir runs/harmless
+
+The reward is the raw logit of the classifier's first label (not toxic): it still tells texts apart where a probability is 1.
+
+Without a model or data at hand, `python examples/detoxification.py --tiny --output_dir runs/harmless` first trains a one-layer
+classifier on built-in texts, and then a one-layer Llama of random weights against it.
+"""
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+from tiny_words import TINY, batches, report, sequence_scores, word_model, word_tokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForSequenceClassification,
+)
+
+from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
+
+RUDE = ("idiot", "stupid", "hate", "trash", "shut", "loser")
+CALM = (
+    "thanks",
+    "please",
+    "kind",
+    "help",
+    "good",
+    "fine",
+    "you",
+    "are",
+    "this",
+    "is",
+    "the",
+    "a",
+    "person",
+    "today",
+)
+
+
+@dataclass
+class Arguments:
+    """What to run on."""
+
+    tiny: bool = field(
+        default=False, metadata={"help": "Train small models of random weights on built-in words."}
+    )
+    output_dir: str = field(default="runs/harmless", metadata={"help": "Folder for the trained model."})
+
+
+def rude_texts(count: int, dice: random.Random) -> tuple[list[str], list[float]]:
+    """Texts of calm words, half of them with a rude one, and whether they are harmless."""
+    texts, harmless = [], []
+    for number in range(count):
+        words = dice.choices(CALM, k=dice.randint(3, 8))
+        if number % 2:
+            words[dice.randrange(len(words))] = dice.choice(RUDE)
+        texts.append(" ".join(words))
+        harmless.append(1.0 - number % 2)
+    return texts, harmless
+
+
+def tiny_classifier(tokenizer: Any, *, steps: int = 80) -> LlamaForSequenceClassification:
+    """A one-layer classifier trained on `rude_texts` for a few seconds."""
+    config = word_model(tokenizer, seed=1).config
+    config.num_labels, dice = 1, random.Random(1)
+    model = LlamaForSequenceClassification(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        texts, harmless = rude_texts(32, dice)
+        inputs = tokenizer(texts, return_tensors="pt", padding=True)
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(harmless))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"classifier trained, loss {loss.item():.3f}")
+    return model.eval()
+
+
+def tiny_parts(config: PPOConfig) -> tuple[Any, Any, Any, Any, Dataset, PPOConfig]:
+    """Model, tokenizer, classifier and its tokenizer, queries and settings of `--tiny`."""
+    tokenizer = word_tokenizer([*RUDE, *CALM])
+    queries = rude_texts(256, random.Random(0))[0]
+    config = replace(config, **TINY, steps=min(config.steps, 40), score_clip=5.0)
+    return (
+        word_model(tokenizer),
+        tokenizer,
+        tiny_classifier(tokenizer),
+        tokenizer,
+        Dataset.from_dict({"query": queries}),
+        config,
+    )
+
+
+def real_parts(config: PPOConfig) -> tuple[Any, Any, Any, Any, Dataset, PPOConfig]:
+    """The same by name; prompts are those whose continuation was toxic."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    judge = AutoModelForSequenceClassification.from_pretrained(config.reward_model)
+    dataset = load_dataset(config.query_dataset, split="train")
+    toxic = dataset.filter(lambda row: (row["prompt"]["toxicity"] or 0.0) > 0.3)
+    queries = [row["prompt"]["text"] + row["continuation"]["text"] for row in toxic]
+    short = [tokenizer.decode(tokenizer(query)["input_ids"][:20]) for query in queries]
+    judge_tokenizer = AutoTokenizer.from_pretrained(config.reward_model)
+    return (
+        config.model_name,
+        tokenizer,
+        judge.eval(),
+        judge_tokenizer,
+        Dataset.from_dict({"query": short}),
+        config,
+    )
+
+
+def main() -> None:
+    args, config = TrlParser((Arguments, PPOConfig)).parse_args_into_dataclasses()
+    parts = tiny_parts(config) if args.tiny else real_parts(config)
+    model, tokenizer, judge, judge_tokenizer, dataset, config = parts
+    trainer = PPOTrainer(
+        config,
+        AutoModelForCausalLMWithValueHead.from_pretrained(model, summary_dropout_prob=0.0),
+        tokenizer=tokenizer,
+        dataset=dataset.map(lambda row: {"input_ids": tokenizer(row["query"])["input_ids"]}),
+    )
+    judge.to(trainer.accelerator.device)
+    kwargs = {
+        "do_sample": True,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_length": -1,
+        "max_new_tokens": 8 if args.tiny else 30,
+    }
+    means, kls = [], []
+    for batch in batches(trainer.dataloader, config.steps):
+        responses = trainer.generate(batch["input_ids"], return_prompt=False, **kwargs)
+        batch["response"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        # An empty response is judged as one word, so that saying nothing is no way out.
+        judged = [text or tokenizer.unk_token or " " for text in batch["response"]]
+        rewards = list(sequence_scores(judge, judge_tokenizer, judged))
+        stats = trainer.step(batch["input_ids"], responses, rewards)
+        trainer.log_stats(stats, batch, rewards)
+        means.append(stats["ppo/mean_scores"])
+        kls.append(stats["objective/kl"])
+    report("harmlessness", means, kls)
+    trainer.save_pretrained(args.output_dir)
+
+
+if __name__ == "__main__":
+    main()

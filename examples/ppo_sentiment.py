@@ -1,0 +1,127 @@
+"""Controlled sentiment by PPO: the query says which mood is wanted, a lexicon or a classifier rewards it.
+
+    python examples/ppo_sentiment.py --model_name lvwerra/gpt2-imdb --query_dataset stanfordnlp/imdb \
+        --reward_model lvwerra/distilbert-imdb --steps 100 --log_with wandb --output_dir runs/sentiment
+
+`--control` puts `[positive]` or `[negative]` in front of each query; without it, positive texts are wanted.
+
+Without a model or data at hand, `python examples/ppo_sentiment.py --tiny --output_dir runs/sentiment` trains a one-layer Llama of
+random weights to choose its words by the query, with a lexicon as reward.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+from tiny_words import TINY, batches, report, word_model, word_tokenizer
+from transformers import AutoTokenizer, pipeline
+
+from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
+from trl.core import LengthSampler
+
+GOOD = ("great", "lovely", "funny", "moving", "clever")
+BAD = ("dull", "awful", "silly", "boring", "flat")
+OTHER = ("the", "film", "plot", "actor", "was", "and", "very", "scene", "music", "a")
+MARKS = {1.0: "[positive]", -1.0: "[negative]"}
+
+
+@dataclass
+class Arguments:
+    """What to run on."""
+
+    tiny: bool = field(
+        default=False, metadata={"help": "Train a small model of random weights on built-in words."}
+    )
+    control: bool = field(default=False, metadata={"help": "Let each query say which mood is wanted."})
+    output_dir: str = field(default="runs/sentiment", metadata={"help": "Folder for the trained model."})
+
+
+def lexicon(texts: list[str]) -> list[float]:
+    """Share of good words less share of bad ones, in [-1, 1]."""
+    counts = [
+        (sum(w in GOOD for w in t.split()), sum(w in BAD for w in t.split()), len(t.split())) for t in texts
+    ]
+    return [(good - bad) / max(words, 1) for good, bad, words in counts]
+
+
+def classifier(name: str) -> Callable[[list[str]], list[float]]:
+    """The logit of a classifier's label POSITIVE."""
+    pipe = pipeline("text-classification", model=name, top_k=None, function_to_apply="none")
+
+    def score(texts: list[str]) -> list[float]:
+        found = [{one["label"]: one["score"] for one in each} for each in pipe(texts)]
+        return [labels["POSITIVE"] - labels.get("NEGATIVE", 0.0) for labels in found]
+
+    return score
+
+
+def tiny_parts(config: PPOConfig) -> tuple[Any, Any, Dataset, Any, PPOConfig]:
+    """Model, tokenizer, queries, reward and settings of `--tiny`."""
+    tokenizer = word_tokenizer([*GOOD, *BAD, *OTHER], MARKS.values())
+    dice = random.Random(0)
+    queries = [" ".join(dice.choices(OTHER, k=3)) for _ in range(256)]
+    steps = min(config.steps, 40)
+    config = replace(config, **TINY, steps=steps)
+    return word_model(tokenizer), tokenizer, Dataset.from_dict({"query": queries}), lexicon, config
+
+
+def real_parts(config: PPOConfig) -> tuple[Any, Any, Dataset, Any, PPOConfig]:
+    """Model, tokenizer, queries, reward and settings by name."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    dataset = load_dataset(config.query_dataset, split="train").rename_column("text", "query")
+    length = LengthSampler(2, 8)
+
+    def begin(row: dict[str, Any]) -> dict[str, Any]:
+        return {"query": tokenizer.decode(tokenizer(row["query"])["input_ids"][: length()])}
+
+    dataset = dataset.filter(lambda row: len(row["query"]) > 200).map(begin)
+    return config.model_name, tokenizer, dataset, classifier(config.reward_model or ""), config
+
+
+def main() -> None:
+    args, config = TrlParser((Arguments, PPOConfig)).parse_args_into_dataclasses()
+    model, tokenizer, dataset, score, config = tiny_parts(config) if args.tiny else real_parts(config)
+    controlled = args.control or args.tiny
+    signs = [1.0 - 2.0 * (number % 2) * controlled for number in range(len(dataset))]
+
+    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
+        query = f"{MARKS[signs[index]]} {row['query']}" if controlled else row["query"]
+        return {"query": query, "input_ids": tokenizer(query)["input_ids"], "label": signs[index]}
+
+    trainer = PPOTrainer(
+        config,
+        AutoModelForCausalLMWithValueHead.from_pretrained(model, summary_dropout_prob=0.0),
+        tokenizer=tokenizer,
+        dataset=dataset.map(tokenize, with_indices=True),
+    )
+    kwargs = {
+        "do_sample": True,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_length": -1,
+        "max_new_tokens": 8 if args.tiny else 20,
+    }
+    means, kls = [], []
+    for batch in batches(trainer.dataloader, config.steps):
+        responses = trainer.generate(batch["input_ids"], return_prompt=False, **kwargs)
+        batch["response"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = (
+            batch["response"]
+            if args.tiny
+            else [q + r for q, r in zip(batch["query"], batch["response"], strict=True)]
+        )
+        rewards = [torch.tensor(sign * s) for sign, s in zip(batch["label"], score(texts), strict=True)]
+        stats = trainer.step(batch["input_ids"], responses, rewards)
+        trainer.log_stats(stats, batch, rewards)
+        means.append(stats["ppo/mean_scores"])
+        kls.append(stats["objective/kl"])
+    report("mood asked for", means, kls)
+    trainer.save_pretrained(args.output_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Responses to queries, in the form that the step-level trainer returns them: token ids, with or without the query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from trl.generation.engine import Sampling
+from trl.generation.phase import generating
+from trl.generation.request_state import fresh_seed
+from trl.generation.stopping import end_tokens
+from trl.generation.transformers_engine import TransformersEngine
+from trl.models.device_cache import empty_cache
+from trl.models.parts import causal_core
+from trl.models.reference import Reference
+from trl.trainer.ppo_config import PPOConfig
+from trl.trainer.ppo_inputs import TokenLimits
+
+# What transformers assumes where neither the call nor the model's generation config says.
+_DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
+
+
+class Responder:
+    """Generates from one model: through the engine where it can honour the arguments, else by the model's `generate`.
+
+    `start` is the token that an encoder-decoder's completions begin with, None for a decoder.
+    """
+
+    def __init__(self, model: nn.Module, *, accelerator: Any, tokenizer: Any, start: int | None) -> None:
+        self.model, self.accelerator, self.tokenizer, self.start = model, accelerator, tokenizer, start
+        self.engine = TransformersEngine(model, tokenizer=tokenizer, accelerator=accelerator)
+
+    def respond(
+        self,
+        queries: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        *,
+        length_sampler: Callable[[], int] | None,
+        batch_size: int,
+        return_prompt: bool,
+    ) -> list[Tensor]:
+        """One 1-D tensor of token ids per query, up to and with the token that ended it."""
+        lengths = None if length_sampler is None else [int(length_sampler()) for _ in queries]
+        kwargs = dict(generation_kwargs)
+        if lengths is not None:
+            kwargs["max_new_tokens"] = max(lengths)
+            kwargs.pop("max_length", None)
+        sampling = self._sampling(kwargs)
+        if sampling is None:
+            completions = self._by_model(queries, kwargs, batch_size)
+        else:
+            completions = self._by_engine(queries, sampling)
+        if lengths is not None:
+            completions = [ids[:length] for ids, length in zip(completions, lengths, strict=True)]
+        return [
+            self._returned(query, ids, return_prompt) for query, ids in zip(queries, completions, strict=True)
+        ]
+
+    def _returned(self, query: Tensor, completion: list[int], return_prompt: bool) -> Tensor:
+        ids = torch.tensor(completion, dtype=torch.int64, device=query.device)
+        if (
+            self.start is not None
+        ):  # as `generate` of an encoder-decoder: its start token first, never the query
+            return torch.cat([ids.new_tensor([self.start]), ids])
+        return torch.cat([query, ids]) if return_prompt else ids
+
+    def _core(self) -> Any:
+        model: Any = self.accelerator.unwrap_model(self.model)
+        return causal_core(getattr(model, "pretrained_model", model))
+
+    def _sampling(self, kwargs: dict[str, Any]) -> Sampling | None:
+        """The engine's settings for these arguments over the model's generation config; None where it has none."""
+        own = {
+            name: value
+            for name, value in vars(self._core().generation_config).items()
+            if value is not None and not name.startswith("_")
+        }
+        given = {**_DEFAULTS, **own, **kwargs}
+        if "max_new_tokens" in given and "max_length" not in kwargs:
+            given.pop("max_length")
+        try:
+            return Sampling().updated(given)
+        except ValueError:
+            return None  # beams, n-gram bans, processors: for the model's own generate, which checks names itself
+
+    def _by_engine(self, queries: Sequence[Tensor], sampling: Sampling) -> list[list[int]]:
+        first = self.accelerator.process_index * len(queries)
+        streams = range(first, first + len(queries))
+        prompts = [query.tolist() for query in queries]
+        return [done.ids for done in self.engine.generate(prompts, sampling, streams=streams)]
+
+    def _by_model(
+        self, queries: Sequence[Tensor], kwargs: dict[str, Any], batch_size: int
+    ) -> list[list[int]]:
+        found: list[list[int]] = []
+        seed = fresh_seed() + self.accelerator.process_index  # random streams are put back behind the block
+        with generating(self.model, self.accelerator) as model:
+            torch.manual_seed(seed)
+            ends = end_tokens(None, causal_core(model))
+            if kwargs.get("eos_token_id") is not None:
+                several = kwargs["eos_token_id"]
+                ends = set(several if isinstance(several, (list, tuple)) else [several])
+            for begin in range(0, len(queries), batch_size):
+                part = queries[begin : begin + batch_size]
+                inputs = self._padded(part)
+                output = model.generate(**inputs, **{"pad_token_id": self._pad(), **kwargs})
+                own = 1 if self.start is not None else inputs["input_ids"].shape[1]
+                found += [_until_end(row[own:].tolist(), ends) for row in output]
+        if len(found) != len(queries):
+            raise ValueError(
+                f"generate must give one response per query ({len(queries)}), got {len(found)}. Leave num_return_sequences at "
+                "1, and repeat the queries."
+            )
+        return found
+
+    def _padded(self, queries: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Queries padded for `generate`: on the left for decoders, on the right for encoders."""
+        width, pad = max(map(len, queries)), self._pad()
+        device = self.accelerator.device
+        ids = torch.full((len(queries), width), pad, device=device)
+        mask = torch.zeros_like(ids)
+        for row, query in enumerate(queries):
+            place = slice(0, len(query)) if self.start is not None else slice(width - len(query), width)
+            ids[row, place], mask[row, place] = query.to(device), 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _pad(self) -> int:
+        own = getattr(self.tokenizer, "pad_token_id", None)
+        return 0 if own is None else int(own)
+
+
+class GeneratesResponses:
+    """The part of a step-level trainer that generates."""
+
+    accelerator: Any
+    config: PPOConfig
+    model: Any
+    tokenizer: Any
+    reference: Reference
+    _limits: TokenLimits
+    _responders: list[Responder]
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses of the policy to a list of queries: 1-D tensors in a list.
+
+        A single query `(length,)` or rows `(B, length)` give a tensor `(1 or B, length)`, padded on the right. Responses begin
+        with the query unless `return_prompt` is False (an encoder-decoder's with its start token), and end with their end
+        token. `length_sampler` draws the most new tokens of each. `generation_kwargs` are those of a transformers model's
+        `generate`: where our engine can honour them it generates, in batches that fit into memory, otherwise the model does,
+        `batch_size` queries at a time. With `generate_ref_response` the reference's responses come as a second result.
+        """
+        is_list = isinstance(query_tensor, (list, tuple))
+        queries = [query.flatten() for query in (query_tensor if is_list else torch.atleast_2d(query_tensor))]
+
+        def respond(model: Any) -> Any:
+            found = self._responder(model).respond(
+                queries, generation_kwargs,
+                length_sampler=length_sampler, batch_size=batch_size, return_prompt=return_prompt,
+            )  # fmt: skip
+            pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+            return found if is_list else pad_sequence(found, batch_first=True, padding_value=pad)
+
+        responses, reference = respond(self.model), None
+        if generate_ref_response:
+            with torch.no_grad(), self.reference.active(self.model) as model:
+                reference = respond(model)
+        if self.config.optimize_device_cache:
+            empty_cache()
+        return (responses, reference) if generate_ref_response else responses
+
+    def _responder(self, model: Any) -> Responder:
+        """What generates from a model, kept so that what it found out about the model is not found out again."""
+        for responder in self._responders:
+            if responder.model is model:
+                return responder
+        start = self._limits.start
+        made = Responder(model, accelerator=self.accelerator, tokenizer=self.tokenizer, start=start)
+        self._responders.append(made)
+        return made
+
+
+def _until_end(ids: list[int], ends: Any) -> list[int]:
+    """Ids up to and with the first end token."""
+    for index, token in enumerate(ids):
+        if token in ends:
+            return ids[: index + 1]
+    return ids

@@ -1,0 +1,175 @@
+"""What a step of PPO is given, looked at before anything changes: queries, responses, scores, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """B queries and responses as int64 `(length,)` tensors, masks of the responses (1: the policy's token), scores `(B,)`."""
+
+    queries: list[Tensor]
+    responses: list[Tensor]
+    masks: list[Tensor]
+    scores: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """What a model can read: `vocabulary` token ids, and a `window` of that many tokens (None: no limit).
+
+    `start` is the token that an encoder-decoder's completions begin with; None for a decoder, whose queries and responses
+    stand in one window.
+    """
+
+    vocabulary: int
+    window: int | None
+    start: int | None = None
+
+
+def check_step_inputs(
+    queries: Any,
+    responses: Any,
+    scores: Any,
+    masks: Any,
+    *,
+    batch_size: int,
+    limits: TokenLimits,
+    device: torch.device,
+) -> StepInputs:
+    """The inputs of `PPOTrainer.step` in their final form, on a device.
+
+    A start token in front of an encoder-decoder's responses, as `generate` gives them, is taken off.
+
+    Raises: TypeError, ValueError naming what is wrong and in which row.
+    """
+    for name, rows in (("queries", queries), ("responses", responses), ("response_masks", masks)):
+        if rows is not None:
+            _check_count(name, rows, batch_size)
+    found = [_token_ids(f"queries[{i}]", row, limits.vocabulary, device) for i, row in enumerate(queries)]
+    answers = [
+        _token_ids(f"responses[{i}]", row, limits.vocabulary, device) for i, row in enumerate(responses)
+    ]
+    if masks is None:
+        kept = [torch.ones_like(answer) for answer in answers]
+    else:
+        kept = [_mask(i, row, answers[i]) for i, row in enumerate(masks)]
+    if limits.start is not None:
+        begun = [len(answer) > 0 and int(answer[0]) == limits.start for answer in answers]
+        answers = [answer[1:] if starts else answer for answer, starts in zip(answers, begun, strict=True)]
+        kept = [mask[1:] if starts else mask for mask, starts in zip(kept, begun, strict=True)]
+    for index, (query, answer, mask) in enumerate(zip(found, answers, kept, strict=True)):
+        _check_row(index, query, answer, mask, limits)
+    if sum(int(mask.sum()) for mask in kept) < 2:
+        raise ValueError(
+            "responses must have at least 2 tokens together, got 1: advantages are whitened over a batch. Raise batch_size."
+        )
+    return StepInputs(found, answers, kept, check_scores(scores, len(found), device))
+
+
+def check_scores(scores: Any, count: int, device: torch.device) -> Tensor:
+    """Scores as float32 `(count,)`: numbers, tensors of one element, or one tensor of all.
+
+    Raises: TypeError, ValueError for a wrong count or shape, and for one that is not finite.
+    """
+    if not isinstance(scores, (Tensor, Sequence)) or isinstance(scores, str):
+        raise TypeError(
+            f"scores must be a list of tensors or numbers, got {type(scores).__name__}. Give one per response."
+        )
+    if len(scores) != count:
+        raise ValueError(f"scores must be {count}, one per response, got {len(scores)}.")
+    found = [_score(index, score) for index, score in enumerate(scores)]
+    table = torch.stack([score.detach().reshape(()).to(device, torch.float32) for score in found])
+    wrong = (~torch.isfinite(table)).nonzero()[:, 0].tolist()
+    if wrong:
+        raise ValueError(
+            f"scores must be finite, got {table[wrong[0]].item()} in row {wrong[0]} (rows {wrong}). Check the reward, or leave "
+            "those responses out."
+        )
+    return table
+
+
+def _score(index: int, score: Any) -> Tensor:
+    if isinstance(score, bool) or (
+        not isinstance(score, (int, float, Tensor)) and not hasattr(score, "item")
+    ):
+        raise TypeError(
+            f"scores[{index}] must be a tensor or a number, got {type(score).__name__}. Give one number per response."
+        )
+    tensor = torch.as_tensor(score)
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"scores[{index}] must be one number, got a tensor of shape {tuple(tensor.shape)}. Take one label's score, or a "
+            "mean."
+        )
+    return tensor
+
+
+def _check_count(name: str, rows: Any, batch_size: int) -> None:
+    if not isinstance(rows, (list, tuple)):
+        raise TypeError(
+            f"{name} must be a list of tensors, got {type(rows).__name__}. Use list(tensor) for the rows of one."
+        )
+    if len(rows) != batch_size:
+        raise ValueError(
+            f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Give a whole batch (drop_last=True in a loader), "
+            "or set PPOConfig.batch_size."
+        )
+
+
+def _token_ids(name: str, row: Any, vocabulary: int, device: torch.device) -> Tensor:
+    if not isinstance(row, (Tensor, list, tuple)):
+        raise TypeError(
+            f"{name} must be a tensor of token ids, got {type(row).__name__}. Tokenise texts first."
+        )
+    ids = torch.as_tensor(row)
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]  # what `generate` gives for a single query
+    if ids.ndim != 1:
+        raise ValueError(
+            f"{name} must have one dimension, got shape {tuple(ids.shape)}. Give one tensor per row."
+        )
+    if not len(ids):
+        raise ValueError(
+            f"{name} is empty, expected at least 1 token. Leave the row out, or generate with min_length."
+        )
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}.")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"{name} has token ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to {vocabulary - 1}. Use the "
+            "model's own tokenizer."
+        )
+    return ids.detach().to(device, torch.int64)
+
+
+def _mask(index: int, row: Any, response: Tensor) -> Tensor:
+    mask = torch.as_tensor(row).flatten()
+    if len(mask) != len(response):
+        raise ValueError(
+            f"response_masks[{index}] must have one entry per token of its response ({len(response)}), got {len(mask)}."
+        )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"response_masks[{index}] must be 0 or 1, got {sorted(set(mask.tolist()))}.")
+    return mask.detach().to(response.device, torch.int64)
+
+
+def _check_row(index: int, query: Tensor, response: Tensor, mask: Tensor, limits: TokenLimits) -> None:
+    if not len(response):
+        raise ValueError(f"responses[{index}] has only the start token, expected at least 1 token more.")
+    if not mask.any():
+        raise ValueError(
+            f"response_masks[{index}] is 0 everywhere, expected a token that the policy chose. Leave the row out."
+        )
+    length = len(query) + len(response) if limits.start is None else max(len(query), len(response))
+    if limits.window is not None and length > limits.window:
+        raise ValueError(
+            f"queries[{index}] and responses[{index}] have {len(query)} and {len(response)} tokens, the model's window is "
+            f"{limits.window}. Truncate the query, or generate fewer tokens."
+        )

@@ -1,0 +1,119 @@
+"""All that a step-level loop carries, in a folder: a killed loop that loads it goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trl.tensors.moments import RunningMoments
+from trl.trainer.progress import STAGING
+
+_FILE = "ppo_state.json"
+_FORMAT = 1
+
+
+def save_step_state(
+    folder: str | Path, accelerator: Any, state: dict[str, Any], scheduler: Any | None
+) -> None:
+    """Write weights, optimiser, `state` (plain values), scheduler and random streams aside, then rename into place.
+
+    All processes must call it. What stood in `folder` before is replaced as a whole.
+    """
+    final = Path(folder)
+    staging = final.with_name(f"{STAGING}{final.name}")
+    if accelerator.is_main_process:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
+    accelerator.save_state(str(staging), safe_serialization=False)
+    streams = random_streams()
+    torch.save(streams, staging / f"random_streams_{accelerator.process_index}.pt")
+    if accelerator.is_main_process:
+        if scheduler is not None:
+            torch.save(scheduler.state_dict(), staging / "scheduler.pt")
+        known = {"format": _FORMAT, "processes": accelerator.num_processes, **state}
+        (staging / _FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        replaced = _replaced(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        staging.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    accelerator.wait_for_everyone()
+
+
+def _replaced(folder: Path) -> Path:
+    """Where the last state stands while the next is renamed into its place."""
+    return folder.with_name(f"{STAGING}{folder.name}-replaced")
+
+
+def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None) -> dict[str, Any]:
+    """Take everything from a folder; returns the plain values.
+
+    Raises: FileNotFoundError for a folder without a whole state; ValueError for one of another number of processes.
+    """
+    folder = Path(folder)
+    if not folder.exists() and _replaced(folder).exists():  # killed between two renames
+        folder = _replaced(folder)
+    file = folder / _FILE
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no state of a step-level trainer ({_FILE} is missing). Give a folder that save_state wrote."
+        )
+    state = json.loads(file.read_text(encoding="utf-8"))
+    if state["processes"] != accelerator.num_processes:
+        raise ValueError(
+            f"{folder} was saved by {state['processes']} processes, this run has {accelerator.num_processes}. Launch as many: "
+            "each has random streams and queries of its own."
+        )
+    has_schedule = (folder / "scheduler.pt").is_file()
+    if has_schedule != (scheduler is not None):
+        raise ValueError(
+            f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler, and the trainer has "
+            f"{'none' if scheduler is None else 'one'}. Build the trainer as the first time."
+        )
+    accelerator.load_state(str(folder))
+    if scheduler is not None:
+        scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+    streams = torch.load(
+        folder / f"random_streams_{accelerator.process_index}.pt", weights_only=True, map_location="cpu"
+    )
+    set_random_streams(streams)
+    return state
+
+
+def random_streams() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's global generators, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()
+    version, numbers, gauss = random.getstate()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_streams(streams: dict[str, Any]) -> None:
+    """Put the generators into given states."""
+    version, numbers, gauss = streams["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = streams["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(streams["torch"])
+    if streams["cuda"]:
+        torch.cuda.set_rng_state_all(streams["cuda"])
+
+
+def moments_state(running: RunningMoments) -> dict[str, float]:
+    """The four numbers of running moments."""
+    return {name: float(getattr(running, name)) for name in ("mean", "std", "var", "count")}

@@ -1,0 +1,146 @@
+"""Bad input to step-level PPO: a clear error that names the row, before anything changes."""
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.tiny import tiny_model
+from tests.trainer.ppo_runs import RESPONSES, batch, make_trainer, tensors, value_model
+from trl import PPOConfig, PPOTrainer
+
+
+def changed(column, row, value):
+    """The inputs of a step with one row of one of them changed."""
+    inputs = [*batch(), tensors([[1] * len(row) for row in RESPONSES])]
+    inputs[column] = list(inputs[column])
+    inputs[column][row] = value
+    return inputs
+
+
+BAD = {
+    "fewer responses": ([batch()[0], batch()[1][:3], batch()[2]], ValueError, "responses must be batch_size=4 tensors, got 3"),
+    "fewer scores": ([*batch()[:2], batch()[2][:3]], ValueError, "scores must be 4, one per response, got 3"),
+    "queries in a tensor": ([torch.ones(4, 3, dtype=torch.int64), *batch()[1:]], TypeError, "queries must be a list"),
+    "text": (changed(0, 1, "hello"), TypeError, r"queries\[1\] must be a tensor of token ids, got str"),
+    "empty response": (changed(1, 2, torch.tensor([], dtype=torch.int64)), ValueError, r"responses\[2\] is empty"),
+    "empty query": (changed(0, 3, torch.tensor([], dtype=torch.int64)), ValueError, r"queries\[3\] is empty"),
+    "floats for ids": (changed(1, 0, torch.tensor([1.0, 2.0])), TypeError, r"responses\[0\] must hold token ids"),
+    "two dimensions": (changed(1, 0, torch.ones(2, 2, dtype=torch.int64)), ValueError, r"responses\[0\] must have one dimension"),
+    "unknown token": (changed(1, 1, torch.tensor([5, 96])), ValueError, r"responses\[1\] has token ids from 5 to 96, the model has 0 to 95"),
+    "label of padding": (changed(0, 1, torch.tensor([5, -100])), ValueError, r"queries\[1\] has token ids from -100"),
+    "too long": (changed(0, 0, torch.ones(254, dtype=torch.int64)), ValueError, "254 and 4 tokens, the model's window is 256"),
+    "NaN score": (changed(2, 1, torch.tensor(float("nan"))), ValueError, r"scores must be finite, got nan in row 1 \(rows \[1\]\)"),
+    "several scores": (changed(2, 0, torch.ones(2)), ValueError, r"scores\[0\] must be one number, got a tensor of shape \(2,\)"),
+    "no score": (changed(2, 2, None), TypeError, r"scores\[2\] must be a tensor or a number, got NoneType"),
+    "short mask": (changed(3, 0, torch.ones(2)), ValueError, r"response_masks\[0\] must have one entry per token of its response \(4\), got 2"),
+    "empty mask": (changed(3, 0, torch.zeros(4)), ValueError, r"response_masks\[0\] is 0 everywhere"),
+    "mask of twos": (changed(3, 0, torch.full((4,), 2)), ValueError, r"response_masks\[0\] must be 0 or 1, got \[2\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_inputs_of_a_step(case):
+    inputs, error, words = BAD[case]
+    trainer = make_trainer(use_score_scaling=True)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with pytest.raises(error, match=words):
+        trainer.step(*inputs)
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+    assert (trainer.running.count, trainer.current_step, trainer.kl_ctl.value) == (1e-24, 0, 0.2)
+
+
+def test_one_token_cannot_be_whitened():
+    trainer = make_trainer(batch_size=1, mini_batch_size=1)
+    with pytest.raises(ValueError, match="at least 2 tokens together"):
+        trainer.step([torch.tensor([5])], [torch.tensor([6])], [1.0])
+
+
+def test_scores_may_be_numbers_or_one_tensor():
+    queries, responses, scores = batch()
+    given = ([float(score) for score in scores], torch.stack(scores), [score[None] for score in scores])
+    found = {make_trainer().step(queries, responses, each)["ppo/loss/total"] for each in given}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 6, "mini_batch_size": 4}, "batch_size must be a multiple of .* got 6 and 4 \\* 1"),
+        ({"kl_penalty": "k9"}, "kl_penalty must be one of 'kl', 'abs', 'mse', 'full', got 'k9'"),
+        ({"target": 0}, "target must be > 0, got 0"),
+        ({"cliprange": -0.1}, "cliprange must be > 0"),
+        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
+        ({"ppo_epochs": 0}, "ppo_epochs must be a whole number >= 1"),
+        ({"score_clip": 0.0}, "score_clip must be > 0"),
+        ({"init_kl_coef": -1.0}, "init_kl_coef must be >= 0"),
+        ({"push_to_hub_if_best_kwargs": {"private": True}}, "must have 'repo_id'"),
+    ],
+)
+def test_configs(options, words):
+    with pytest.raises(ValueError, match=words):
+        PPOConfig(**options)
+
+
+def test_parts_of_a_trainer():
+    config, tokenizer = PPOConfig(batch_size=4, mini_batch_size=4), make_trainer().tokenizer
+    with pytest.raises(TypeError, match=r"config must be a trl.PPOConfig, got NoneType"):
+        PPOTrainer(model=value_model(), tokenizer=tokenizer)
+    with pytest.raises(
+        TypeError, match=r"model must be an AutoModelForCausalLMWithValueHead .* got LlamaForCausalLM"
+    ):
+        PPOTrainer(config, tiny_model("llama"), None, tokenizer)
+    with pytest.raises(TypeError, match="tokenizer must be a transformers tokenizer, got NoneType"):
+        PPOTrainer(config, value_model())
+    with pytest.raises(TypeError, match=r"ref_model must be a model .* got str"):
+        PPOTrainer(config, value_model(), "gpt2", tokenizer)
+    with pytest.raises(ValueError, match="num_shared_layers=1 was given with ref_model"):
+        PPOTrainer(config, value_model(), value_model(), tokenizer, num_shared_layers=1)
+    with pytest.raises(ValueError, match="vocabulary"):
+        PPOTrainer(config, value_model(), tiny_model("llama", vocab_size=50), tokenizer)
+    with pytest.raises(ValueError, match="at least batch_size"):
+        PPOTrainer(config, value_model(), None, tokenizer, Dataset.from_dict({"query": ["a"]}))
+    with pytest.raises(ValueError, match="no column that is used"):
+        PPOTrainer(config, value_model(), None, tokenizer, Dataset.from_dict({"text": ["a"] * 4}))
+
+
+def test_a_divergence_that_explodes_stops_before_the_update():
+    policy, far = value_model(), value_model(seed=1)
+    with torch.no_grad():
+        far.get_base_model().lm_head.weight.mul_(30)
+    trainer = make_trainer(policy, far)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with pytest.raises(
+        FloatingPointError,
+        match=r"KL divergence from the reference has exploded in step 1.*Lower learning_rate",
+    ):
+        trainer.step(*batch())
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update():
+    trainer = make_trainer()
+    head = trainer.model.v_head.summary.weight
+    before = {name: weight.clone() for name, weight in trainer.model.pretrained_model.state_dict().items()}
+    with torch.no_grad():
+        head.fill_(torch.inf)
+    with pytest.raises((FloatingPointError, ValueError)):
+        trainer.step(*batch())
+    now = trainer.model.pretrained_model.state_dict()
+    assert all(torch.equal(weight, before[name]) for name, weight in now.items())
+
+
+def test_a_negative_and_a_large_divergence_are_said_once(caplog):
+    queries, _, scores = batch()
+    said = []
+    for seeds in ((0, 1), (1, 0)):
+        trainer = make_trainer(*(value_model(seed=seed) for seed in seeds), target=0.01)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                trainer.step(queries, batch()[1], scores)
+        said += [record.message for record in caplog.records if "KL divergence is" in record.message]
+        caplog.clear()
+    assert sum("negative" in message and "top_k=0" in message for message in said) == 1
+    assert sum("times the target of 0.01" in message for message in said) >= 1
+    assert len(said) == len(set(said))

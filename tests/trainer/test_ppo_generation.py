@@ -1,0 +1,115 @@
+"""Responses of step-level PPO in every documented form, by the engine and by the model's own generate."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.trainer.ppo_runs import QUERIES, make_trainer, tensors, value_model
+from trl.core import LengthSampler
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
+
+
+def by_hand(model, query, **kwargs):
+    """The model's own greedy completion, with the query."""
+    mask = torch.ones_like(query)[None]
+    return model.pretrained_model.generate(
+        query[None], attention_mask=mask, pad_token_id=0, **{**GREEDY, **kwargs}
+    )[0]
+
+
+def test_a_list_gives_a_list_with_or_without_the_queries():
+    model = value_model()
+    trainer, queries = make_trainer(model), tensors(QUERIES)
+    expected = [by_hand(model, query) for query in queries]
+    whole = trainer.generate(queries, **GREEDY)
+    alone = trainer.generate(queries, return_prompt=False, **GREEDY)
+    for query, found, response, wanted in zip(queries, whole, alone, expected, strict=True):
+        assert found.tolist() == wanted.tolist()
+        assert response.tolist() == wanted[len(query) :].tolist()
+
+
+def test_a_single_query_gives_one_row_and_rows_give_a_table():
+    model = value_model()
+    trainer, query = make_trainer(model), torch.tensor(QUERIES[0])
+    assert trainer.generate(query, **GREEDY).tolist() == [by_hand(model, query).tolist()]
+    assert trainer.generate(query, return_prompt=False, eos_token_id=[], **GREEDY).shape == (1, 6)
+    table = trainer.generate(torch.tensor([QUERIES[0], [9, 9, 9]]), eos_token_id=[], **GREEDY)
+    assert table.shape == (2, 9)
+
+
+def test_responses_end_with_their_end_token():
+    model = value_model()
+    query = torch.tensor(QUERIES[0])
+    end = int(by_hand(model, query)[4])
+    trainer = make_trainer(model)
+    for more in ({}, {"num_beams": 2}):  # the engine, and the model's own generate
+        found = trainer.generate([query], return_prompt=False, eos_token_id=end, **{**GREEDY, **more})[0]
+        assert found.tolist().count(end) == 1
+        assert found[-1] == end
+
+
+def test_what_the_engine_cannot_do_goes_to_the_model():
+    model = value_model()
+    trainer, queries = make_trainer(model), tensors(QUERIES)
+    found = trainer.generate(queries, batch_size=3, num_beams=3, **GREEDY)
+    for query, response in zip(queries, found, strict=True):
+        wanted = by_hand(model, query, num_beams=3)
+        assert response.tolist() == wanted[: len(response)].tolist()
+    with pytest.raises(ValueError, match="one response per query"):
+        trainer.generate(queries, num_beams=2, num_return_sequences=2, **GREEDY)
+
+
+@pytest.mark.parametrize("more", [{}, {"typical_p": 0.9}])
+def test_samples_are_new_in_each_call_and_the_same_for_a_seed(more):
+    trainer, queries = make_trainer(), tensors(QUERIES)
+    kwargs = {"do_sample": True, "top_k": 0.0, "top_p": 1.0, "min_length": -1, "max_new_tokens": 8, **more}
+    torch.manual_seed(5)
+    first, second = (trainer.generate(queries, **kwargs) for _ in range(2))
+    torch.manual_seed(5)
+    again = trainer.generate(queries, **kwargs)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_lengths_are_drawn_for_each_query():
+    trainer, queries = make_trainer(), tensors(QUERIES)
+    np.random.seed(0)
+    found = trainer.generate(
+        queries, LengthSampler(2, 9), return_prompt=False, eos_token_id=[], do_sample=True
+    )
+    np.random.seed(0)
+    assert [len(response) for response in found] == [np.random.randint(2, 9) for _ in queries]
+
+
+def test_without_a_length_transformers_default_counts():
+    found = make_trainer().generate(tensors(QUERIES), eos_token_id=[])
+    assert [len(row) for row in found] == [20] * 4
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_references_responses_come_beside_the_policys(adapter):
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False)
+    policy, reference = value_model(**({"peft_config": config} if adapter else {})), value_model(seed=1)
+    plain = value_model() if adapter else reference
+    trainer, queries = make_trainer(policy, None if adapter else reference), tensors(QUERIES)
+    own, ref = trainer.generate(queries, generate_ref_response=True, **GREEDY)
+    for query, response, ref_response in zip(queries, own, ref, strict=True):
+        assert response.tolist() == by_hand(policy, query).tolist()
+        assert ref_response.tolist() == by_hand(plain, query).tolist()
+    assert [row.tolist() for row in own] != [row.tolist() for row in ref]
+    assert [row.tolist() for row in trainer.generate(queries, **GREEDY)] == [row.tolist() for row in own]
+
+
+def test_an_encoder_decoders_responses_begin_with_its_start_token_and_train():
+    model = value_model("t5")
+    trainer, queries = make_trainer(model), tensors(QUERIES)
+    found = trainer.generate(queries, eos_token_id=[], **GREEDY)
+    for query, response in zip(queries, found, strict=True):
+        assert response.tolist() == by_hand(model, query, eos_token_id=None).tolist()[: len(response)]
+        assert response[0] == model.config.decoder_start_token_id
+    with_start = trainer.step(queries, found, [1.0, 0.0, 2.0, 1.0])
+    without = make_trainer(value_model("t5")).step(queries, [row[1:] for row in found], [1.0, 0.0, 2.0, 1.0])
+    assert with_start["ppo/loss/total"] == pytest.approx(without["ppo/loss/total"], rel=1e-6)
+    assert with_start["tokens/responses_len_mean"] == 6
