@@ -12,26 +12,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from datasets import load_dataset
-from tiny_pairs import tiny_pairs, tiny_policy
+from training_on_pairs import ExampleArguments, inputs, tiny_policy
 from transformers import AutoModel, AutoTokenizer
 
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser, get_peft_config
 from trl.experimental.bco import BCOConfig, BCOTrainer
-from trl.scripts.model_loading import model_init_kwargs
 
 
 @dataclass
-class ExampleArguments(ScriptArguments):
-    tiny: bool = field(
-        default=False, metadata={"help": "Train a small model of random weights on built-in completions."}
-    )
+class BCOArguments(ExampleArguments):
     match_prompts: bool = field(
         default=False, metadata={"help": "Weigh undesirable completions by their prompts' density ratio."}
     )
     embedding_model: str = field(
         default="nomic-ai/modernbert-embed-base", metadata={"help": "Model that embeds prompts."}
     )
+
+
+def embedder(script_args: BCOArguments, device: Any) -> tuple[Any, Any]:
+    """The model that embeds prompts, and its tokenizer."""
+    if script_args.tiny:
+        policy, tokenizer = tiny_policy()
+        return policy.model, tokenizer
+    name = script_args.embedding_model
+    return AutoModel.from_pretrained(name).to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
 def mean_embeddings(model: Any) -> Any:
@@ -46,29 +50,21 @@ def mean_embeddings(model: Any) -> Any:
 
 
 def main() -> None:
-    parser = TrlParser((ExampleArguments, BCOConfig, ModelConfig))
+    parser = TrlParser((BCOArguments, BCOConfig, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config()
-    if script_args.tiny:
-        (model, tokenizer), rows = tiny_policy(), tiny_pairs().shuffle(seed=0)
-        sets = {"train": rows, "test": rows.select(range(8))}
-        embedder, embedding_tokenizer = tiny_policy()[0].model, tokenizer
-    else:
-        model, tokenizer = model_args.model_name_or_path, None
-        training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
-        sets = load_dataset(script_args.dataset_name, script_args.dataset_config)
-        embedder = embedding_tokenizer = None
-        if script_args.match_prompts:
-            embedder = AutoModel.from_pretrained(script_args.embedding_model).to(training_args.device).eval()
-            embedding_tokenizer = AutoTokenizer.from_pretrained(script_args.embedding_model)
+    given = inputs(script_args, training_args, model_args)
+    matching = {}
+    if script_args.match_prompts:
+        model, tokenizer = embedder(script_args, training_args.device)
+        matching = {"embedding_func": mean_embeddings(model), "embedding_tokenizer": tokenizer}
     trainer = BCOTrainer(
-        model=model,
+        model=given.model,
         args=training_args,
-        train_dataset=sets[script_args.dataset_train_split],
-        eval_dataset=sets[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
-        processing_class=tokenizer,
+        train_dataset=given.train,
+        eval_dataset=given.evaluation if training_args.eval_strategy != "no" else None,
+        processing_class=given.tokenizer,
         peft_config=get_peft_config(model_args),
-        embedding_func=mean_embeddings(embedder) if script_args.match_prompts else None,
-        embedding_tokenizer=embedding_tokenizer if script_args.match_prompts else None,
+        **matching,
     )
     trainer.train()
     trainer.save_model(training_args.output_dir)

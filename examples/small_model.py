@@ -3,7 +3,7 @@
     python examples/small_model.py --text ../shared/data/gsm8k/train.jsonl --out runs/gsm8k/model
 
 trains a byte-level BPE tokenizer on the strings of a jsonl file and saves it with a Llama of random weights: four layers,
-256 wide, about 5 million parameters at the default vocabulary.
+256 wide, about 5 million parameters at the default vocabulary. `--layers 1 --width 128` makes one of 0.7 million.
 """
 
 import argparse
@@ -39,16 +39,18 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
-def small_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
-    """A Llama with tied embeddings for the tokenizer, its weights drawn from `seed`."""
+def small_llama(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int = 4, width: int = 256
+) -> LlamaForCausalLM:
+    """A Llama with tied embeddings for the tokenizer, its weights drawn from `seed`; `width` is a multiple of 64."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 64,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -67,11 +69,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
     parser.add_argument("--vocabulary", type=int, default=4096, help="size of the vocabulary, in tokens")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--width", type=int, default=256, help="width of the model, a multiple of 64")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     args = parser.parse_args()
 
     tokenizer = train_tokenizer(strings(args.text), args.vocabulary)
-    model = small_llama(tokenizer, seed=args.seed)
+    model = small_llama(tokenizer, seed=args.seed, layers=args.layers, width=args.width)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     print(f"{len(tokenizer):,} tokens, {model.num_parameters():,} parameters in {args.out}")

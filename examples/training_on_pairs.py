@@ -1,13 +1,13 @@
-"""What the examples of training on preference pairs share: their command line, and a small policy and pairs for `--tiny`."""
+"""What the examples of preference training share: their inputs, and a small policy and pairs for `--tiny`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from small_model import small_llama, train_tokenizer
 
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
-from trl.scripts.model_loading import model_init_kwargs
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl.scripts.training import load_inputs
 
 
 @dataclass
@@ -19,23 +19,34 @@ class ExampleArguments(ScriptArguments):
     )
 
 
+class Inputs(NamedTuple):
+    """What a trainer is given."""
+
+    model: Any
+    tokenizer: Any
+    train: Any
+    evaluation: Any
+
+
+def inputs(script_args: ExampleArguments, training_args: Any, model_args: ModelConfig) -> Inputs:
+    """The model and the data sets that a command line names (as `trl dpo` reads them), or the small ones."""
+    if script_args.tiny:
+        return Inputs(*tiny_policy(), sums().shuffle(seed=0), sums(8))
+    train, evaluation = load_inputs(script_args, training_args, model_args, DatasetMixtureConfig())
+    return Inputs(model_args.model_name_or_path, None, train, evaluation)
+
+
 def train_on_pairs(config_class: type, trainer_class: type) -> None:
     """Read the command line, train, and save the model into `output_dir`."""
     parser = TrlParser((ExampleArguments, config_class, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config()
-    model: Any = model_args.model_name_or_path
-    tokenizer = None
-    if script_args.tiny:
-        (model, tokenizer), sets = tiny_policy(), {"train": sums(), "test": sums(8)}
-    else:
-        training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
-        sets: Any = load_dataset(script_args.dataset_name, script_args.dataset_config)
+    given = inputs(script_args, training_args, model_args)
     trainer = trainer_class(
-        model=model,
+        model=given.model,
         args=training_args,
-        train_dataset=sets[script_args.dataset_train_split],
-        eval_dataset=sets[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
-        processing_class=tokenizer,
+        train_dataset=given.train,
+        eval_dataset=given.evaluation if training_args.eval_strategy != "no" else None,
+        processing_class=given.tokenizer,
         peft_config=get_peft_config(model_args),
     )
     trainer.train()

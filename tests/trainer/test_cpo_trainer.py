@@ -350,11 +350,11 @@ def test_a_completion_length_that_does_nothing_is_said(caplog):
     assert "max_completion_length=3 acts on encoder-decoders only" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["cpo", "orpo"])
-def test_the_example_runs(method, tmp_path):
+@pytest.mark.parametrize(("method", "own"), [("cpo", []), ("orpo", []), ("bco", ["--match_prompts", "true"])])
+def test_the_example_runs(method, own, tmp_path):
     command = [
         sys.executable, f"examples/{method}.py", "--tiny", "--output_dir", str(tmp_path), "--use_cpu", "true",
-        "--max_steps", "1", "--per_device_train_batch_size", "2", "--report_to", "none",
+        "--max_steps", "1", "--per_device_train_batch_size", "2", "--report_to", "none", *own,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -156,6 +156,22 @@ def test_concatenated_inputs_of_both_levels():
     )
 
 
+@pytest.mark.parametrize("settings", [{}, {"prefix_sharing": False}], ids=["trees", "plain"])
+def test_concatenated_inputs_of_the_trainers_own_batches(settings):
+    """They give the names of both levels, with the numbers of the padded batches of each."""
+    trainer, own, _ = batches(**settings)
+    found = trainer.concatenated_inputs(own, padding_value=9)
+    expected = {
+        **DPOTrainer.concatenated_inputs(DPODataCollatorWithPadding(pad_token_id=9)(ROWS), padding_value=9),
+        **DPOTrainer.concatenated_inputs(whole_sequences(ROWS), padding_value=9),
+    }
+    assert found.keys() == expected.keys()
+    for name in sorted(found.keys() - {"concatenated_input_ids"}):
+        assert torch.equal(found[name], expected[name]), name
+    mask = expected["concatenated_attention_mask"].bool()
+    assert torch.equal(found["concatenated_input_ids"][mask], expected["concatenated_input_ids"][mask])
+
+
 # ---- the forward and the loss
 
 

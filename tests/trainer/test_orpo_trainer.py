@@ -216,3 +216,17 @@ def test_samples_are_shown_at_an_evaluation(kind, capsys):
     assert "Prompt" in shown
     assert "w3 w4 w5" in shown
     assert "Ref Model" not in shown
+
+
+def test_concatenated_inputs_of_the_trainers_own_batches():
+    """The prompt is scored with the chosen completion here, and is no part of it."""
+    rows = pairs()
+    trainer = make()
+    found = trainer.concatenated_inputs(trainer.data_collator(rows))
+    for offset, side in ((0, "chosen"), (len(rows), "rejected")):
+        for index, row in enumerate(rows, start=offset):
+            mask = found["concatenated_attention_mask"][index].bool()
+            whole = row["prompt_input_ids"] + row[f"{side}_input_ids"]
+            labels = [-100] * len(row["prompt_input_ids"]) + row[f"{side}_input_ids"]
+            assert found["concatenated_input_ids"][index][mask].tolist() == whole
+            assert found["concatenated_labels"][index][mask].tolist() == labels

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "plain 4x2": {"prefix_sharing": False, **SPLITS["4x2"]},
     "checkpointed": {"gradient_checkpointing": True},
 }
-LOGGED = ("epoch", "step", "grad_norm", "learning_rate", "num_tokens")
+LOGGED = ("epoch", "step", "grad_norm", "learning_rate")
 
 
 def step(method: str, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -69,6 +69,17 @@ def test_accumulation_splits(method, split, whole):
 )
 def test_layouts(method, layout, whole):
     assert_same(step(method, **LAYOUTS[layout]), whole(method))
+
+
+REFERRED = [m for m in METHODS if m.startswith(("dpo", "kto", "bco")) and m != "dpo-reference-free"]
+
+
+@pytest.mark.parametrize("split", ["whole", "4x2"])
+@pytest.mark.parametrize("method", REFERRED)
+def test_a_reference_asked_in_advance(method, split, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    found = step(method, precompute_ref_log_probs=True, **SPLITS.get(split, {}))
+    assert_same(found, whole(method))
 
 
 @pytest.mark.parametrize("method", METHODS)

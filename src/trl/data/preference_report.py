@@ -1,33 +1,21 @@
 """What preparing pairs of preferences did to their rows: counts, the first rows behind them, and which rows stay."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from trl.data.counting import PreparationReport
 from trl.data.preference_lengths import PairLengths
-from trl.data.row_counters import Numbers
+from trl.data.row_counters import Numbers, RowReport
 from trl.data.validation import Place
-
-SHOWN_ROWS = 3
 
 
 @dataclass
-class PairReport(PreparationReport):
-    """Counts of one data set of preferences; `first` has the first rows behind a count. `tokens` counts a prompt once."""
+class PairReport(RowReport):
+    """Counts of one data set of preferences; `tokens` counts a prompt once."""
 
-    equal_rows: int = 0
-    promptless_rows: int = 0
-    empty_completions: int = 0
     repeated_prompts: int = 0
     for_reward: bool = False
-    first: dict[str, list[int]] = field(default_factory=dict)
-
-    def add(self, counts: PreparationReport) -> None:
-        super().add(counts)
-        for name, rows in counts.first.items() if isinstance(counts, PairReport) else ():
-            self.first[name] = [*self.first.get(name, []), *rows][:SHOWN_ROWS]
 
     def phrases(self) -> Mapping[str, str]:
         return {**super().phrases(), **_PHRASES, **(_REWARD_PHRASES if self.for_reward else {})}
@@ -100,26 +88,8 @@ class PairCounting:
                 else f"All {len(rows)} rows are"
             )
             raise ValueError(f"{self._complaint(int(rows[0]), is_left_out=True)} {read} like this.")
-        self.report.add(self._counted(numbers, left_out))
+        self.report.take(numbers, left_out=left_out, flags=_FLAGS)
         return np.flatnonzero(~left_out)
-
-    def _counted(self, numbers: Numbers, left_out: np.ndarray) -> PairReport:
-        counted = PairReport(
-            self.report.dataset_name,
-            rows=len(left_out),
-            tokens=int(numbers["tokens"][~left_out].sum()),
-            truncated_rows=int((numbers["removed_tokens"] > 0).sum()),
-            removed_tokens=int(numbers["removed_tokens"].sum()),
-            untrained_rows=int(left_out.sum()),
-            dropped_rows=int(left_out.sum()),
-        )
-        for name in ("shifted_rows", "removed_begin_tokens", *_FLAGS):
-            setattr(counted, name, int(numbers[name].sum()))
-        marked = {"untrained_rows": left_out, **{name: numbers[name] > 0 for name in _FLAGS}}
-        counted.first = {
-            name: numbers["row"][flags][:SHOWN_ROWS].tolist() for name, flags in marked.items() if flags.any()
-        }
-        return counted
 
     def _complaint(self, row: int, *, is_left_out: bool) -> str:
         place = Place(self.report.dataset_name, row, "chosen_input_ids")

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,42 @@ from trl.data.preparation import STREAM_BATCH, log_warnings
 
 Numbers = Mapping[str, np.ndarray]
 RowsFunction = Callable[[dict[str, list], Sequence[int]], dict[str, list]]
+SHOWN_ROWS = 3
+
+
+@dataclass
+class RowReport(PreparationReport):
+    """Counts of one data set of completions; `first` has the first rows behind a count (of pairs taken apart: the pairs)."""
+
+    equal_rows: int = 0
+    promptless_rows: int = 0
+    empty_completions: int = 0
+    first: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, counts: PreparationReport) -> None:
+        super().add(counts)
+        for name, rows in counts.first.items() if isinstance(counts, RowReport) else ():
+            self.first[name] = [*self.first.get(name, []), *rows][:SHOWN_ROWS]
+
+    def take(self, numbers: Numbers, *, left_out: np.ndarray, flags: Sequence[str]) -> None:
+        """Add the numbers of rows, of which those `left_out` are not trained on; `flags` are columns that mark rows."""
+        lost = int(left_out.sum())
+        counted = type(self)(
+            self.dataset_name,
+            rows=len(left_out),
+            tokens=int(numbers["tokens"][~left_out].sum()),
+            truncated_rows=int((numbers["removed_tokens"] > 0).sum()),
+            removed_tokens=int(numbers["removed_tokens"].sum()),
+            untrained_rows=lost,
+            dropped_rows=lost,
+        )
+        for name in ("shifted_rows", "removed_begin_tokens", *flags):
+            setattr(counted, name, int(numbers[name].sum()))
+        marked = {"untrained_rows": left_out, **{name: numbers[name] > 0 for name in flags}}
+        counted.first = {
+            name: numbers["row"][rows][:SHOWN_ROWS].tolist() for name, rows in marked.items() if rows.any()
+        }
+        self.add(counted)
 
 
 class Counting(Protocol):

@@ -2,20 +2,19 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.counting import PreparationReport
 from trl.data.formats import column_names
 from trl.data.preference_lengths import PairLengths, TruncationMode
 from trl.data.preference_rows import SIDES, PairReader, pair_row_type
 from trl.data.preparation import AnyDataset, allowed_ids
 from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.data.row_counters import Numbers, count_rows_by, map_rows
+from trl.data.row_counters import Numbers, RowReport, count_rows_by, map_rows
 from trl.data.unpaired_tokens import (
     EMBEDDING_COLUMN,
     KL_COLUMNS,
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 PAIRS_AT_A_TIME = 1000  # of so many pairs all chosen completions come first, then all rejected ones
 BATCH = 1000
-SHOWN_ROWS = 3
 BALANCED = (1.0, 4 / 3)  # of weight x rows, desirable over undesirable
 
 
@@ -95,19 +93,11 @@ class UnpairedPreparation:
 
 
 @dataclass
-class UnpairedReport(PreparationReport):
-    """Counts of one data set of unpaired preferences; `first` has the first rows behind a count (of pairs: the pairs)."""
+class UnpairedReport(RowReport):
+    """Counts of one data set of unpaired preferences; of pairs both completions are rows."""
 
     desirable_rows: int = 0
     undesirable_rows: int = 0
-    promptless_rows: int = 0
-    empty_completions: int = 0
-    first: dict[str, list[int]] = field(default_factory=dict)
-
-    def add(self, counts: PreparationReport) -> None:
-        super().add(counts)
-        for name, rows in counts.first.items() if isinstance(counts, UnpairedReport) else ():
-            self.first[name] = [*self.first.get(name, []), *rows][:SHOWN_ROWS]
 
     def phrases(self) -> Mapping[str, str]:
         return {"desirable_rows": "{0.desirable_rows} desirable", **super().phrases(), **_PHRASES}
@@ -118,6 +108,7 @@ class UnpairedReport(PreparationReport):
 
 _PHRASES = {
     "untrained_rows": "{0.untrained_rows} with the completion cut off whole",
+    "equal_rows": "{0.equal_rows} of pairs with equal completions",
     "promptless_rows": "{0.promptless_rows} with no prompt",
     "empty_completions": "{0.empty_completions} with a completion of the eos token alone",
 }
@@ -125,6 +116,10 @@ _WARNINGS = {
     "untrained_rows": (
         "in {0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) truncation left no token of the completion; "
         "{0.dropped_rows} of them were left out. Raise max_length, lower max_prompt_length, or filter these rows."
+    ),
+    "equal_rows": (
+        "in {0.equal_rows} rows of pairs (first pairs: {0.first[equal_rows]}) the undesirable completion is the desirable one "
+        "too, so the two teach nothing. Filter these pairs, or raise the lengths if truncation made them equal."
     ),
     "promptless_rows": (
         "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) there is no token of a prompt, and the "
@@ -136,6 +131,7 @@ _WARNINGS = {
         "not meant."
     ),
 }
+_FLAGS = ("equal_rows", "promptless_rows", "empty_completions")
 
 
 def prepare_unpaired_dataset(
@@ -303,29 +299,11 @@ class UnpairedCounting:
         left_out = numbers["left_out"] > 0
         if left_out.any() and (self.settings.untrained_rows == "error" or (is_whole and left_out.all())):
             raise ValueError(self._complaint(int(numbers["row"][left_out][0]), all_of=len(left_out) if left_out.all() else 0))  # fmt: skip
-        kept = ~left_out
-        counted = UnpairedReport(
-            self.report.dataset_name,
-            rows=len(kept),
-            tokens=int(numbers["tokens"][kept].sum()),
-            truncated_rows=int((numbers["removed_tokens"] > 0).sum()),
-            removed_tokens=int(numbers["removed_tokens"].sum()),
-            untrained_rows=int(left_out.sum()),
-            dropped_rows=int(left_out.sum()),
-            desirable_rows=int(numbers["desirable"][kept].sum()),
-            undesirable_rows=int((numbers["desirable"][kept] == 0).sum()),
-        )
-        for name in ("shifted_rows", "removed_begin_tokens", "promptless_rows", "empty_completions"):
-            setattr(counted, name, int(numbers[name].sum()))
-        for name, rows in (
-            ("untrained_rows", left_out),
-            ("promptless_rows", numbers["promptless_rows"] > 0),
-            ("empty_completions", numbers["empty_completions"] > 0),
-        ):
-            if rows.any():
-                counted.first[name] = numbers["row"][rows][:SHOWN_ROWS].tolist()
-        self.report.add(counted)
-        return np.flatnonzero(kept)
+        self.report.take(numbers, left_out=left_out, flags=_FLAGS)
+        desirable = numbers["desirable"][~left_out]
+        self.report.desirable_rows += int(desirable.sum())
+        self.report.undesirable_rows += int((desirable == 0).sum())
+        return np.flatnonzero(~left_out)
 
     def _complaint(self, row: int, *, all_of: int) -> str:
         limit = self.settings.max_length

@@ -61,6 +61,7 @@ class UnpairedCounts(NamedTuple):
     removed_tokens: int
     left_out: int  # 1 where truncation leaves nothing of the completion
     desirable: int
+    equal_rows: int  # 1 where a pair's rejected completion is the chosen one too
     promptless_rows: int
     shifted_rows: int
     removed_begin_tokens: int
@@ -188,7 +189,7 @@ class UnpairedTokenizer:
     vocabulary: Vocabulary | None = None
     embedding_tokenizer: PreTrainedTokenizerBase | None = None
     keep_whole: bool = False
-    version: int = 1
+    version: int = 2
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
         """Columns of tokens, labels and given numbers, and those of `UnpairedCounts`."""
@@ -199,6 +200,8 @@ class UnpairedTokenizer:
             samples = [s for index, row in zip(indices, rows, strict=True) for s in self.reader.samples(row, index)]  # fmt: skip
             tokens, extra = self._tokenized(samples), self._embedded(samples)
         finished = [self._finish(row) for row in tokens]
+        if self.reader.pairs is not None:
+            finished = _with_equal_marked(finished)
         columns = {name: [row[name] for row, _ in finished] for name in finished[0][0]}
         counts = {name: [getattr(c, name) for _, c in finished] for name in UnpairedCounts._fields}
         return {**columns, **extra, **self._numbers(batch, indices), **counts}
@@ -293,11 +296,25 @@ class UnpairedTokenizer:
                 not side.completion or (removed > 0 and self.lengths.leaves_nothing(cut.completion))
             ),
             desirable=int(tokens.label),
+            equal_rows=0,
             promptless_rows=int(not cut.prompt),
             shifted_rows=tokens.shifted_rows,
             removed_begin_tokens=tokens.removed_begin_tokens,
             empty_completions=tokens.empty_completions,
         )
+
+
+Finished = list[tuple[dict[str, Any], UnpairedCounts]]
+
+
+def _with_equal_marked(pairs: Finished) -> Finished:
+    """Rows of pairs, chosen and rejected in turn, with the rejected ones marked that are what the chosen one is."""
+    marked = list(pairs)
+    for index in range(1, len(pairs), 2):
+        row, counts = pairs[index]
+        is_equal = all(row[column] == pairs[index - 1][0][column] for column in TOKEN_COLUMNS)
+        marked[index] = row, counts._replace(equal_rows=int(is_equal))
+    return marked
 
 
 WHOLE = ("whole_prompt", "whole_completion")

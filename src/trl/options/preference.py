@@ -1,10 +1,9 @@
 """Option groups of learning from preferences: lengths, layout, the implicit reward, and the reference policy."""
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from trl.options.checks import check_at_least, check_one_of, json_object
+from trl.options.checks import check_at_least, check_one_of, json_object, warn_caller
 from trl.options.dataset import SequenceLength
 from trl.options.groups import OptionGroup
 
@@ -197,11 +196,10 @@ class FusedLoss(OptionGroup):
     def check(self) -> None:
         super().check()
         if self.use_liger_loss:
-            warnings.warn(
+            warn_caller(
                 "use_liger_loss has no effect: every loss is computed in chunks, without the logits of the whole "
                 "vocabulary. Leave it out.",
                 FutureWarning,
-                stacklevel=5,
             )
             self.use_liger_loss = None
 

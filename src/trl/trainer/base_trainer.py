@@ -23,7 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from trl.data.streams import RepeatedStream, is_stream
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
-from trl.models.layout import count_scored, count_tokens, first_rows
+from trl.models.layout import count_scored, count_sequence_tokens, first_rows
 from trl.models.loading import load_saved_weights
 from trl.models.scored_head import ScoreOptions
 from trl.reporting.metrics import MetricSums
@@ -196,9 +196,9 @@ class BaseTrainer(Trainer):
         self._sums[self.mode].add(name, value)
 
     def count_seen(self, batch: Mapping[str, Any]) -> None:
-        """Count the real tokens of a training batch (`num_tokens`)."""
+        """Count the real tokens of a training batch's sequences (`num_tokens`), however they are laid out."""
         if self.mode == "train":
-            self._tokens_seen = self._tokens_seen + count_tokens(batch).to(self.args.device)
+            self._tokens_seen = self._tokens_seen + count_sequence_tokens(batch).to(self.args.device)
 
     def statistics_due(self) -> bool:
         """Whether this step's costly statistics (entropy) will be logged; between logs they are not computed."""

@@ -1,12 +1,11 @@
 """Configuration of contrastive preference optimisation."""
 
-import warnings
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
 from trl.objectives.reference_free import CPO_LOSSES, ReferenceFreeOptions
-from trl.options.checks import check_one_of
+from trl.options.checks import check_one_of, warn_caller
 from trl.options.dataset import DatasetPreparation
 from trl.options.docs import documented
 from trl.options.groups import changed_default
@@ -110,4 +109,4 @@ class CPOConfig(
 
 
 def _warn_ignored(name: str, value: float, loss_type: str, remedy: str) -> None:
-    warnings.warn(f"{name}={value} has no effect on loss_type {loss_type!r}. {remedy}", stacklevel=5)
+    warn_caller(f"{name}={value} has no effect on loss_type {loss_type!r}. {remedy}")

@@ -1,6 +1,5 @@
 """Configuration of direct preference optimisation."""
 
-import warnings
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -10,7 +9,7 @@ from transformers import TrainingArguments
 from trl.objectives.pairs import PairOptions
 from trl.objectives.preference import SMOOTHED, check_losses
 from trl.options.batching import PaddingFree
-from trl.options.checks import check_at_least
+from trl.options.checks import check_at_least, warn_caller
 from trl.options.dataset import DatasetPreparation, PadToken
 from trl.options.docs import documented
 from trl.options.groups import changed_default
@@ -175,9 +174,7 @@ class DPOConfig(
         }
         for name in (name for name, is_ignored in ignored.items() if is_ignored):
             chosen = f"loss_type={self.loss_type}, f_divergence_type={divergence!r}, reference_free={self.reference_free}"
-            warnings.warn(
-                f"{name}={getattr(self, name)} has no effect with {chosen}. Leave it out.", stacklevel=5
-            )
+            warn_caller(f"{name}={getattr(self, name)} has no effect with {chosen}. Leave it out.")
 
     def _check_reference(self) -> None:
         if self.sync_ref_model and self.precompute_ref_log_probs:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -38,7 +37,6 @@ from trl.tensors.sequences import (
     tokens_by_sequence,
     wpo_weights,
 )
-from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, collator_for_image_pairs, image_pair_sets
 from trl.trainer.older_dpo import OlderDPOMethods
@@ -131,23 +129,17 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
             data_collator = collator_for_image_pairs(
                 data_collator, args, policy.processing_class, policy.model
             )
-            self._sets = image_pair_sets(data_collator, policy.model)
+            sets = image_pair_sets(data_collator, policy.model)
         else:
-            self._sets = pair_sets(args, policy)
+            sets = pair_sets(args, policy)
             data_collator = data_collator or pair_collator(policy, shares_prefix=self.shares_prefix)
-        if train_dataset is not None:
-            train_dataset = self._sets.train(train_dataset)
-        if eval_dataset is not None:
-            eval_dataset = self._sets.evaluation(eval_dataset)
-        shard_streams_by_row(args)
-        use_one_device(args)
         super().__init__(
-            model=policy.model,
-            args=args,
+            policy,
+            args,
+            sets=sets,
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=policy.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -200,14 +192,6 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
         """How many pairs a batch has, and how many tokens their chosen completions."""
         return pair_units(batch)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches of an evaluation set; rows that are not tokenised yet are prepared as those of the constructor."""
-        return super().get_eval_dataloader(self._sets.later(eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
-        return super().get_test_dataloader(self._sets.later(test_dataset))
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trl.collators.preference import OWN_PROMPT, DPODataCollatorWithPadding
 from trl.data.preference_tokens import tokenize_preference_row
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.models.layout import IGNORED, padded_rows, scored_sequences
@@ -34,6 +35,7 @@ from trl.trainer.older_pairs import (
     OlderPairMethods,
     concatenated_inputs,
     get_batch_logps,
+    pairs_of,
     tokenized_answer,
 )
 from trl.trainer.pairs import row_count
@@ -96,10 +98,16 @@ class OlderDPOMethods:
         From `prompt_*`, `chosen_*`, `rejected_*` columns (0.12-0.26): `prompt_input_ids`, `prompt_attention_mask`,
         `completion_input_ids` and `completion_attention_mask`, `(2B, T)`, and the images, twice. From whole sequences
         with `chosen_labels` (0.4-0.11): `concatenated_input_ids`, `..._attention_mask`, `..._labels`; the keyword arguments of
-        that time (`is_encoder_decoder`, `label_pad_token_id`, `device`) count there.
+        that time (`is_encoder_decoder`, `label_pad_token_id`, `device`) count there. A batch of the trainer's own collator
+        gives the names of both levels.
         """
         if "chosen_labels" in batch:
             return concatenated_inputs(batch, padding_value=padding_value, **older)
+        if not any(name.startswith(SIDES) for name in batch):
+            wholes = concatenated_inputs(batch, padding_value=padding_value, **older)
+            pairs = [{k: ids for k, ids in row.items() if k != OWN_PROMPT} for row in pairs_of(batch)]
+            padded = DPODataCollatorWithPadding(pad_token_id=padding_value)(pairs)
+            return {**wholes, **OlderDPOMethods.concatenated_inputs(padded, padding_value)}
         prompts = {
             name: torch.cat([value, value])
             for name, value in batch.items()

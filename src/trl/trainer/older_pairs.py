@@ -9,11 +9,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
+from trl.collators.preference import DPODataCollatorWithPadding
 from trl.data.formats import common_prefix_length
+from trl.models.layout import padded_rows, scored_sequences
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.preference import chosen_nll
 from trl.tensors.padding import pad_to_length
 from trl.tensors.reduce import Weighted, count_units, reduce_terms
+from trl.tensors.sequences import tokens_by_sequence
 
 IGNORED = -100
 SIDES = ("chosen", "rejected")
@@ -29,8 +32,13 @@ def concatenated_inputs(
     """The columns `chosen_*` and `rejected_*` of a padded batch below each other: `concatenated_*` `(2B, T)`.
 
     Labels are padded with `label_pad_token_id`, token ids with `padding_value`, masks with 0. For an encoder-decoder,
-    `concatenated_input_ids` and `concatenated_attention_mask` are the prompts, twice.
+    `concatenated_input_ids` and `concatenated_attention_mask` are the prompts, twice. A batch of the trainer's own
+    collator, which has no such columns, is padded first.
     """
+    if not any(name.startswith(SIDES) for name in batch):
+        is_encoder_decoder = "decoder_labels" in batch
+        rows = [whole_sequences(row, is_encoder_decoder=is_encoder_decoder) for row in pairs_of(batch)]
+        batch = DPODataCollatorWithPadding()(rows)
     fill = {"labels": label_pad_token_id, "input_ids": padding_value, "attention_mask": 0}
     prompts = ("input_ids", "attention_mask") if is_encoder_decoder else ()
     found = {}
@@ -42,6 +50,28 @@ def concatenated_inputs(
             width = max(side.shape[1] for side in sides)
             found[f"concatenated_{name}"] = torch.cat([pad_to_length(side, width, value) for side in sides])
     return {name: value.to(device) for name, value in found.items()}
+
+
+def pairs_of(batch: Mapping[str, Any]) -> list[dict[str, list[int]]]:
+    """The tokenised pairs of a batch of one of the trainers' own collators, in whatever layout."""
+    if "decoder_labels" in batch:
+        prompts = [
+            ids[mask] for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        ]
+        heads = [prompt for prompt in prompts for _ in SIDES]
+        answers = [labels[labels != IGNORED] for labels in batch["decoder_labels"]]
+    else:
+        padded, sequence = padded_rows(batch, pad_token_id=0), scored_sequences(batch)
+        scored = tokens_by_sequence(sequence, len(padded["input_ids"]))
+        if "prompt_tokens" in batch:  # of the chosen sequences the prompts are scored, too
+            scored[::2] -= batch["prompt_tokens"]
+        real = zip(padded["input_ids"], padded["attention_mask"].bool(), scored.tolist(), strict=True)
+        heads, answers = zip(
+            *((ids[mask][:-count], ids[mask][-count:]) for ids, mask, count in real), strict=True
+        )
+    names = ("prompt_input_ids", "chosen_input_ids", "rejected_prompt_input_ids", "rejected_input_ids")
+    each = zip(heads[::2], answers[::2], heads[1::2], answers[1::2], strict=True)
+    return [{name: ids.tolist() for name, ids in zip(names, parts, strict=True)} for parts in each]
 
 
 def get_batch_logps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,30 +12,18 @@ from torch.utils.data import DataLoader
 
 from trl.models.layout import first_rows
 from trl.models.reference import FrozenModel, Reference
-from trl.tensors.reduce import LossTerms, Unit, Weighted, count_units, reduce_terms, where_counted
-from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
 from trl.trainer.callbacks.reference_moves import lend_reference
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.evaluation_samples import log_evaluation_samples
+from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, precompute_ref_log_probs
-
-LOSS_PARTS = "loss per "
-
-
-class Outcome(NamedTuple):
-    """What a batch came to.
-
-    `terms` add up to the loss, each divided by the step's number of its own units. `predictions` `(B, ...)` and `labels`
-    `(B, ...)` are what `compute_metrics` is given.
-    """
-
-    terms: Sequence[LossTerms]
-    predictions: Tensor
-    labels: Tensor
-    aux_loss: Tensor | None = None
+from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.terms import LossOfTerms
+from trl.trainer.terms import Outcome as Outcome
 
 
-class PreferenceTrainer(BaseTrainer):
+class PreferenceTrainer(LossOfTerms, BaseTrainer):
     """Base of the trainers that learn from judged completions.
 
     The order of a step: the micro-batches are drawn and counted, `prepare_step` finds what a loss must know of all of
@@ -44,70 +32,40 @@ class PreferenceTrainer(BaseTrainer):
     A method's trainer says what its loss is counted in (`units`, `count_units`) and overrides `outcome`.
     """
 
-    units: ClassVar[tuple[Unit, ...]] = ("pair",)
     _columns: ClassVar[tuple[str, ...]] = ()
     reference: Reference | AskedInAdvance | None = None
     _moved_reference: FrozenModel | None = None
-    _sets: Any = None
-    """How data sets are prepared: those of the constructor, and others `later`."""
 
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
-        """Score a batch and judge it."""
-        raise TypeError(f"{type(self).__name__} must override outcome.")
-
-    def compute_loss(
+    def __init__(
         self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """This micro-batch's part of the optimiser step's loss.
+        policy: Policy,
+        args: Any,
+        *,
+        sets: PreparedSets,
+        train_dataset: Any,
+        eval_dataset: Any,
+        train_sets: PreparedSets | None = None,
+        **given: Any,
+    ) -> None:
+        """Prepare the data sets, those for training as `train_sets` says where it is given, and those of later, too.
 
-        `num_items_in_batch` holds the step's number of each kind of unit (all micro-batches, all processes); without it
-        the loss is that of this batch alone. `return_outputs` also gives predictions and labels.
+        `given` are further arguments of `transformers.Trainer`.
         """
-        inputs = self.take_batch(inputs)
-        self.count_seen(inputs)
-        own = self.count_units(inputs)
-        step = own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-        found = self.outcome(model, inputs)
-        loss = self.loss_of(found, own, step)
-        self._record(found, own)
-        if num_items_in_batch is not None:
-            loss = self.scale(loss)
-        outputs = {"predictions": found.predictions, "labels": found.labels}
-        return (loss, {"loss": loss, **outputs}) if return_outputs else loss
-
-    def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
-        """A batch's part of the step's loss: its terms over the step's number of each kind of unit; `own`: the batch's."""
-        loss = torch.stack(
-            [reduce_terms(terms, step[self.units.index(terms.per)]) for terms in found.terms]
-        ).sum()
-        if found.aux_loss is not None:
-            loss = loss + self._router_weight() * found.aux_loss * (own[0] / step[0])
-        return loss
-
-    def _router_weight(self) -> float:
-        return self.scorer.core.config.get_text_config().router_aux_loss_coef
-
-    def _record(self, found: Outcome, own: Tensor) -> None:
-        for terms in found.terms:
-            for name, value in terms.metrics.items():
-                self.record(name, value)
-            if self.mode == "eval":
-                total = (where_counted(terms.values, terms.weights) * terms.weights).sum()
-                self.record(LOSS_PARTS + terms.per, Weighted(total.detach(), count_units(terms)))
-        if found.aux_loss is not None:
-            self.record("aux_loss", Weighted(found.aux_loss.detach(), torch.ones(())))
-            if self.mode == "eval":
-                value = self._router_weight() * found.aux_loss.detach() * own[0]
-                self.record(LOSS_PARTS + "router", Weighted(value, own[0]))
-
-    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """The loss of an evaluation from its parts, each a mean over units of its own."""
-        parts = [means.pop(name) for name in list(means) if name.startswith(LOSS_PARTS)]
-        return {"loss": sum(parts), **means} if parts else means
+        self._sets = sets
+        if train_dataset is not None:
+            train_dataset = (train_sets or sets).train(train_dataset)
+        if eval_dataset is not None:
+            eval_dataset = sets.evaluation(eval_dataset)
+        shard_streams_by_row(args)
+        use_one_device(args)
+        super().__init__(
+            model=policy.model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=policy.processing_class,
+            **given,
+        )
 
     def prediction_step(
         self,
@@ -160,7 +118,7 @@ class PreferenceTrainer(BaseTrainer):
         return super().get_test_dataloader(self._prepared(test_dataset))
 
     def _prepared(self, dataset: Any) -> Any:
-        return dataset if self._sets is None else self._sets.later(dataset)
+        return self._sets.later(dataset)
 
     # ---- the reference
 

@@ -13,8 +13,10 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
 from trl.data.formats import column_names
+from trl.data.image_rows import IMAGE_COLUMNS
 from trl.models.setup import check_positions
 from trl.trainer.sft_data import check_kind
+from trl.trainer.sft_images import has_images
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class PreparedSets:
     def _prepared(self, dataset: Any, name: str) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return dataset
+        _refuse_images(dataset, name)
         with PartialState().main_process_first():
             prepared, report = self.prepare(dataset, name)
         if isinstance(prepared, Dataset):
@@ -72,6 +75,15 @@ class PreparedSets:
             name: _list_lengths(dataset, name) for name in {name for part in self.parts for name in part}
         }
         return np.max([sum(counts[name] for name in part) for part in self.parts], axis=0)
+
+
+def _refuse_images(dataset: Any, name: str) -> None:
+    if has_images(dataset):
+        raise ValueError(
+            f"{name} dataset has a column of images ({' or '.join(IMAGE_COLUMNS)}), but this trainer takes text. SFTTrainer "
+            "and DPOTrainer take images, if the data sets given to their constructor have them; or remove the column to "
+            "use the text alone."
+        )
 
 
 def _list_lengths(dataset: Dataset, column: str) -> Any:

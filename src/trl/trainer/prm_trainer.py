@@ -18,7 +18,6 @@ from trl.models.classifier_setup import STEP_CLASSIFIER
 from trl.models.layout import IGNORED, is_flat
 from trl.objectives.reward_modelling import step_classification
 from trl.tensors.reduce import Unit, weighted
-from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
 from trl.trainer.policy import Policy, set_up_policy
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.prepared_sets import PreparedSets
@@ -90,20 +89,14 @@ class PRMTrainer(PreferenceTrainer):
         assert isinstance(args, PRMConfig)
         policy = set_up_policy(model, args, processing_class, peft_config, classifier=STEP_CLASSIFIER)
         self.scorer = policy.scorer
-        self._sets = stepwise_sets(args, policy, is_eval=True)
-        if train_dataset is not None:
-            train_dataset = stepwise_sets(args, policy, is_eval=False).train(train_dataset)
-        if eval_dataset is not None:
-            eval_dataset = self._sets.evaluation(eval_dataset)
-        shard_streams_by_row(args)
-        use_one_device(args)
         super().__init__(
-            model=policy.model,
-            args=args,
+            policy,
+            args,
+            sets=stepwise_sets(args, policy, is_eval=True),
+            train_sets=stepwise_sets(args, policy, is_eval=False),
             data_collator=data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=policy.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,14 +25,11 @@ from trl.objectives.pairs import PairScores
 from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
-from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
 from trl.trainer.older_pairs import OlderPairMethods
 from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
-from trl.trainer.policy import Policy, set_up_policy
+from trl.trainer.policy import Policy, is_encoder_decoder, set_up_policy
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
-
-logger = logging.getLogger(__name__)
 
 AnyDataset = Dataset | IterableDataset
 
@@ -86,20 +82,13 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
         self.args, self.model_init, self._peft_config = args, model_init, peft_config
         policy = self._set_up(self._first_model(model), processing_class)
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self._sets = pair_sets(args, policy, truncation_order="prompt_first")
-        if train_dataset is not None:
-            train_dataset = self._sets.train(train_dataset)
-        if eval_dataset is not None:
-            eval_dataset = self._sets.evaluation(eval_dataset)
-        shard_streams_by_row(args)
-        use_one_device(args)
         super().__init__(
-            model=policy.model,
-            args=args,
+            policy,
+            args,
+            sets=pair_sets(args, policy, truncation_order="prompt_first"),
             data_collator=data_collator or pair_collator(policy, shares_prefix=self.shares_prefix),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=policy.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -127,15 +116,7 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
     def _set_up(self, model: Any, processing_class: Any) -> Policy:
         policy = set_up_policy(model, self.args, processing_class, self._peft_config)
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
-        self.is_encoder_decoder = _agreed(self.args.is_encoder_decoder, policy.scorer.core)
-        limit = self.args.max_completion_length
-        if limit is not None and not self.is_encoder_decoder:
-            logger.warning(
-                "max_completion_length=%d acts on encoder-decoders only: %s cuts completions where prompt and completion "
-                "exceed max_length. Leave it out.",
-                limit,
-                type(self).__name__,
-            )
+        self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, self.args)
         return policy
 
     # ---- the data
@@ -199,14 +180,3 @@ def _pair_tokens(scored: Scored, batch: Mapping[str, Any]) -> PairTokens:
         return PairTokens(chosen, torch.zeros_like(chosen))
     prompts = torch.stack([prompt_tokens, torch.zeros_like(prompt_tokens)], dim=1).flatten()
     return PairTokens(chosen, positions_in_sequence(sequence, len(prompts)) < prompts[sequence])
-
-
-def _agreed(said: bool | None, core: Any) -> bool:
-    """Whether the model is an encoder-decoder, as its config and the user say."""
-    found = bool(core.config.is_encoder_decoder)
-    if said is not None and said != found:
-        raise ValueError(
-            f"is_encoder_decoder={said} was given with a {type(core).__name__}, whose config says {found}. Leave it out: "
-            "the model says what it is."
-        )
-    return found

@@ -15,10 +15,8 @@ from trl.data.preference import RewardPreparation, prepare_reward_dataset
 from trl.legacy import REWARD_ARGUMENTS, move_onto_config
 from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import REWARD_MODEL
-from trl.models.layout import count_sequence_tokens
 from trl.objectives.reward_modelling import bradley_terry
 from trl.tensors.reduce import Unit, Weighted
-from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
 from trl.trainer.pairs import row_count, shares_prefix
 from trl.trainer.policy import Policy, set_up_policy
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
@@ -91,21 +89,14 @@ class RewardTrainer(PreferenceTrainer):
         policy = set_up_policy(model, args, processing_class, peft_config, classifier=REWARD_MODEL)
         self.scorer = policy.scorer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self._sets = reward_sets(args, policy)
-        if train_dataset is not None:
-            train_dataset = self._sets.train(train_dataset)
-        if eval_dataset is not None:
-            eval_dataset = self._sets.evaluation(eval_dataset)
-        shard_streams_by_row(args)
-        use_one_device(args)
         self._micro_batches, self._extremes = 0, list[Tensor]()
         super().__init__(
-            model=policy.model,
-            args=args,
+            policy,
+            args,
+            sets=reward_sets(args, policy),
             data_collator=data_collator or self._collator(args),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=policy.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -130,11 +121,6 @@ class RewardTrainer(PreferenceTrainer):
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
         """How many pairs a batch has: int64 `(1,)`."""
         return torch.tensor([row_count(batch, per_row=2)])
-
-    def count_seen(self, batch: Mapping[str, Any]) -> None:
-        """Count the real tokens of both sequences of each pair, whether or not they share some."""
-        if self.mode == "train":
-            self._tokens_seen = self._tokens_seen + count_sequence_tokens(batch).to(self.args.device)
 
     # ---- the loss
 

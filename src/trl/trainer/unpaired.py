@@ -37,7 +37,6 @@ from trl.models.setup import pad_token_id
 from trl.objectives.unpaired import UnpairedScores
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.base_trainer import shard_streams_by_row, use_one_device
 from trl.trainer.pairs import row_count, shares_prefix
 from trl.trainer.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
 from trl.trainer.precompute import ReferencePass
@@ -111,31 +110,24 @@ class UnpairedTrainer(PreferenceTrainer):
         )
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None
-        self._sets = unpaired_sets(args, policy, **settings)
         # One completion behind its prompt is a plain sequence: there is nothing to share.
         self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
-        if train_dataset is not None:
-            train_dataset = self._sets.train(train_dataset)
-            _warn_of_blocks(train_dataset, args.train_sampling_strategy)
-        if eval_dataset is not None:
-            eval_dataset = self._sets.evaluation(eval_dataset)
-        shard_streams_by_row(args)
-        use_one_device(args)
         collator = UnpairedCollator(
             self.shares_prefix, self.mismatched, self.is_encoder_decoder, pad_token_id(policy.tokenizer)
         )
         super().__init__(
-            model=policy.model,
-            args=args,
+            policy,
+            args,
+            sets=unpaired_sets(args, policy, **settings),
             data_collator=data_collator or collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=policy.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        _warn_of_blocks(self.train_dataset, args.train_sampling_strategy)
         self.take_reference(self._reference_pass() if args.precompute_ref_log_probs else None)
 
     def preparation(self, args: Any) -> dict[str, Any]:

@@ -1,0 +1,271 @@
+"""Bad input of every trainer of preferences: one message before the first step, or a counted warning."""
+
+import logging
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+
+from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from trl import (
+    BCOConfig,
+    BCOTrainer,
+    CPOConfig,
+    CPOTrainer,
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    PRMConfig,
+    PRMTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
+
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+    "reward": (RewardTrainer, RewardConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "bco": (BCOTrainer, BCOConfig),
+    "prm": (PRMTrainer, PRMConfig),
+}
+OF_PAIRS = ("dpo", "cpo", "orpo", "reward", "kto", "bco")  # the last two take them apart
+OF_TEXT = ("cpo", "orpo", "reward", "kto", "bco", "prm")  # they take no images
+UNPAIRED = ("kto", "bco")
+COMPARED = ("dpo", "kto", "bco")  # with a reference
+
+PAIR = {"prompt": "The sky is", "chosen": " blue", "rejected": " brown"}
+RATED = {"prompt": "The sky is", "completion": " blue", "label": True}
+STEPS = {"prompt": "How many?", "completions": ["Seven apples.", "Next."], "labels": [True, False]}
+ASK = {"role": "user", "content": "And then?"}
+UP = {"role": "assistant", "content": "Look up."}
+NEXT = {"role": "assistant", "content": "Next."}
+CHAT = {"prompt": [ASK], "chosen": [UP], "rejected": [NEXT]}
+IMAGE = Image.new("RGB", (8, 8), "red")
+WHY = {**ASK, "content": "Why?"}
+
+
+def model_of(method: str) -> Any:
+    if method == "reward":
+        return tiny_classifier("llama", vocab_size=400, num_labels=1)
+    if method == "prm":
+        return tiny_classifier("llama", vocab_size=400, num_labels=2, of_tokens=True)
+    return tiny_model("llama", vocab_size=400)
+
+
+def adapted() -> Any:
+    return get_peft_model(model_of("dpo"), LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def build(
+    method: str, rows: list[dict[str, Any]], *, of_trainer: dict[str, Any] | None = None, **settings: Any
+) -> Any:
+    """A trainer on rows; `of_trainer` are further arguments of it, functions of no argument called first."""
+    trainer, config = TRAINERS[method]
+    given = {name: value() if callable(value) else value for name, value in (of_trainer or {}).items()}
+    given = {"model": model_of(method), "processing_class": tiny_tokenizer("chatml"), **given}
+    args = config(tempfile.mkdtemp(), use_cpu=True, report_to="none", **settings)
+    return trainer(args=args, train_dataset=Dataset.from_list(rows), **given)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What `methods` must refuse with `error`, in a message that `says` all of these words in this order."""
+
+    methods: tuple[str, ...]
+    error: type[Exception]
+    says: tuple[str, ...]
+    rows: list[dict[str, Any]] = field(default_factory=lambda: [PAIR] * 2)
+    of_trainer: dict[str, Any | Callable[[], Any]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+BAD: dict[str, Bad] = {
+    "empty completion of a pair": Bad(
+        OF_PAIRS, ValueError, ("train dataset, row 1, column 'chosen': an empty string", "Filter the row out"),
+        [PAIR, {**PAIR, "chosen": ""}],
+    ),
+    "empty list of messages": Bad(
+        OF_PAIRS, ValueError, ("train dataset, row 1, column 'rejected': an empty list", "Filter the row"),
+        [CHAT, {**CHAT, "rejected": []}],
+    ),
+    "empty completion": Bad(
+        UNPAIRED, ValueError, ("train dataset, row 1, column 'completion': an empty string", "Filter the row out"),
+        [RATED, {**RATED, "completion": ""}],
+    ),
+    "empty step": Bad(
+        ("prm",), ValueError, ("train dataset, row 1, column 'completions[1]': an empty string", "Filter the row out"),
+        [STEPS, {**STEPS, "completions": ["Seven apples.", ""]}],
+    ),
+    "prompt that is no prefix of the conversation": Bad(
+        OF_PAIRS, ValueError, ("row 0, column 'chosen', message 0", "'prompt' is not how this one begins", "Give the answer"),
+        [{"prompt": [ASK], "chosen": [WHY, UP], "rejected": [WHY, NEXT]}],
+    ),
+    "prompt of text before messages": Bad(
+        OF_PAIRS, ValueError, ("row 0, column 'prompt': 'Why?' is not what the conversations", "Write it as messages"),
+        [{**CHAT, "prompt": "Why?"}],
+    ),
+    "chosen messages, rejected text": Bad(
+        OF_PAIRS, TypeError, ("row 0, column 'rejected': 'Next.' is of type str, expected a list of messages", "Write it as"),
+        [{**CHAT, "rejected": "Next."}],
+    ),
+    "chosen text, rejected messages": Bad(
+        OF_PAIRS, TypeError, ("row 0, column 'rejected': a list, expected a string", "Do not mix"),
+        [{"prompt": "Why?", "chosen": "Next.", "rejected": [NEXT]}],
+    ),
+    "label that is a word": Bad(
+        UNPAIRED, TypeError, ("row 0, column 'label': 'yes' is of type str, expected true or false", "Map it to True"),
+        [{**RATED, "label": "yes"}] * 2,
+    ),
+    "label that is a number": Bad(
+        UNPAIRED, TypeError, ("row 0, column 'label': 1 is of type int, expected true or false", "cast_column"),
+        [{**RATED, "label": 1}] * 2,
+    ),
+    "label that is missing": Bad(
+        UNPAIRED, ValueError, ("row 1, column 'label': None, expected true or false", "filter the row out"),
+        [RATED, {**RATED, "label": None}],
+    ),
+    "step labels that are words": Bad(
+        ("prm",), TypeError, ("row 0, column 'labels[0]': 'right' is of type str, expected true or false", "Map it"),
+        [{**STEPS, "labels": ["right", "wrong"]}],
+    ),
+    "steps and labels of different lengths": Bad(
+        ("prm",), ValueError, ("row 1, column 'labels': 1 labels for 2 steps in 'completions'", "Give each step its label"),
+        [STEPS, {**STEPS, "labels": [True]}],
+    ),
+    "images": Bad(
+        tuple(m for m in OF_TEXT if m != "prm"), ValueError,
+        ("train dataset has a column of images", "takes text", "DPOTrainer", "remove the column"),
+        [{**PAIR, "images": [IMAGE]}] * 2,
+    ),
+    "images of steps": Bad(
+        ("prm",), ValueError, ("train dataset has a column of images", "takes text"), [{**STEPS, "image": IMAGE}] * 2
+    ),
+    "images without a processor": Bad(
+        ("dpo",), TypeError, ("processing_class is a", "the rows have images, expected a processor", "AutoProcessor"),
+        [{**PAIR, "images": [IMAGE]}] * 2,
+    ),
+    "reference with another vocabulary": Bad(
+        COMPARED, ValueError, ("ref_model has a vocabulary of 96 tokens, the model one of 400", "Choose a reference"),
+        of_trainer={"ref_model": lambda: tiny_model("llama")},
+    ),
+    "reference adapter that does not exist": Bad(
+        UNPAIRED, ValueError, ("ref_adapter_name='judge' is no adapter of the model, which has ['default']", "Choose one"),
+        of_trainer={"model": adapted, "ref_adapter_name": "judge"},
+    ),
+    "policy adapter that does not exist": Bad(
+        UNPAIRED, ValueError, ("model_adapter_name='judge' is no adapter of the model, which has ['default']", "Choose one"),
+        of_trainer={"model": adapted, "model_adapter_name": "judge"},
+    ),
+    "DPO's reference adapter that does not exist": Bad(
+        ("dpo",), ValueError, ("ref_adapter_name='judge' is no adapter of the model, which has ['default']", "Choose one"),
+        of_trainer={"model": adapted}, settings={"ref_adapter_name": "judge"},
+    ),
+    "DPO's policy adapter that does not exist": Bad(
+        ("dpo",), ValueError, ("model_adapter_name='judge' is no adapter of the model", "Choose one"),
+        of_trainer={"model": adapted}, settings={"model_adapter_name": "judge"},
+    ),
+    "adapter name of a model without adapters": Bad(
+        UNPAIRED, ValueError, ("ref_adapter_name='judge' names a PEFT adapter, and the model has none", "Wrap it"),
+        of_trainer={"ref_adapter_name": "judge"},
+    ),
+    "label_smoothing below 0": Bad(
+        ("dpo", "cpo"), ValueError, ("label_smoothing must be in [0, 0.5), got -0.1", "use 0"), settings={"label_smoothing": -0.1}
+    ),
+    "label_smoothing of a coin": Bad(
+        ("dpo", "cpo"), ValueError, ("label_smoothing must be in [0, 0.5), got 0.5", "use 0"), settings={"label_smoothing": 0.5}
+    ),
+    "divergence of a loss of single completions": Bad(
+        ("dpo",), ValueError, ("f_divergence_type 'js_divergence' is defined for", "got loss_type 'nca_pair'", "reverse_kl"),
+        settings={"loss_type": "nca_pair", "f_divergence_type": "js_divergence"},
+    ),
+    "a gap without scale": Bad(
+        ("dpo", "cpo"), ValueError, ("beta", "'ipo'", "got 0"), settings={"loss_type": "ipo", "beta": 0.0}
+    ),
+    "unknown loss": Bad(
+        ("dpo", "cpo", "kto"), ValueError, ("loss_type", "sigmoid_pair"), settings={"loss_type": "sigmoid_pair"}
+    ),
+    "mismatching of one row": Bad(
+        ("kto",), ValueError, ("per_device_train_batch_size", "at least 2", "got 1"),
+        settings={"per_device_train_batch_size": 1},
+    ),
+}  # fmt: skip
+CASES = [
+    pytest.param(method, bad, id=f"{method}: {name}") for name, bad in BAD.items() for method in bad.methods
+]
+
+
+@pytest.mark.parametrize(("method", "bad"), CASES)
+def test_it_is_refused_before_the_first_step(method, bad):
+    with pytest.raises(bad.error) as caught:
+        build(method, bad.rows, of_trainer=bad.of_trainer, **bad.settings)
+    assert re.search(".*".join(map(re.escape, bad.says)), str(caught.value), re.DOTALL), str(caught.value)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What `methods` train on, with a warning that `says` these words."""
+
+    methods: tuple[str, ...]
+    says: str
+    rows: list[dict[str, Any]]
+
+
+TOLD: dict[str, Told] = {
+    "equal completions": Told(
+        ("dpo", "cpo", "orpo", "reward"), r"in 2 of 4 rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
+        [PAIR, {**PAIR, "rejected": " blue"}, PAIR, {**PAIR, "rejected": " blue"}],
+    ),
+    "equal completions of pairs taken apart": Told(
+        UNPAIRED, r"in 2 rows of pairs \(first pairs: \[1, 3\]\) the undesirable completion is the desirable one too",
+        [CHAT, {**CHAT, "rejected": [UP]}, CHAT, {**CHAT, "rejected": [UP]}],
+    ),
+    "desirable rows alone": Told(UNPAIRED, r"all 4 rows are desirable \(label true\)\. That can be trained on", [RATED] * 4),
+    "undesirable rows alone": Told(
+        UNPAIRED, r"all 4 rows are undesirable \(label false\)\. That can be trained on.* keep the learning rate low",
+        [{**RATED, "label": False}] * 4,
+    ),
+}  # fmt: skip
+TOLD_CASES = [
+    pytest.param(method, told, id=f"{method}: {name}")
+    for name, told in TOLD.items()
+    for method in told.methods
+]
+
+
+@pytest.mark.parametrize(("method", "told"), TOLD_CASES)
+def test_it_is_trained_on_with_a_warning(method, told, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = build(method, told.rows)
+    assert len(trainer.train_dataset) in (4, 8)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum(bool(re.search(told.says, message)) for message in messages) == 1, messages
+
+
+@pytest.mark.parametrize("method", OF_PAIRS)
+def test_good_rows_of_a_trainer_are_taken_in_silence(method, caplog):
+    """The same rows without what is bad about them: the cases above are refused for their own reason."""
+    rows = [PAIR, {**PAIR, "chosen": " clear"}]
+    with caplog.at_level(logging.WARNING):
+        trainer = build(method, rows, **({"train_sampling_strategy": "random"} if method in UNPAIRED else {}))
+    assert len(trainer.train_dataset) == (4 if method in UNPAIRED else 2)
+    assert not caplog.records
+
+
+def test_images_that_come_later_are_refused():
+    trainer = build("dpo", [PAIR])
+    with pytest.raises(
+        ValueError, match=r"eval dataset has a column of images .* given to their constructor"
+    ):
+        trainer.evaluate(Dataset.from_list([{**PAIR, "images": [IMAGE]}]))
