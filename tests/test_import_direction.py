@@ -108,7 +108,16 @@ def upward_imports(path: Path) -> list[str]:
 
 
 def test_every_folder_has_a_level():
-    known = {*LEVEL, *EVERYWHERE, "__init__", "extras", "environment", "accelerate_configs", "py.typed", "__pycache__"}
+    known = {
+        *LEVEL,
+        *EVERYWHERE,
+        "__init__",
+        "extras",
+        "environment",
+        "accelerate_configs",
+        "py.typed",
+        "__pycache__",
+    }
     known |= {place(pattern) for pattern in GRAB_BAGS if "/" not in pattern}
     assert {place(child.name) for child in PACKAGE.iterdir()} <= known
 
