@@ -61,13 +61,13 @@ _NAMES = {
     "AutoModelForSeq2SeqLMWithValueHead": "trl.models.value_head",
     "PreTrainedModelWrapper": "trl.models.value_wrapper",
     "create_reference_model": "trl.models.reference_copies",
-    "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
-    "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
+    "PPOConfig": "trl.trainer.ppo_config",
+    "PPOTrainer": "trl.trainer.ppo_trainer",
     "TextEnvironment": "trl.rollouts.text_environment",
     "TextHistory": "trl.rollouts.text_history",
     "BestOfNSampler": "trl.rollouts.best_of_n",
-    "PPOConfig": "trl.trainer.ppo_config",
-    "PPOTrainer": "trl.trainer.ppo_trainer",
+    "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
+    "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
 }
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ if TYPE_CHECKING:
     from trl.models.value_head import AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead
     from trl.models.value_wrapper import PreTrainedModelWrapper as PreTrainedModelWrapper
     from trl.options.model import ModelConfig as ModelConfig
+    from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
+    from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
+    from trl.rollouts.text_history import TextHistory as TextHistory
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
     from trl.scripts.parser import TrlParser as TrlParser
     from trl.scripts.quiet import init_zero_verbose as init_zero_verbose
@@ -117,22 +120,19 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
     from trl.trainer.dpo_config import FDivergenceType as FDivergenceType
     from trl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
+    from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
+    from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
     from trl.trainer.kto_config import KTOConfig as KTOConfig
     from trl.trainer.kto_trainer import KTOTrainer as KTOTrainer
     from trl.trainer.orpo_config import ORPOConfig as ORPOConfig
     from trl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
+    from trl.trainer.ppo_config import PPOConfig as PPOConfig
+    from trl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
     from trl.trainer.prm_config import PRMConfig as PRMConfig
     from trl.trainer.prm_trainer import PRMTrainer as PRMTrainer
     from trl.trainer.reward_config import RewardConfig as RewardConfig
     from trl.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
-    from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
-    from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
-    from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
-    from trl.rollouts.text_history import TextHistory as TextHistory
-    from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
-    from trl.trainer.ppo_config import PPOConfig as PPOConfig
-    from trl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

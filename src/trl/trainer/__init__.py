@@ -39,10 +39,10 @@ _NAMES = {
     "PreferenceTrainer": "trl.trainer.preference_trainer",
     "AdaptiveKLController": "trl.objectives.kl",
     "FixedKLController": "trl.objectives.kl",
-    "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
-    "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
     "PPOConfig": "trl.trainer.ppo_config",
     "PPOTrainer": "trl.trainer.ppo_trainer",
+    "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
+    "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
 }
 
 if TYPE_CHECKING:
@@ -71,10 +71,14 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
     from trl.trainer.dpo_config import FDivergenceType as FDivergenceType
     from trl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
+    from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
+    from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
     from trl.trainer.kto_config import KTOConfig as KTOConfig
     from trl.trainer.kto_trainer import KTOTrainer as KTOTrainer
     from trl.trainer.orpo_config import ORPOConfig as ORPOConfig
     from trl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
+    from trl.trainer.ppo_config import PPOConfig as PPOConfig
+    from trl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
     from trl.trainer.preference_trainer import PreferenceTrainer as PreferenceTrainer
     from trl.trainer.prm_config import PRMConfig as PRMConfig
     from trl.trainer.prm_trainer import PRMTrainer as PRMTrainer
@@ -82,9 +86,5 @@ if TYPE_CHECKING:
     from trl.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
-    from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
-    from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
-    from trl.trainer.ppo_config import PPOConfig as PPOConfig
-    from trl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,0 +1,140 @@
+"""Rows of prompts -> rows with the token ids that a policy goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+
+from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
+from trl.data.rendering import (
+    ProcessingClass,
+    TemplateRefusal,
+    render_prompt,
+    template_source,
+    text_tokenizer,
+)
+from trl.data.tokenization import encode_open, read_chat
+from trl.data.validation import Place, accepted_roles, check_chat_template, check_text
+
+PROMPT_IDS = "input_ids"
+_MARKS = ("attention_mask", "token_type_ids")
+_OF_PROMPTS = frozenset([PROMPT_IDS, "prompt"])
+
+
+@dataclass(frozen=True)
+class PromptPreparation:
+    """How prompts are tokenised. `longest` (tokens) is the longest prompt allowed, `vocabulary` the number of token ids."""
+
+    longest: int | None = None
+    vocabulary: int | None = None
+    num_proc: int | None = None
+
+
+def prepare_prompts(
+    dataset: Dataset, processing_class: ProcessingClass, settings: PromptPreparation, *, name: str
+) -> Dataset:
+    """The data set with a column `input_ids` of prompts ready to be gone on from; all other columns stay but those that run along with tokens.
+
+    A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, of which an `attention_mask` marks the
+    real ones.
+
+    Raises: ValueError or TypeError, naming the row, for prompts that are missing, empty, mixed, not tokens of the model, or
+    longer than `settings.longest`.
+    """
+    tokenized = PROMPT_IDS in dataset.column_names
+    if not tokenized and "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"{name} dataset has columns {dataset.column_names}, expected 'prompt' (text or messages) or 'input_ids'. Rename "
+            "the column that holds the prompts."
+        )
+    if not len(dataset):
+        raise ValueError(f"{name} dataset has no rows, expected at least 1. Check how it was filtered.")
+    tokenize = _Prompts(processing_class, settings, name, tokenized, _is_chat(dataset))
+    if tokenize.chat:
+        check_chat_template(processing_class, Place(name, 0, "prompt"))
+    used = [name for name in _MARKS if name in dataset.column_names]
+    kept = {name: kind for name, kind in dataset.features.items() if name not in used}
+    return dataset.with_format(None).map(
+        tokenize,
+        batched=True,
+        with_indices=True,
+        remove_columns=used,
+        features=Features({**kept, PROMPT_IDS: List(Value("int32"))}),
+        num_proc=settings.num_proc,
+        desc=f"Tokenizing {name} prompts",
+    )
+
+
+def columns_for_rewards(dataset: Dataset) -> list[str]:
+    """The columns that reward functions are handed."""
+    return [column for column in dataset.column_names if column not in _OF_PROMPTS]
+
+
+def _is_chat(dataset: Dataset) -> bool:
+    first = maybe_convert_to_chatml(dict(dataset.with_format(None)[0]))
+    return is_list_of_dicts_with(first.get("prompt"), "role")
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Tokenises batches of rows."""
+
+    processing_class: ProcessingClass
+    settings: PromptPreparation
+    name: str
+    tokenized: bool
+    chat: bool
+
+    def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        ids = self._given(rows) if self.tokenized else self._encoded(rows, indices)
+        for index, prompt in zip(indices, ids, strict=True):
+            self._check(prompt, Place(self.name, index, PROMPT_IDS if self.tokenized else "prompt"))
+        return {PROMPT_IDS: ids}
+
+    def _given(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        return [
+            [token for token, real in zip(row[PROMPT_IDS], row["attention_mask"], strict=True) if real]
+            if row.get("attention_mask") is not None
+            else list(row[PROMPT_IDS] or [])
+            for row in rows
+        ]
+
+    def _encoded(self, rows: list[dict[str, Any]], indices: list[int]) -> list[list[int]]:
+        texts = [
+            self._text(row, Place(self.name, index, "prompt"))
+            for row, index in zip(rows, indices, strict=True)
+        ]
+        tokenizer = text_tokenizer(self.processing_class)
+        return [ids for ids, _ in encode_open(tokenizer, texts, add_special_tokens=not self.chat)]
+
+    def _text(self, row: dict[str, Any], place: Place) -> str:
+        if not self.chat:
+            return check_text(row["prompt"], place)
+        roles = accepted_roles(template_source(self.processing_class))
+        try:
+            return render_prompt(
+                self.processing_class, read_chat(self.processing_class, row, place, roles=roles)
+            )
+        except TemplateRefusal as error:
+            raise ValueError(f"{place}: {error}") from error
+
+    def _check(self, prompt: list[int], place: Place) -> None:
+        longest, vocabulary = self.settings.longest, self.settings.vocabulary
+        if not prompt:
+            raise ValueError(
+                f"{place}: a prompt without tokens, expected at least 1. Begin it with the tokenizer's bos token."
+            )
+        if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
+            wrong = next(token for token in prompt if token < 0 or token >= (vocabulary or token + 1))
+            raise ValueError(
+                f"{place}: token id {wrong}, expected 0 to {(vocabulary or 0) - 1} (the rows of the model's embedding). "
+                "Tokenize with the tokenizer that belongs to the model."
+            )
+        if longest is not None and len(prompt) > longest:
+            raise ValueError(
+                f"{place}: a prompt of {len(prompt)} tokens, expected at most {longest}, so that the longest response fits "
+                "into the model's window. Shorten or filter out such prompts, or ask for shorter responses."
+            )

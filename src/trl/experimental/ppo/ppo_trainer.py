@@ -1,0 +1,312 @@
+"""PPO on a data set of prompts: policy, reference, rewards and a value model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
+
+from trl.experimental.ppo.estimates import (
+    RATIO_SQUARE,
+    REF,
+    VALUES,
+    Prices,
+    estimated,
+    kl_of_tokens,
+    measured_rollouts,
+    ppo_terms,
+)
+from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.experimental.ppo.samples import ShowSamples, completions_table
+from trl.experimental.ppo.saving import SavesBoth
+from trl.experimental.ppo.setup import (
+    PromptSets,
+    check_sizes,
+    end_token,
+    fill_in_sizes,
+    own_copy,
+    reward_sources,
+    value_and_policy,
+)
+from trl.generation.engine import Sampling
+from trl.generation.transformers_engine import TransformersEngine
+from trl.models.forward import Scored
+from trl.models.lending import without_ddp
+from trl.models.policy_value import PolicyValueScorer
+from trl.models.reference import FrozenModel, make_reference
+from trl.models.scored_head import ScoreOptions
+from trl.rollouts.experience import Experience
+from trl.rollouts.sampling import ends_with
+from trl.tensors.reduce import LossTerms, Weighted
+from trl.trainer.base_trainer import use_one_device
+from trl.trainer.online_trainer import OLD
+from trl.trainer.pairs import shares_prefix
+from trl.trainer.policy import make_scorer
+
+logger = logging.getLogger(__name__)
+
+
+class PPOTrainer(SavesBoth):
+    """Trainer of proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) on prompts of a data set.
+
+    Args:
+        args: a `trl.experimental.ppo.PPOConfig`.
+        processing_class: the policy's tokenizer; by default the one saved with the model.
+        model: the policy: a causal language model, a `PeftModel`, or a name or path.
+        ref_model: what the KL divergence is measured from. None: the policy as it is now (a frozen copy, or the base of
+            an adapter).
+        reward_model: a sequence classifier with one label, or its name or path; None where `reward_funcs` score.
+        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
+            reward functions.
+        value_model: a sequence classifier with one label, trained beside the policy. None: one is made of a copy of the
+            policy, with a head that starts at 0.
+        data_collator: accepted for compatibility; prompts are never padded.
+        eval_dataset: the same kind of rows, or a dict of several sets by name.
+        peft_config: trains a new adapter of the policy with these settings (the value model is trained as it is).
+        reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, reward models,
+            or several of them; added to the reward model's score.
+        reward_processing_classes: the tokenizer of each reward model (None for functions).
+
+    Losses are means over the response tokens of an optimiser step, of all its micro-batches on all processes.
+
+    Example:
+        >>> trainer = PPOTrainer(
+        ...     PPOConfig("my-model", stop_token="eos"), tokenizer, "Qwen/Qwen3-0.6B", None, reward_model, dataset
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "ppo"]
+    _name: ClassVar[str] = "PPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Fine-Tuning Language Models from Human Preferences",
+        "id": "1909.08593",
+    }
+    args: PPOConfig
+    scorer: PolicyValueScorer  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        args: PPOConfig | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        model: nn.Module | PreTrainedModel | str | None = None,
+        ref_model: nn.Module | PreTrainedModel | str | None = None,
+        reward_model: nn.Module | PreTrainedModel | str | None = None,
+        train_dataset: Dataset | None = None,
+        value_model: nn.Module | PreTrainedModel | str | None = None,
+        data_collator: DataCollatorWithPadding | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: list[TrainerCallback] | None = None,
+        peft_config: Any | None = None,
+        reward_funcs: Any | Sequence[Any] | None = None,
+        reward_processing_classes: Any | None = None,
+    ) -> None:
+        args = own_copy(args)
+        use_one_device(args)
+        self.sizes = check_sizes(args)
+        parts = value_and_policy(model, value_model, args, processing_class, peft_config)
+        self.scorer, self._tokenizer = parts.scorer, parts.policy.tokenizer
+        self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
+        self.rewards = reward_sources(reward_model, reward_funcs, reward_processing_classes, args, parts)
+        self._end = end_token(args, parts.policy.tokenizer)
+        self._sets = PromptSets(args, parts.policy)
+        train_dataset = self._sets(train_dataset, "train")
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {name: self._sets(part, name) for name, part in eval_dataset.items()}
+        elif eval_dataset is not None:
+            eval_dataset = self._sets(eval_dataset, "eval")
+        fill_in_sizes(args, self.sizes, len(train_dataset))
+        self.reference = make_reference(
+            parts.policy.model,
+            scorer=parts.policy.scorer,
+            make_scorer=lambda made: make_scorer(made, parts.policy.tokenizer),
+            ref_model=ref_model,
+            model_adapter_name=args.model_adapter_name,
+            ref_adapter_name=args.ref_adapter_name,
+            model_path=model if isinstance(model, str) else None,
+            model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
+        )
+        self._prices = Prices(args.kl_coef, args.kl_estimator, args.gamma, args.lam, args.whiten_rewards)
+        super().__init__(
+            model=parts.model,
+            args=args,
+            data_collator=data_collator or list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=parts.policy.processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self._set_up_rollouts(args)
+        self.reference.prepare(self.accelerator)
+        for source in self.rewards.models:
+            frozen = FrozenModel(source.model, source.scorer)
+            frozen.prepare(self.accelerator)
+            source.model = frozen.model
+        if eval_dataset is not None and args.num_sample_generations:
+            self.add_callback(ShowSamples(self))
+
+    def _set_up_rollouts(self, args: PPOConfig) -> None:
+        """Choose the engine and how responses are drawn."""
+        self.engine = TransformersEngine(
+            self.model,  # type: ignore[arg-type]
+            tokenizer=self._tokenizer,
+            accelerator=self.accelerator,
+            gather_zero3=args.ds3_gather_for_generation,
+        )
+        self.sampling = Sampling(
+            max_new_tokens=args.response_length,
+            temperature=args.temperature,
+            stop_token_ids=() if self._end is None else (self._end,),
+            seed=args.seed,
+        )
+
+    # ---- a window
+
+    def judge(self, experience: Experience, scores: Tensor) -> Experience:
+        """The score, less `missing_eos_penalty` where a response did not end."""
+        penalty = self.args.missing_eos_penalty
+        if penalty is not None:
+            ended = ends_with(experience, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
+            scores = scores - penalty * (~ended).to(scores.dtype)
+        return super().judge(experience, scores)
+
+    def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
+        """Log-probs of reference and, unless the sampler's are the same, policy; to learn from them, values."""
+        options, model = ScoreOptions(temperature=self.args.temperature), without_ddp(self.model_wrapped)  # type: ignore[arg-type]
+        found: dict[str, Tensor] = {}
+        with self.accelerator.autocast():
+            if not self.sampler_is_exact:
+                scored = self.scorer.score(model, batch, options)
+                assert scored.values is not None
+                found |= {OLD: scored.logps, VALUES: scored.values}
+            elif learning:
+                found[VALUES] = self.scorer.score_values(model, batch)
+            assert self.reference is not None
+            found[REF] = self.reference.score(
+                self.model_wrapped,  # type: ignore[arg-type]
+                batch,
+                lambda scorer, ref, rows: scorer.score(ref, rows, options).logps,
+            )
+        return found
+
+    def advantages(self, experience: Experience) -> Experience:
+        """Whitened advantages and returns, from rewards with the KL's price on every token."""
+        self._check_kl(experience)
+        return estimated(experience, self._prices, self.accelerator)
+
+    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
+        """The clipped losses of policy and value function."""
+        assert scored.values is not None
+        terms = ppo_terms(
+            experience,
+            scored.logps,
+            scored.values,
+            scored.entropies,
+            cliprange=self.args.cliprange,
+            cliprange_value=self.args.cliprange_value,
+            vf_coef=self.args.vf_coef,
+        )
+        return [terms]
+
+    def rows_at_once(self) -> int:
+        """Rows that are scored in one forward after a rollout."""
+        return self.args.local_rollout_forward_batch_size
+
+    def _check_kl(self, experience: Experience) -> None:
+        """Stop a run whose policy has left its reference for good. All processes must call it."""
+        total = torch.stack(list(kl_of_tokens(experience))).double()
+        if self.accelerator.num_processes > 1:
+            total = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum")
+        kl, limit = float(total[0] / total[1]), self.args.max_kl_per_token  # type: ignore[index]
+        if kl == kl and abs(kl) != float("inf") and (limit is None or kl <= limit):
+            return
+        last = self.state.best_model_checkpoint or self.args.output_dir
+        raise FloatingPointError(
+            f"the KL divergence of the policy from its reference must stay finite and at most max_kl_per_token={limit}, got "
+            f"{kl:.4g} nats per token in the responses after optimiser step {self.state.global_step}. No update was made with "
+            f"them, and checkpoints under {last} are untouched. Go on from one with a lower learning_rate, fewer "
+            "num_ppo_epochs or a larger kl_coef, and look at the reward for what the policy exploits."
+        )
+
+    # ---- what is logged
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """The documented `objective/*`, and the number of end tokens."""
+        found = measured_rollouts(experience, self._prices)
+        eos: Any = self._tokenizer.eos_token_id
+        if eos is not None:
+            ends = (experience.completions.values == eos).sum()
+            found["val/num_eos_tokens"] = Weighted(
+                ends, torch.tensor(share)
+            )  # the mean is the sum of the whole
+        return found
+
+    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """With the variance of the ratio over tokens."""
+        means = super().derived_metrics(means)
+        square = means.pop(RATIO_SQUARE, None)
+        if square is not None:
+            means["val/ratio_var"] = max(square - (means["val/ratio"] - 1) ** 2, 0.0)
+        return means
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with `eps`, `lr` and `episode` beside a training loss."""
+        if "loss" in logs:
+            windows = -(-self.state.global_step // self.sizes.steps)
+            seconds = max(time.monotonic() - self._started, 1e-9)
+            done = (windows - self._windows_before) * self.sizes.rows
+            own = {"eps": done / seconds, "episode": windows * self.sizes.rows}
+            logs = {**logs, **own, "lr": logs.get("learning_rate", self._get_learning_rate())}
+        super().log(logs, start_time)
+
+    _started = 0.0
+    _windows_before = 0
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits, within a batch too."""
+        self._started, self._windows_before = time.monotonic(), 0
+        return super().train(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._windows_before = -(-self.state.global_step // self.sizes.steps)
+
+    # ---- samples and the reference
+
+    def prepared_prompts(self, dataset: Any) -> Dataset:
+        """A set that is given to `evaluate`, with its prompts tokenised."""
+        own: Any = self.eval_dataset
+        known = list(own.values()) if isinstance(own, dict) else [own]
+        return dataset if any(dataset is each for each in known) else self._sets(dataset, "eval")
+
+    def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
+        """Answer evaluation prompts greedily and show them with their scores: `sampling` takes the first batch alone.
+
+        The table (query, model response, score) is printed and sent to the trackers. All processes must call it; the main
+        one is given it.
+        """
+        return completions_table(self, first_batch_only=sampling)
+
+    @contextmanager
+    def null_ref_context(self) -> Iterator[Any]:
+        """A block in which the yielded module is the reference: the policy without its adapter, or a model of its own."""
+        assert self.reference is not None
+        with self.reference.active(self.model_wrapped) as model:  # type: ignore[arg-type]
+            yield model

@@ -1,0 +1,309 @@
+"""What a PPO trainer is made of, put together and checked before the first step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from trl.data.prompts import PromptPreparation, prepare_prompts
+from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.generation.transformers_engine import context_window
+from trl.models.classification import ClassificationScorer, head_of
+from trl.models.classifier_setup import REWARD_MODEL, load_classifier, take_pad_token
+from trl.models.distributed import is_sharded
+from trl.models.dropout import disable_dropout_in_model
+from trl.models.loading import get_config_model_id
+from trl.models.parts import causal_core, check_decoder_only
+from trl.models.policy_value import PolicyAndValue, PolicyValueScorer
+from trl.models.setup import pad_token_id
+from trl.rewards.source import RewardSources
+from trl.rollouts.schedule import WindowSizes
+from trl.trainer.policy import Policy, report_fallbacks, set_up_policy
+
+logger = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """The policy as it was made ready, it and the value model as one module, and what scores both."""
+
+    policy: Policy
+    model: PolicyAndValue
+    scorer: PolicyValueScorer
+
+
+def value_and_policy(
+    model: Any, value_model: Any, args: PPOConfig, processing_class: Any, peft_config: Any
+) -> Parts:
+    """Both models ready to be trained. Without a value model one is made of the policy, with a head that says 0.
+
+    Raises: ValueError for a value model with more than one label, or that shares weights with the policy; TypeError for an
+    encoder-decoder.
+    """
+    policy = set_up_policy(model, args, processing_class, peft_config)
+    check_decoder_only(causal_core(policy.model))
+    if value_model is None:
+        value_model = value_model_of(policy.model)
+    value_model = load_classifier(value_model, None, REWARD_MODEL, seed=args.seed)
+    shared = {id(parameter) for parameter in policy.model.parameters()}
+    if any(id(parameter) in shared for parameter in value_model.parameters()):
+        raise ValueError(
+            "value_model shares weights with the policy, expected a model of its own. Load it a second time, or leave it out."
+        )
+    take_pad_token(value_model, policy.tokenizer, REWARD_MODEL._replace(labels=0))
+    if args.disable_dropout:
+        disable_dropout_in_model(value_model)
+    scorer = ClassificationScorer(value_model, pad_token_id=pad_token_id(policy.tokenizer))
+    report_fallbacks(value_model, scorer)
+    both = PolicyAndValue(policy.model, value_model)
+    return Parts(policy, both, PolicyValueScorer(both, policy.scorer, scorer))
+
+
+def value_model_of(policy: nn.Module) -> nn.Module:
+    """A sequence classifier with one label on a copy of the policy's own decoder; its head gives 0 everywhere.
+
+    Raises: ValueError where the policy's weights are sharded or its architecture has no such classifier.
+    """
+    core = causal_core(policy)
+    if is_sharded(policy):
+        raise ValueError(
+            "value_model=None needs the policy's whole weights to copy, and they are sharded. Pass a value_model."
+        )
+    config = copy.deepcopy(core.config)
+    config.num_labels = 1
+    try:
+        made: Any = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise ValueError(
+            f"value_model=None, but transformers has no sequence classifier of type {config.model_type!r}. Pass a value_model."
+        ) from error
+    base: Any = core.base_model
+    if hasattr(base, "base_layer") or any("lora_" in name for name, _ in base.named_parameters()):
+        base = _without_adapters(policy)
+    made.base_model.load_state_dict(base.state_dict())
+    head = head_of(made)
+    assert head is not None
+    for parameter in head.parameters():
+        torch.nn.init.zeros_(parameter)
+    return made.to(dtype=core.dtype, device=next(core.parameters()).device)
+
+
+def _without_adapters(policy: Any) -> nn.Module:
+    plain = copy.deepcopy(policy).unload()
+    return plain.base_model
+
+
+def check_sizes(args: PPOConfig) -> WindowSizes:
+    """How a batch of rollouts is cut.
+
+    Raises: ValueError where a size that was given is not the one that follows from the others, with those that would do.
+    """
+    device, turns, parts, processes = (
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        args.num_mini_batches,
+        args.world_size,
+    )
+    assert processes is not None
+    step = device * turns
+    found = {
+        "micro_batch_size": device * processes,
+        "local_mini_batch_size": step,
+        "mini_batch_size": step * processes,
+        "local_batch_size": step * parts,
+        "batch_size": step * parts * processes,
+    }
+    made_of = (
+        f"per_device_train_batch_size={device}, gradient_accumulation_steps={turns}, num_mini_batches={parts} and "
+        f"{processes} process{'es' if processes > 1 else ''}"
+    )
+    for name, value in found.items():
+        given = getattr(args, name)
+        if given is None or given == value:
+            setattr(args, name, value)
+            continue
+        raise ValueError(
+            f"{name}={given} was given, and {made_of} make it {value}. {_remedy(name, given, args)}"
+        )
+    return WindowSizes(found["batch_size"], parts, args.num_ppo_epochs, turns, processes)
+
+
+def _remedy(name: str, given: int, args: PPOConfig) -> str:
+    """Which numbers would make a size what was asked for."""
+    unit = args.per_device_train_batch_size
+    unit *= 1 if name.startswith("local_") else args.world_size or 1
+    unit *= (
+        args.num_mini_batches
+        if name.endswith("batch_size") and "mini" not in name and "micro" not in name
+        else 1
+    )
+    if name == "micro_batch_size":
+        processes = args.world_size or 1
+        if given % processes == 0:
+            return f"Set per_device_train_batch_size={given // processes}, or leave {name} out."
+        return f"It must be a multiple of the {processes} processes; leave it out."
+    if given % unit == 0 and given > 0:
+        return f"Set gradient_accumulation_steps={given // unit}, or leave {name} out."
+    below = given // unit * unit
+    near = [str(value) for value in (below, below + unit) if value > 0]
+    return f"It must be a multiple of {unit}: {' or '.join(near)} would do, with gradient_accumulation_steps to match."
+
+
+def fill_in_sizes(args: PPOConfig, sizes: WindowSizes, rows: int) -> None:
+    """Set `total_episodes`, `num_total_batches` and `max_steps` from what was given, in place."""
+    if args.total_episodes is not None and args.max_steps > 0:
+        logger.warning(
+            "max_steps=%d has no effect with total_episodes=%d. Leave one out.",
+            args.max_steps,
+            args.total_episodes,
+        )
+    if args.total_episodes is None and args.max_steps > 0:
+        args.num_total_batches = math.ceil(args.max_steps / sizes.steps)
+        args.total_episodes = args.num_total_batches * sizes.rows
+        return
+    if args.total_episodes is None:
+        args.total_episodes = math.ceil(args.num_train_epochs * rows)
+    args.num_total_batches = math.ceil(args.total_episodes / sizes.rows)
+    args.max_steps = args.num_total_batches * sizes.steps
+
+
+def own_copy(args: Any) -> PPOConfig:
+    """A copy of a config, into which the trainer writes what follows from it.
+
+    Raises: TypeError for another kind of config.
+    """
+    if args is None:
+        return PPOConfig("ppo")
+    if isinstance(args, PPOConfig):
+        return copy.copy(args)
+    raise TypeError(
+        f"args is a {type(args).__module__}.{type(args).__name__}, expected a trl.experimental.ppo.PPOConfig. Build one with "
+        "the same fields (trl.PPOTrainer takes the config of the step-level trainer)."
+    )
+
+
+def end_token(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that ends a response, None for none.
+
+    Raises: ValueError where the tokenizer lacks an end that the settings need.
+    """
+    eos: Any = tokenizer.eos_token_id
+    wants = "stop_token='eos'" if args.stop_token == "eos" else None
+    if wants is None and args.missing_eos_penalty is not None and args.stop_token_id is None:
+        wants = f"missing_eos_penalty={args.missing_eos_penalty}"
+    if wants and eos is None:
+        raise ValueError(
+            f"{wants} needs an end-of-sequence token, and the tokenizer has none. Set tokenizer.eos_token, or stop_token_id."
+        )
+    return eos if args.stop_token == "eos" else args.stop_token_id
+
+
+class PromptSets:
+    """Prepares the training and evaluation sets of a trainer."""
+
+    def __init__(self, args: PPOConfig, policy: Policy) -> None:
+        self.args, self.policy = args, policy
+        core: Any = causal_core(policy.model)
+        self.window = context_window(policy.model)
+        self.vocabulary = core.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
+
+    def __call__(self, dataset: Any, name: str) -> Dataset:
+        """A set with its prompts tokenised.
+
+        Raises: TypeError for a stream and for what is no data set.
+        """
+        if isinstance(dataset, list):
+            dataset = Dataset.from_list(dataset)
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"{name} dataset is of type {type(dataset).__name__}, expected a stored datasets.Dataset: prompts are drawn in "
+                "random order. Load it without streaming, or take some rows of it with Dataset.from_list(list(...))."
+            )
+        settings = PromptPreparation(
+            longest=None if self.window is None else self.window - 1,
+            vocabulary=self.vocabulary,
+            num_proc=self.args.dataset_num_proc,
+        )
+        with PartialState().main_process_first():
+            prepared = prepare_prompts(dataset, self.policy.processing_class, settings, name=name)
+        self._warn_of_short_room(prepared, name)
+        return prepared
+
+    def _warn_of_short_room(self, dataset: Dataset, name: str) -> None:
+        if self.window is None:
+            return
+        room = self.window - self.args.response_length
+        short = sum(len(ids) > room for ids in dataset["input_ids"])
+        if short:
+            logger.warning(
+                "%s dataset: %d of %d prompts leave less than response_length=%d tokens of the model's window of %d; their "
+                "responses are cut short. Shorten them, or response_length.",
+                name,
+                short,
+                len(dataset),
+                self.args.response_length,
+                self.window,
+            )
+
+
+def reward_sources(
+    reward_model: Any,
+    reward_funcs: Any,
+    processing_classes: Any,
+    args: PPOConfig,
+    parts: Parts,
+) -> RewardSources:
+    """Where scores come from: a reward model, functions, or both, added up.
+
+    Raises: ValueError where there is neither, or where the value model is the reward model.
+    """
+    several = (
+        list(reward_funcs)
+        if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
+        else [reward_funcs]
+    )
+    given = [each for each in (reward_model, *several) if each is not None]
+    if not given:
+        raise ValueError(
+            "reward_model and reward_funcs are both None, expected at least one. Pass a sequence classifier with one label, "
+            "or functions."
+        )
+    if any(each is parts.model.value_model for each in given):
+        raise ValueError(
+            "value_model is the reward model itself: training it would change the rewards. Load it a second time."
+        )
+    if not isinstance(processing_classes, (list, tuple)):
+        processing_classes = [processing_classes] * len(given)
+    if len(processing_classes) == len(given):
+        processing_classes = [
+            _tokenizer_for(each, own, parts.policy)
+            for each, own in zip(given, processing_classes, strict=True)
+        ]
+    return RewardSources(
+        given,
+        weights=args.reward_weights,
+        processing_classes=processing_classes,
+        deadline=args.reward_deadline,
+        on_failure=args.reward_failure,
+        read="ids",
+        policy_tokenizer=parts.policy.tokenizer,
+        batch_size=args.local_rollout_forward_batch_size,
+    )
+
+
+def _tokenizer_for(source: Any, given: Any, policy: Policy) -> Any:
+    """The tokenizer of a reward model: the one given, None for the one saved with it, else the policy's."""
+    if given is not None or not isinstance(source, nn.Module):
+        return given
+    saved = get_config_model_id(causal_core(source).config)
+    has_files = any((Path(saved) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    return None if saved and (has_files or not Path(saved).is_dir()) else policy.processing_class

@@ -1,0 +1,110 @@
+"""A policy and a value model of its own as one module: one wrapper for DDP and its kin, one optimizer, one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl.models.classification import ClassificationScorer
+from trl.models.forward import Scored
+from trl.models.parts import replaced_forward
+from trl.models.scored_head import ScoreOptions
+
+POLICY, VALUE = "policy.", "value_model."
+
+
+class PolicyAndValue(nn.Module):
+    """`policy` and `value_model` side by side; called like a model, it is the policy."""
+
+    def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value_model = value_model
+
+    @property
+    def config(self) -> Any:
+        """The policy's config."""
+        return self.policy.config
+
+    @property
+    def pretrained_model(self) -> nn.Module:
+        """The language model, under the name by which generation finds one inside of another module."""
+        return self.policy
+
+    @property
+    def device(self) -> torch.device:
+        """The policy's device."""
+        return next(self.policy.parameters()).device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The policy's forward."""
+        return self.policy(*args, **kwargs)
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Turn gradient checkpointing on in the policy and, where it knows it, in the value model."""
+        for model in (self.policy, self.value_model):
+            if getattr(model, "supports_gradient_checkpointing", True):
+                model.gradient_checkpointing_enable(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Turn it off."""
+        for model in (self.policy, self.value_model):
+            model.gradient_checkpointing_disable()  # pyright: ignore[reportCallIssue]
+
+
+class PolicyValueScorer:
+    """Scores with both models of a `PolicyAndValue` in one forward: log-probs of the policy, values of the value model.
+
+    `policy` is the scorer of the policy alone, `value` that of the value model, a classifier with one label.
+
+    Example:
+        >>> scorer = PolicyValueScorer(model, policy_scorer, ClassificationScorer(value_model))  # doctest: +SKIP
+        >>> scored = scorer.score(model, batch)  # doctest: +SKIP
+        >>> scored.logps, scored.values  # doctest: +SKIP
+    """
+
+    def __init__(self, wrapper: PolicyAndValue, policy: Any, value: ClassificationScorer) -> None:
+        self.wrapper, self.policy, self.value = wrapper, policy, value
+        self.core, self.pad_token_id = policy.core, policy.pad_token_id
+        self.fallbacks = [*policy.fallbacks, *(f"value model: {text}" for text in value.fallbacks)]
+
+    @property
+    def flat(self) -> bool:
+        """Whether both models take a flat row."""
+        return self.policy.flat and self.value.flat
+
+    @property
+    def neftune_alpha(self) -> float | None:
+        """Noise on the policy's embeddings."""
+        return self.policy.neftune_alpha
+
+    @neftune_alpha.setter
+    def neftune_alpha(self, alpha: float | None) -> None:
+        self.policy.neftune_alpha = alpha
+
+    def score(
+        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
+    ) -> Scored:
+        """`Scorer.score` of the policy, with `values (K,)`, in float32 or wider, of the states that predict the tokens.
+
+        `model` is the `PolicyAndValue`, maybe wrapped by DDP and its kin.
+        """
+
+        def both() -> Scored:
+            scored = self.policy.score(self.wrapper.policy, batch, options)
+            return scored._replace(values=self._values(self.wrapper.value_model, batch))
+
+        with replaced_forward(self.wrapper, both):
+            return model()
+
+    def score_values(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """The values alone, `(K,)`."""
+        with replaced_forward(self.wrapper, lambda: self._values(self.wrapper.value_model, batch)):
+            return model()
+
+    def _values(self, value_model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logits, _ = self.value.score_predictors(value_model, batch)
+        return logits[:, 0].to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,125 @@
+"""What a policy is trained on after a rollout: prompts, completions, and numbers for every token and every row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.collators.preference import completion_batch
+from trl.tensors.ragged import Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """B completions of prompts, never changed: `dataclasses.replace` makes the next one.
+
+    `per_token` holds tensors `(K,)` along the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)`
+    (rewards, ...).
+    """
+
+    prompts: Ragged
+    completions: Ragged
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)
+    per_row: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in self.per_token.items():
+            _check_length(name, value, len(self.completions.values), "completion tokens")
+        for name, value in self.per_row.items():
+            _check_length(name, value, len(self), "rows")
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def with_tokens(self, **columns: Tensor) -> Experience:
+        """With more numbers per token."""
+        return replace(self, per_token={**self.per_token, **columns})
+
+    def with_rows(self, **columns: Tensor) -> Experience:
+        """With more numbers per row."""
+        return replace(self, per_row={**self.per_row, **columns})
+
+    def take(self, indices: Tensor) -> Experience:
+        """Some rows, in the order of `indices`."""
+        positions = self.completions.positions(indices)
+        return Experience(
+            self.prompts.take(indices),
+            self.completions.take(indices),
+            {name: value[positions] for name, value in self.per_token.items()},
+            {name: value[indices] for name, value in self.per_row.items()},
+        )
+
+    def ragged(self, name: str) -> Ragged:
+        """A column per token as rows."""
+        return Ragged(self.per_token[name], self.completions.lengths)
+
+    def as_batch(self, *, prefix_sharing: bool) -> dict[str, Any]:
+        """A flat batch whose scored tokens are the completions', in order: `per_token` runs along with its log-probs.
+
+        With `prefix_sharing` neighbouring rows of one prompt share it.
+        """
+        rows: list[tuple[Tensor, list[Tensor]]] = []
+        for prompt, completion in zip(self.prompts.split(), self.completions.split(), strict=True):
+            if prefix_sharing and rows and torch.equal(rows[-1][0], prompt):
+                rows[-1][1].append(completion)
+            else:
+                rows.append((prompt, [completion]))
+        batch: dict[str, Any] = completion_batch(rows, prefix_sharing=prefix_sharing)
+        return {**batch, "rows": torch.arange(len(self))}
+
+    def to(self, device: torch.device | str) -> Experience:
+        """The same on another device."""
+        return Experience(
+            self.prompts.to(device),
+            self.completions.to(device),
+            {name: value.to(device) for name, value in self.per_token.items()},
+            {name: value.to(device) for name, value in self.per_row.items()},
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything as flat tensors by name, for a checkpoint."""
+        return {
+            "prompts": self.prompts.values,
+            "prompt_lengths": self.prompts.lengths,
+            "completions": self.completions.values,
+            "completion_lengths": self.completions.lengths,
+            **{f"token.{name}": value for name, value in self.per_token.items()},
+            **{f"row.{name}": value for name, value in self.per_row.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Experience:
+        """What `state` gave."""
+
+        def columns(kind: str) -> dict[str, Tensor]:
+            return {name.removeprefix(kind): value for name, value in state.items() if name.startswith(kind)}
+
+        return cls(
+            Ragged(state["prompts"], state["prompt_lengths"]),
+            Ragged(state["completions"], state["completion_lengths"]),
+            columns("token."),
+            columns("row."),
+        )
+
+
+def concatenate(parts: Sequence[Experience]) -> Experience:
+    """The rows of several experiences that have the same columns, one after another."""
+    first = parts[0]
+    return Experience(
+        Ragged.joined([part.prompts for part in parts]),
+        Ragged.joined([part.completions for part in parts]),
+        {name: torch.cat([part.per_token[name] for part in parts]) for name in first.per_token},
+        {name: torch.cat([part.per_row[name] for part in parts]) for name in first.per_row},
+    )
+
+
+def _check_length(name: str, value: Tensor, length: int, what: str) -> None:
+    if value.ndim != 1 or len(value) != length:
+        raise ValueError(
+            f"experience column {name!r} must have one number for each of the {length} {what}, got shape "
+            f"{tuple(value.shape)}. Flatten it along the completions."
+        )

@@ -1,0 +1,81 @@
+"""Prompts -> completions -> rewards, as an `Experience`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl.data.formats import is_list_of_dicts_with
+from trl.generation.engine import Engine, Sampling
+from trl.rewards.inputs import RewardInputs
+from trl.rollouts.experience import Experience
+from trl.tensors.ragged import Ragged
+
+SAMPLING_LOGPS = "sampling_logps"
+STOPPED = "stopped"
+
+
+def sample(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, *, streams: Sequence[int]
+) -> Experience:
+    """One completion of each prompt, on the CPU.
+
+    Per token: `sampling_logps` under the distribution that was sampled from, and `sampling_kept`, the log of the mass that
+    was kept, where it was cut. Per row: `stopped`, whether a stop token or string ended it.
+    """
+    found = engine.generate(prompts, sampling, streams=streams)
+    per_token = {SAMPLING_LOGPS: torch.cat([one.logps for one in found])}
+    kept = [one.kept for one in found]
+    if all(part is not None for part in kept):
+        per_token["sampling_kept"] = torch.cat([part for part in kept if part is not None])
+    stopped = torch.tensor([one.finish_reason == "stop" for one in found])
+    return Experience(
+        Ragged.of(prompts), Ragged.of([one.ids for one in found]), per_token, {STOPPED: stopped}
+    )
+
+
+def reward_inputs(
+    experience: Experience,
+    rows: Mapping[str, Sequence[Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    columns: Sequence[str],
+    trainer_state: Any = None,
+) -> RewardInputs:
+    """What the reward sources are asked: completions as text, or as a message where the prompts are messages.
+
+    `rows` are columns of the data set for the same rows; of them `columns` are handed on. Prompts without a column
+    `prompt` are shown as the text of their tokens.
+    """
+    prompt_ids, completion_ids = _lists(experience.prompts), _lists(experience.completions)
+    prompts = rows.get("prompt")
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    if prompts is None:
+        prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
+    conversational = is_list_of_dicts_with(prompts[0], "role") if len(prompts) else False
+    return RewardInputs(
+        prompts=list(prompts),
+        completions=[[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        completion_ids=completion_ids,
+        prompt_ids=prompt_ids,
+        columns={name: list(rows[name]) for name in columns},
+        trainer_state=trainer_state,
+    )
+
+
+def _lists(ragged: Ragged) -> list[list[int]]:
+    return [row.tolist() for row in ragged.split()]
+
+
+def ends_with(experience: Experience, token: int | None) -> Tensor:
+    """Rows that stopped, or that have this token somewhere: bool `(B,)`."""
+    found = experience.per_row[STOPPED].bool()
+    if token is None:
+        return found
+    hits = torch.zeros(len(experience), dtype=torch.int64)
+    hits.index_add_(0, experience.completions.row_index, (experience.completions.values == token).long())
+    return found | (hits > 0)

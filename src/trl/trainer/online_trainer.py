@@ -1,0 +1,316 @@
+"""What the trainers that learn from their own rollouts share: prompts, rollouts, rewards, advantages, objective."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trl.data.prompts import columns_for_rewards
+from trl.data.rendering import text_tokenizer
+from trl.generation.engine import Engine, Sampling
+from trl.models.forward import Scored
+from trl.models.lending import undisturbed
+from trl.models.reference import FrozenModel, Reference
+from trl.models.scored_head import ScoreOptions
+from trl.rewards.source import RewardSources
+from trl.rollouts.experience import Experience
+from trl.rollouts.sampling import SAMPLING_LOGPS, reward_inputs, sample
+from trl.rollouts.saving import load_window, save_window
+from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
+from trl.tensors.reduce import LossTerms, Unit, Weighted
+from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.terms import LossOfTerms, Outcome
+
+logger = logging.getLogger(__name__)
+
+TRAINED = "trained"
+SCORES = "scores"
+OLD = "old_logps"
+_EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, and the same ones every time
+
+
+class OnlineTrainer(LossOfTerms, BaseTrainer):
+    """Base of the trainers that learn from rollouts of the policy itself.
+
+    The order of a window is that of `make_window`: prompts are drawn and completed by the policy, scored by the reward
+    sources, scored by the models, and given advantages. `sizes.steps` optimiser steps then learn from it, each from the rows
+    that `step_rows` says. A window is part of every checkpoint that is made while it lasts.
+
+    A method overrides `judge` (what a score becomes), `score_rollout` (what the models say of the tokens), `advantages`,
+    `objective` and `rollout_metrics`, and sets the attributes below in its constructor.
+    """
+
+    units: ClassVar[tuple[Unit, ...]] = ("token",)
+
+    engine: Engine
+    sampling: Sampling
+    rewards: RewardSources
+    sizes: WindowSizes
+    reference: Reference | None = None
+    shares_prefix: bool = False
+    _window: Experience | None = None
+    _window_number: int = -1
+    _resumed_from: str | None = None
+    _random_state_of: str | None = None
+
+    # ---- the hooks of a method
+
+    def judge(self, experience: Experience, scores: Tensor) -> Experience:
+        """With the column `scores` (one per row) and, per token, `trained`; rows whose score is NaN are not trained on."""
+        known = ~scores.isnan()
+        trained = known[experience.completions.row_index]
+        return experience.with_rows(**{SCORES: scores.nan_to_num(0.0)}).with_tokens(**{TRAINED: trained})
+
+    def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
+        """Numbers `(K,)` for each completion token of some rows of a rollout, without gradient; `old_logps` among them
+        unless `sampler_is_exact`. `learning`: whether it is to be trained on."""
+        raise TypeError(f"{type(self).__name__} must override score_rollout.")
+
+    def advantages(self, experience: Experience) -> Experience:
+        """With what the objective learns from; called with the whole window of this process."""
+        raise TypeError(f"{type(self).__name__} must override advantages.")
+
+    def objective(self, experience: Experience, scored: Scored) -> Sequence[LossTerms]:
+        """The terms of a micro-batch's loss, one entry per completion token."""
+        raise TypeError(f"{type(self).__name__} must override objective.")
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """What is logged of a window, or of the completions of an evaluation; these rows are a `share` of the whole."""
+        return {}
+
+    def score_options(self) -> ScoreOptions:
+        """What the scoring forward of a micro-batch is asked for."""
+        entropy = "scored" if self.statistics_due() else "none"
+        return ScoreOptions(entropy=entropy, temperature=self.sampling.temperature)
+
+    # ---- a window
+
+    def make_window(self, number: int) -> Experience:
+        """Window `number` of this run: what the present policy makes of its prompts, and what is to be learned of it."""
+        own, first = self.sizes.own_rows, self.args.process_index * self.sizes.own_rows
+        rows = window_rows(number, self.sizes.rows, dataset=len(self._rows()), seed=self._data_seed())
+        streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + own)
+        experience = self.roll_out(self._rows()[rows[first : first + own]], streams=streams, learning=True)
+        return self.advantages(experience)
+
+    def roll_out(
+        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int], learning: bool
+    ) -> Experience:
+        """Completions of some prompts, with their scores and what the models say of their tokens."""
+        experience = self.complete(rows["input_ids"], streams=streams)
+        experience = self.judge(experience, self.scores_of(experience, rows))
+        if self.sampler_is_exact:
+            experience = experience.with_tokens(**{OLD: experience.per_token[SAMPLING_LOGPS]})
+        return experience.with_tokens(**self._score_tokens(experience, learning=learning))
+
+    @property
+    def sampler_is_exact(self) -> bool:
+        """Whether the sampler's log-probs are those of the scoring forward, up to rounding: then nobody asks again.
+
+        Lower precision, and distributions that are cut or bent, are scored again.
+        """
+        wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
+        bent = self.sampling.cuts or self.sampling.greedy or self.sampling.repetition_penalty != 1
+        return wide and not bent and self.accelerator.mixed_precision == "no"
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], *, streams: Sequence[int], sampling: Sampling | None = None
+    ) -> Experience:
+        """One completion of each prompt by the present policy; `streams` name the random numbers of each."""
+        self.engine.sync_weights(self.model_wrapped, self.state.global_step)
+        with self.accelerator.autocast():
+            return sample(self.engine, prompts, sampling or self.sampling, streams=streams)
+
+    def scores_of(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Tensor:
+        """The reward sources' weighted sum `(B,)`, float64; NaN where none has an opinion."""
+        inputs = reward_inputs(
+            experience,
+            rows,
+            text_tokenizer(self.processing_class),  # type: ignore[arg-type]
+            columns=[name for name in self._reward_columns() if name in rows],
+            trainer_state=self.state,
+        )
+        return self.rewards.score(inputs).rewards
+
+    @torch.no_grad()
+    def _score_tokens(self, experience: Experience, *, learning: bool) -> dict[str, Tensor]:
+        """`score_rollout` of all rows, a few at a time; results on the CPU."""
+        parts: list[dict[str, Tensor]] = []
+        with undisturbed(self.model_wrapped):  # type: ignore[arg-type]
+            for rows in torch.arange(len(experience)).split(self.rows_at_once()):
+                batch = experience.take(rows).as_batch(prefix_sharing=self.shares_prefix)
+                parts.append(self.score_rollout(self._prepare_inputs(batch), learning=learning))  # type: ignore[arg-type]
+        return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
+
+    def rows_at_once(self) -> int:
+        """Rows that are scored in one forward after a rollout."""
+        return self.args.per_device_train_batch_size
+
+    def _rows(self) -> Dataset:
+        assert isinstance(self.train_dataset, Dataset)
+        return self.train_dataset
+
+    def _reward_columns(self) -> list[str]:
+        return columns_for_rewards(self._rows())
+
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    # ---- the steps of a window
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One number for each micro-batch of an epoch: which prompts it stands for follows from the step alone."""
+        windows = max(1, round(len(self._rows()) / self.sizes.rows))
+        return DataLoader(range(windows * self.sizes.steps * self.sizes.micro_batches), batch_size=1)  # type: ignore[arg-type]
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The micro-batches of one optimiser step and their count; the first step of a window makes it."""
+        turns = [turn for _, turn in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not turns:
+            return [], None
+        if self._resumed_from is not None:  # before a rollout, where transformers would do it after
+            self._load_rng_state(self._resumed_from)
+            self._resumed_from = None
+        number, step = divmod(self.state.global_step, self.sizes.steps)
+        if self._window is None or self._window_number != number:
+            self._window, self._window_number = self.make_window(number), number
+        rows = step_rows(
+            step, self.sizes, window=number, process=self.args.process_index, seed=self._data_seed()
+        )
+        self._sums["train"].add_all(self.rollout_metrics(self._window, share=1 / self.args.world_size))
+        batches = [self.micro_batch(self._window.take(own)) for own in rows[: len(turns)]]
+        return super().get_batch_samples(iter(batches), len(batches), device)
+
+    def micro_batch(self, experience: Experience) -> dict[str, Any]:
+        """What `compute_loss` is given: a flat batch of some rows, and the rows."""
+        batch = experience.as_batch(prefix_sharing=self.shares_prefix)
+        return {**batch, "experience": experience}
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many completion tokens a batch trains: int64 `(1,)`."""
+        return batch["experience"].per_token[TRAINED].sum().long().view(1)
+
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+        """The terms of a micro-batch."""
+        inputs = dict(batch)
+        experience: Experience = inputs.pop("experience")
+        scored = self.score(model, inputs, self.score_options())
+        terms = self.objective(experience.to(scored.logps.device), scored)
+        return Outcome(terms, scored.logps.detach(), scored.positions.sequence)
+
+    # ---- evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Batches of numbered rows of prompts."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]  # type: ignore[index]
+        if chosen is None:
+            raise ValueError(
+                "evaluation needs an eval_dataset, got None. Pass it to the trainer or to evaluate."
+            )
+        loader = DataLoader(
+            _Numbered(self.prepared_prompts(chosen)),  # type: ignore[arg-type]
+            batch_size=self.args.eval_batch_size,
+            collate_fn=list,
+        )
+        return self.accelerator.prepare(loader)
+
+    def prepared_prompts(self, dataset: Any) -> Dataset:
+        """A data set that is given later than to the constructor, with its prompts tokenised."""
+        return dataset
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Complete a batch of prompts and record what is logged of rollouts; there is no loss."""
+        own = min(self.own_rows(), len(inputs))
+        rows = inputs[: max(own, 1)]  # a process without a row of its own runs one for the collectives
+        whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        streams = [_EVALUATION_SEED * 2**32 + number for number in columns.pop("row")]
+        experience = self.roll_out(columns, streams=streams, learning=False)
+        if own:
+            self._sums["eval"].add_all(self.rollout_metrics(experience, share=own / len(whole)))
+        return None, None, None
+
+    # ---- the reference
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference, where it is a model of its own."""
+        return self.reference.module if isinstance(self.reference, FrozenModel) else None
+
+    # ---- checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits, within a window too."""
+        self._window, self._window_number = None, -1
+        self._resumed_from = self._random_state_of = None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _window_facts(self) -> dict[str, Any]:
+        """By which a saved window is known to be the one that this run is in."""
+        number = self.state.global_step // self.sizes.steps
+        return {
+            "window": number,
+            "rows": self.sizes.rows,
+            "steps": self.sizes.steps,
+            "seed": self._data_seed(),
+        }
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._window is not None and self.state.global_step % self.sizes.steps:
+            save_window(
+                Path(output_dir), self._window, rank=self.args.process_index, facts=self._window_facts()
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        self._resumed_from = checkpoint
+        if not self.state.global_step % self.sizes.steps:
+            return
+        place = {"rank": self.args.process_index, "processes": self.args.world_size}
+        self._window = load_window(Path(checkpoint), facts=self._window_facts(), **place)
+        self._window_number = self.state.global_step // self.sizes.steps
+        if self._window is None:
+            logger.warning(
+                "%s holds no rollouts that fit this run's batch size and steps, expected them in the middle of a batch of "
+                "rollouts: it is made anew by the policy of the checkpoint, so the run differs from one that was not stopped. Resume with the settings it was saved with.",
+                checkpoint,
+            )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and checkpoint == self._random_state_of:
+            return  # done before the rollout
+        super()._load_rng_state(checkpoint)
+        self._random_state_of = checkpoint
+
+
+class _Numbered(torch.utils.data.Dataset):
+    """Rows of a data set with their numbers in a column `row`."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self.dataset[index], "row": index}

@@ -1,0 +1,78 @@
+"""Which rows a window has and which of them a step learns from: every row its turn, for any number of processes."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
+
+
+@pytest.mark.parametrize(("dataset", "rows"), [(10, 4), (3, 8), (12, 12), (1, 5)])
+def test_every_row_has_its_turn_in_every_pass(dataset, rows):
+    stream = [row for window in range(12) for row in window_rows(window, rows, dataset=dataset, seed=1)]
+    for start in range(0, len(stream) - dataset + 1, dataset):
+        assert sorted(stream[start : start + dataset]) == list(range(dataset))
+
+
+def test_passes_are_shuffled_by_the_seed():
+    def first(seed):
+        return [tuple(window_rows(window, 20, dataset=20, seed=seed)) for window in range(3)]
+
+    assert first(0) == first(0)
+    assert len({*first(0), *first(1)}) == 6
+
+
+def sizes(processes, **changes):
+    fields = {"rows": 24, "mini_batches": 3, "passes": 2, "micro_batches": 2, **changes}
+    return WindowSizes(processes=processes, **fields)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_mini_batches_are_the_same_for_any_number_of_processes(processes):
+    whole = sizes(1)
+    assert whole.steps == 6
+    for step in range(whole.steps):
+        expected = torch.cat(step_rows(step, whole, window=5, process=0, seed=3)).tolist()
+        cut = sizes(processes)
+        found = [
+            int(row) + process * cut.own_rows
+            for process in range(processes)
+            for row in torch.cat(step_rows(step, cut, window=5, process=process, seed=3))
+        ]
+        assert sorted(found) == sorted(expected)
+        assert len(found) == 8
+
+
+def test_each_row_is_learned_from_once_in_a_pass():
+    for first in (0, 3):
+        turns = [step_rows(first + step, sizes(2), window=0, process=1, seed=0) for step in range(3)]
+        assert all(len(parts) == 2 and len(parts[0]) == len(parts[1]) == 2 for parts in turns)
+        assert sorted(torch.cat([part for parts in turns for part in parts]).tolist()) == list(range(12))
+
+
+def test_mini_batches_change_from_pass_to_pass_and_window_to_window():
+    groups = {
+        tuple(sorted(torch.cat(step_rows(step, sizes(1), window=window, process=0, seed=0)).tolist()))
+        for window in range(3)
+        for step in (0, 3)
+    }
+    assert len(groups) == 6
+
+
+def test_pairs_of_rows_meet_about_equally_often():
+    """A row shares a mini-batch of 4 of 8 groups' rows with any row of another group in one of three cases."""
+    meetings: Counter[int] = Counter()
+    for window in range(300):
+        for step in range(3):
+            rows = torch.cat(step_rows(step, sizes(1), window=window, process=0, seed=9)).tolist()
+            if 0 in rows:
+                meetings.update(rows)
+    others = [meetings[row] for row in range(3, 24)]
+    assert all(70 <= count <= 130 for count in others)  # 100 expected, deviation 8
+    assert meetings[1] == meetings[2] == 0  # rows of one run are never together
+
+
+def test_no_rows():
+    with pytest.raises(ValueError, match="at least 1 row"):
+        window_rows(0, 4, dataset=0, seed=0)
