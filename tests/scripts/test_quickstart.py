@@ -1,17 +1,23 @@
-"""`trl quickstart`: the task is honest, the data train what they should, the command tells what it did."""
+"""`trl quickstart`: the task is honest, the data train what they should, what is measured is what is said."""
 
-import json
+import random
 import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import LlamaForSequenceClassification
 
-from trl.data.rendering import Chat
+from trl.data.rendering import Chat, render_prompt
 from trl.data.spans import assistant_tokens
+from trl.generation.engine import Sampling
+from trl.generation.transformers_engine import TransformersEngine
 from trl.scripts.quickstart import main
-from trl.scripts.quickstart.evaluation import exact_match
+from trl.scripts.quickstart.evaluation import exact_match, kl_divergence, mean_reward, prompt_ids
+from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS, PREPARATION
 from trl.scripts.quickstart.model import END, build_model, build_tokenizer, count_parameters
-from trl.scripts.quickstart.pipeline import default_task
+from trl.scripts.quickstart.pairs import make_pairs, sample_replies
+from trl.scripts.quickstart.pipeline import STAGES, default_task
 from trl.scripts.quickstart.task import PHRASINGS, Problem, Task, make_task
 
 
@@ -110,6 +116,109 @@ def test_replies_do_not_depend_on_the_batch(task: Task, tokenizer):
     assert model.training
 
 
+def test_a_reply_ends_with_its_stop_token_and_turns_are_apart(task: Task, tokenizer):
+    """Nothing stands behind the stop token, so that a reward model scores where a policy stops."""
+    first, second = Problem(23, 48), Problem(2, 3, phrasing=1)
+    one = tokenizer.apply_chat_template(task.messages(first), tokenize=False)
+    assert one.endswith("assistant\n71" + END)
+    both = tokenizer.apply_chat_template([*task.messages(first), *task.messages(second)], tokenize=False)
+    assert both.startswith(one + "\n<|im_start|>user\n")
+    prompt = render_prompt(tokenizer, Chat(task.prompt_messages(first)))
+    assert one == prompt + "71" + END
+
+
+@pytest.mark.parametrize("place", [1, 10])
+def test_slips_are_the_right_number_but_for_one_digit(task: Task, place: int):
+    draw = random.Random(0)
+    for left, right in [(0, 0), (5, 7), (50, 49)]:
+        slips = {int(task.slip(Problem(left, right), place, draw)) for _ in range(200)}
+        assert len(slips) == 9
+        for slip in slips:
+            assert not task.is_correct(Problem(left, right), str(slip))
+            assert 0 <= slip <= 99
+            assert slip % 10 == (left + right) % 10 or place == 1
+            assert slip // 10 == (left + right) // 10 or place == 10
+
+
+def test_pairs_are_right_answers_and_wrong_ones_the_model_s_own_among_them(task: Task, tokenizer):
+    model = build_model(tokenizer, seed=0)
+    problems = task.problems[:20]
+    rows = make_pairs(model, tokenizer, problems, task=task, seed=3)
+    torch.manual_seed(5)
+    assert make_pairs(model, tokenizer, problems, task=task, seed=3) == rows
+    assert make_pairs(model, tokenizer, problems, task=task, seed=4) != rows
+    assert len(rows) == 60
+    own = sample_replies(model, tokenizer, problems, task=task, copies=4, seed=3)
+    for index, problem in enumerate(problems):
+        three = rows[3 * index : 3 * index + 3]
+        assert all(row["prompt"] == task.prompt_messages(problem) for row in three)
+        assert all(task.is_correct(problem, row["chosen"][0]["content"]) for row in three)
+        wrong = [row["rejected"][0]["content"] for row in three]
+        assert wrong[0] in {reply.strip() for reply in own[index]}
+        assert not any(task.is_correct(problem, answer) for answer in wrong)
+        assert len(set(wrong)) == 3
+
+
+def test_of_a_model_that_errs_never_there_are_slips_alone(task: Task, tokenizer, monkeypatch):
+    right = [[task.answer(problem)] * 4 for problem in task.problems[:10]]
+    monkeypatch.setattr("trl.scripts.quickstart.pairs.sample_replies", lambda *_, **__: right)
+    rows = make_pairs(build_model(tokenizer, seed=0), tokenizer, task.problems[:10], task=task, seed=0)
+    assert len(rows) == 20
+    off = [abs(int(row["chosen"][0]["content"]) - int(row["rejected"][0]["content"])) for row in rows]
+    assert all(0 < units < 10 for units in off[::2])
+    assert all(tens % 10 == 0 and tens > 0 for tens in off[1::2])
+
+
+def test_the_distance_from_a_reference_is_the_sum_over_positions(task: Task, tokenizer):
+    """Against a forward per answer, without padding; float32, to 1e-4."""
+    model, other = build_model(tokenizer, seed=0), build_model(tokenizer, seed=1)
+    problems = task.held_out[:6]
+
+    def distance(reference):
+        return kl_divergence(model, reference, tokenizer, problems, task=task, seed=0)
+
+    assert distance(model) == pytest.approx(0.0, abs=1e-5)
+    replies = sample_ids(model, tokenizer, problems, task)
+    total = 0.0
+    for problem, reply in zip(problems, replies, strict=True):
+        prompt = prompt_ids(tokenizer, task, problem)
+        ids = torch.tensor([prompt + reply])
+        with torch.no_grad():
+            mine, its = (one(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for one in (model, other))
+        total += (mine.exp() * (mine - its)).sum().item()
+    assert distance(other) == pytest.approx(total / len(problems), rel=1e-4)
+    assert total > 1.0
+
+
+def sample_ids(model, tokenizer, problems, task):
+    prompts = [prompt_ids(tokenizer, task, problem) for problem in problems]
+    found = TransformersEngine(model).generate(prompts, Sampling(max_new_tokens=8, seed=0))
+    return [completion.ids for completion in found]
+
+
+def test_the_mean_reward_is_that_of_whole_answers(task: Task, tokenizer):
+    config = build_model(tokenizer, seed=0).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    reward_model = LlamaForSequenceClassification(config)
+    problems, replies = task.held_out[:3], ["7", "12", "123"]
+    scores = []
+    for problem, reply in zip(problems, replies, strict=True):
+        chat = [*task.prompt_messages(problem), {"role": "assistant", "content": reply}]
+        ids = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), return_tensors="pt")["input_ids"]
+        scores.append(reward_model(ids).logits.item())
+    found = mean_reward(reward_model, tokenizer, problems, replies, task=task)
+    assert found == pytest.approx(sum(scores) / 3, abs=1e-5)
+
+
+def test_methods_share_their_preparation_and_every_stage_exists():
+    assert DEFAULT_METHOD in METHODS
+    for method, stages in METHODS.items():
+        assert stages == (*PREPARATION, method)
+    assert set(STAGES) == {stage for stages in METHODS.values() for stage in stages}
+    assert all(stage.name == name for name, stage in STAGES.items())
+
+
 def test_help_needs_no_torch():
     code = (
         "import sys\nfrom trl.scripts.quickstart import main\n"
@@ -117,54 +226,13 @@ def test_help_needs_no_torch():
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--max_steps" in done.stdout
+    assert {"--max_steps", "--method"} <= set(done.stdout.split())
 
 
-@pytest.mark.parametrize("options", [["--max_steps", "0"], ["--output_dir", __file__]])
+@pytest.mark.parametrize(
+    "options", [["--max_steps", "0"], ["--output_dir", __file__], ["--method", "guessing"]]
+)
 def test_bad_options_end_with_status_2(options: list[str]):
     with pytest.raises(SystemExit) as stop:
         main(options)
     assert stop.value.code == 2
-
-
-@pytest.mark.slow
-def test_a_short_run_tells_what_it_did_and_can_be_repeated(tmp_path, capsys):
-    options = ["--output_dir", str(tmp_path), "--max_steps", "3", "--no_color"]
-    assert main(options) == 0
-    first = capsys.readouterr().out
-    assert "Replaces" not in first
-    for expected in (
-        "Exact match on held-out problems after base: 0.0% (0 of 300)",
-        "Exact match on held-out problems after sft:",
-        "step     3 of 3   loss",
-        "Stage by stage",
-        f"Model: {tmp_path / 'sft'}",
-        f"trl sft --model_name_or_path {tmp_path / 'sft'} --dataset_name {tmp_path / 'train.jsonl'}",
-    ):
-        assert expected in first
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert [stage["stage"] for stage in results["stages"]] == ["base", "sft"]
-    assert [step for step, _ in results["losses"]["sft"]] == [1, 2, 3]
-    assert len(results["answers"]) == 300
-    assert set(results["answers"][0]) == {"question", "answer", "base", "sft"}
-    assert (tmp_path / "sft" / "model.safetensors").is_file()
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert len(rows) == results["problems"]["train"]
-
-    (tmp_path / "notes.txt").write_text("mine")
-    weights = (tmp_path / "sft" / "model.safetensors").read_bytes()
-    assert main(options) == 0
-    assert "Replaces the results of an earlier run: " in capsys.readouterr().out
-    assert (tmp_path / "sft" / "model.safetensors").read_bytes() == weights
-    assert json.loads((tmp_path / "results.json").read_text())["losses"] == results["losses"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_a_whole_run_learns_to_add(tmp_path):
-    """The command as a user runs it; the bar of the README, under 3 minutes on two free cores, is not timed here."""
-    command = [sys.executable, "-m", "trl.scripts.quickstart", "--output_dir", str(tmp_path), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    base, sft = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert base["exact_match"] <= 0.02
-    assert sft["exact_match"] >= 0.8

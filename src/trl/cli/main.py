@@ -31,7 +31,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "kto": Command("trl.scripts.kto", "train a model on answers that are marked good or bad", "training"),
     "quickstart": Command(
-        "trl.scripts.quickstart", "train a tiny model on this machine, nothing to download"
+        "trl.scripts.quickstart", "teach a tiny model to add, stage by stage; nothing to download"
     ),
     "env": Command("trl.scripts.env", "print versions and hardware, for bug reports"),
 }

@@ -1,4 +1,4 @@
-"""`trl quickstart`: a tiny model learns to add, on this machine, with nothing to download.
+"""`trl quickstart`: a tiny model learns to add, stage by stage, on this machine, with nothing to download.
 
 What it needs is imported when it runs, so that `--help` answers at once.
 """
@@ -11,20 +11,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS
+
 DESCRIPTION = """\
-Builds a tokenizer and a small language model, makes a data set of arithmetic conversations, fine-tunes the model on them
-with SFTTrainer, and shows its answers and its accuracy on problems it never saw, before and after. No network is used.
+Builds a tokenizer and a small language model and makes a data set of arithmetic conversations. Then: supervised
+fine-tuning (SFTTrainer, stopped early), a reward model from pairs of right and wrong answers (RewardTrainer), and the
+training of --method on top. Shows answers and figures on problems it never saw, stage by stage. No network is used.
+
+A run that was stopped goes on where it was when the same command is given again; one that had ended is replaced.
 """
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl quickstart`."""
-    parser = argparse.ArgumentParser(prog="trl quickstart", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        prog="trl quickstart", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default=DEFAULT_METHOD,
+        help=f"what comes after the reward model (default: {DEFAULT_METHOD}); stages that methods share are kept from "
+        "one run to the next in the same folder",
+    )
     parser.add_argument(
         "--output_dir",
         type=Path,
         default=Path("quickstart"),
-        help="where models, data and results are written; an earlier run's are replaced (default: ./quickstart)",
+        help="where models, checkpoints, data and results are written (default: ./quickstart)",
     )
     parser.add_argument(
         "--seed",
@@ -36,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_steps",
         type=_positive,
         default=None,
-        help="optimiser steps of the fine-tuning; fewer than the default are quicker and learn less",
+        help="optimiser steps of each stage; fewer than the default are quicker and learn less",
     )
     parser.add_argument("--no_color", action="store_true", help="print plain text, without colours")
     return parser
@@ -65,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run(
             output_dir=options.output_dir,
+            method=options.method,
             seed=options.seed,
             max_steps=options.max_steps,
             color=not options.no_color,

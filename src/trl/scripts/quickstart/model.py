@@ -6,11 +6,23 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from trl.data.training_templates import CHATML_TRAINING_TEMPLATE
-
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 ROLES = ("system\n", "user\n", "assistant\n")
 MAX_POSITIONS = 256  # tokens
+# ChatML; the line between two turns belongs to the later one, so that a reply ends, for every trainer, with its stop token.
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- ('' if loop.first else '\\n') + '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- ('\\n' if messages else '') + '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTrainedTokenizerBase:
@@ -42,7 +54,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTraine
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
-    wrapped.chat_template = CHATML_TRAINING_TEMPLATE
+    wrapped.chat_template = TEMPLATE
     return wrapped
 
 

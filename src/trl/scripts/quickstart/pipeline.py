@@ -1,11 +1,10 @@
-"""Runs the stages one after the other and writes down what they reached."""
+"""Runs the stages of a method one after the other and writes down what they reached."""
 
-import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,41 @@ import torch
 import transformers
 from rich.console import Console
 
+from trl.scripts.quickstart.dpo import DirectPreferenceOptimisation
+from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS
+from trl.scripts.quickstart.online import PPO
+from trl.scripts.quickstart.plot import draw_run
+from trl.scripts.quickstart.records import (
+    DATA_FILES,
+    PLOT_FILE,
+    RESULTS_FILE,
+    begin_stage,
+    end_stage,
+    plan_run,
+    take_up,
+    write_results,
+)
 from trl.scripts.quickstart.report import Report
-from trl.scripts.quickstart.stages import STAGES, Context
+from trl.scripts.quickstart.reward import RewardModel
+from trl.scripts.quickstart.sft import SupervisedFineTuning
+from trl.scripts.quickstart.stages import BaseModel, Context, Stage, StageResult
 from trl.scripts.quickstart.task import Task, make_task
+from trl.scripts.quickstart.training import remove_checkpoints
 
 LARGEST_SUM = 99
 HELD_OUT = 300
 MOST_THREADS = 8  # a model this small gains nothing from more
 
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (BaseModel(), SupervisedFineTuning(), RewardModel(), DirectPreferenceOptimisation(), PPO)
+}
+
 
 def run(
     *,
     output_dir: Path,
+    method: str = DEFAULT_METHOD,
     seed: int = 0,
     max_steps: int | None = None,
     color: bool = True,
@@ -39,21 +61,20 @@ def run(
     report = Report(Console(no_color=not color, highlight=False))
     task = default_task(seed=seed)
     context = Context(output_dir, seed, max_steps, task, report)
-    report.say(f"A small model learns to add, up to {LARGEST_SUM}. Everything goes to {output_dir}/")
-    report.overwriting(_earlier_files(output_dir))
+    stages = [STAGES[name] for name in METHODS[method]]
+    report.say(
+        f"A small model learns to add, up to {LARGEST_SUM}: {' -> '.join(METHODS[method])}. "
+        f"Everything goes to {output_dir}/"
+    )
     output_dir.mkdir(parents=True, exist_ok=True)
     with _no_foreign_bars(), _threads():
-        for stage in STAGES:
-            report.heading(f"Stage: {stage.name}")
-            result = stage.run(context)
-            context.results.append(result)
-            report.accuracy(result, len(task.held_out))
+        _run_stages(context, method, stages)
+        context.results = [_with_reward(context, result) for result in context.results]
     report.samples(task, context.replies)
     report.stages(context.results)
     seconds = time.perf_counter() - started
-    files = [*_data_files(output_dir), _write_results(context, seconds), *_plot(context)]
-    model_dir = next(result.model_dir for result in reversed(context.results) if result.model_dir)
-    report.files(model_dir, output_dir, files)
+    files = [*_data_files(context), _write_results(context, method, seconds), *_plot(context, stages)]
+    report.files(method, output_dir, files)
     report.say(f"{seconds:.0f} seconds in all.")
     return context
 
@@ -63,15 +84,34 @@ def default_task(*, seed: int) -> Task:
     return make_task(largest_sum=LARGEST_SUM, held_out=HELD_OUT, seed=seed)
 
 
-def _data_files(output_dir: Path) -> list[Path]:
-    return [output_dir / "train.jsonl", output_dir / "held_out.jsonl"]
+def _run_stages(context: Context, method: str, stages: Sequence[Stage]) -> None:
+    plan = plan_run(context, method, stages)
+    context.report.earlier_run([stage.name for stage in plan.kept], plan.replaced)
+    (context.output_dir / RESULTS_FILE).unlink(
+        missing_ok=True
+    )  # until it is there again, this run has not ended
+    for number, stage in enumerate(stages, start=1):
+        if stage in plan.kept:
+            context.results.append(take_up(context, stage))
+            continue
+        context.report.heading(f"Stage: {stage.name}")
+        if stage is not plan.interrupted:
+            remove_checkpoints(context, stage.name)
+        begin_stage(context, stages[:number])
+        result = stage.run(context)
+        end_stage(context, stages[:number], result)
+        remove_checkpoints(context, stage.name)
+        context.results.append(result)
+        context.report.reached(result, len(context.task.held_out))
 
 
-def _earlier_files(output_dir: Path) -> list[Path]:
-    """What a run replaces: its own files and the models of its stages, nothing else."""
-    names = ("results.json", "loss.png", *(stage.name for stage in STAGES))
-    candidates = [*_data_files(output_dir), *(output_dir / name for name in names)]
-    return [path for path in candidates if path.exists()]
+def _with_reward(context: Context, result: StageResult) -> StageResult:
+    return replace(result, reward=context.reward_of(result.stage))
+
+
+def _data_files(context: Context) -> list[Path]:
+    paths = [context.output_dir / name for name in DATA_FILES]
+    return [path for path in paths if path.exists()]
 
 
 @contextmanager
@@ -108,7 +148,7 @@ def _no_foreign_bars() -> Iterator[None]:
                 enable()
 
 
-def _write_results(context: Context, seconds: float) -> Path:
+def _write_results(context: Context, method: str, seconds: float) -> Path:
     """Write every number of the run as JSON."""
     task = context.task
     content: dict[str, Any] = {
@@ -117,7 +157,7 @@ def _write_results(context: Context, seconds: float) -> Path:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "problems": {"train": len(task.problems), "held_out": len(task.held_out)},
         "stages": [asdict(result) for result in context.results],
-        "losses": context.losses,
+        "curves": context.curves,
         "answers": [
             {
                 "question": task.question(problem),
@@ -128,22 +168,18 @@ def _write_results(context: Context, seconds: float) -> Path:
         ],
         "seconds": seconds,
     }
-    path = context.output_dir / "results.json"
-    path.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
-    return path
+    return write_results(context, method, content)
 
 
-def _plot(context: Context) -> list[Path]:
-    """A picture of the losses, where matplotlib is installed."""
+def _plot(context: Context, stages: Sequence[Stage]) -> list[Path]:
+    """The picture of the run, where matplotlib is installed."""
+    path = context.output_dir / PLOT_FILE
+    panels = {stage.name: stage.panel for stage in stages if stage.panel is not None}
     try:
-        from matplotlib.figure import Figure
+        draw_run(path, panels, context.curves, len(context.task.held_out))
     except ImportError:
+        context.report.say(
+            "\nNo picture of the run: matplotlib is not installed (pip install matplotlib, and run again)."
+        )
         return []
-    axes = (figure := Figure(figsize=(6, 4))).add_subplot()
-    for stage, losses in context.losses.items():
-        axes.plot(*zip(*losses, strict=True), label=stage)
-    axes.set(xlabel="optimiser step", ylabel="training loss (nats per token)")
-    axes.legend()
-    path = context.output_dir / "loss.png"
-    figure.savefig(path, dpi=120)
     return [path]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,9 +15,9 @@ from trl.scripts.quickstart.task import Task
 if TYPE_CHECKING:
     from trl.scripts.quickstart.stages import StageResult
 
-PRINTED_LOSSES = 10
+PRINTED_LINES = 10
 SAMPLES = 8
-SHOWN_CHARACTERS = 14
+SHOWN_CHARACTERS = 10
 
 
 class Report:
@@ -41,25 +41,38 @@ class Report:
             f"a vocabulary of {vocabulary} tokens; a model of {parameters:,} parameters."
         )
 
-    def overwriting(self, paths: Sequence[Path]) -> None:
-        """Which files of an earlier run will be replaced."""
-        if paths:
-            self.say("Replaces the results of an earlier run: " + ", ".join(str(path) for path in paths))
-
-    def accuracy(self, result: "StageResult", held_out: int) -> None:
-        """One stage's share of right answers."""
-        right = round(result.exact_match * held_out)
+    def pairs(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """How many pairs there are, and the first one."""
+        first = rows[0]
+        question, right, wrong = (first[key][-1]["content"] for key in ("prompt", "chosen", "rejected"))
         self.say(
-            f"Exact match on held-out problems after {result.stage}: {result.exact_match:.1%} ({right} of {held_out})"
+            f"{len(rows):,} pairs of a right and a wrong answer, such as: {question}  {right}, not {wrong}"
         )
+
+    def earlier_run(self, kept: Sequence[str], replaced: Sequence[Path]) -> None:
+        """Which stages of an earlier run are kept, and which of its files will be replaced."""
+        if kept:
+            self.say("Goes on from an earlier run, of which these stages are kept: " + ", ".join(kept))
+        if replaced:
+            self.say("Replaces the results of an earlier run: " + ", ".join(str(path) for path in replaced))
+
+    def reached(self, result: "StageResult", held_out: int) -> None:
+        """What a stage reached on what was held out."""
+        if result.exact_match is not None:
+            right = round(result.exact_match * held_out)
+            self.say(
+                f"Exact match on held-out problems after {result.stage}: {result.exact_match:.1%} ({right} of {held_out})"
+            )
+        if result.pair_accuracy is not None:
+            self.say(f"Pair accuracy on held-out problems after {result.stage}: {result.pair_accuracy:.1%}")
 
     def samples(self, task: Task, replies: Mapping[str, list[str]]) -> None:
         """Replies of every stage to the same held-out problems."""
         table = Table(title="Answers to problems it never saw", title_justify="left")
         table.add_column("question", no_wrap=True)
         for stage in replies:
-            table.add_column(f"{stage} answers", no_wrap=True)
-        table.add_column("right answer", justify="right", no_wrap=True)
+            table.add_column(stage, no_wrap=True)
+        table.add_column("right", justify="right", no_wrap=True)
         for index, problem in enumerate(task.held_out[:SAMPLES]):
             cells = [
                 _verdict(task.is_correct(problem, texts[index]), texts[index]) for texts in replies.values()
@@ -70,31 +83,47 @@ class Report:
 
     def stages(self, results: Sequence["StageResult"]) -> None:
         """The table of stages."""
-        table = Table(title="Stage by stage", title_justify="left")
-        for column in ("stage", "exact match", "training loss", "steps", "seconds"):
+        table = Table(title="Stage by stage, on held-out problems", title_justify="left")
+        for column in ("stage", "exact match", "pair accuracy", "reward", "KL from sft", "steps", "seconds"):
             table.add_column(column, justify="left" if column == "stage" else "right")
         for result in results:
-            loss = "-" if result.loss is None else f"{result.loss:.4f}"
-            steps = str(result.steps or "-")
-            table.add_row(result.stage, f"{result.exact_match:.1%}", loss, steps, f"{result.seconds:.0f}")
+            table.add_row(
+                result.stage,
+                _cell(result.exact_match, ".1%"),
+                _cell(result.pair_accuracy, ".1%"),
+                _cell(result.reward, "+.2f"),
+                _cell(result.kl, ".2f"),
+                _cell(result.steps or None, "d"),
+                _cell(result.seconds, ".0f"),
+            )
         self.console.print()
         self.console.print(table)
+        self.say("exact match: greedy answers that are the right number and nothing else")
+        self.say(
+            "pair accuracy: right answer scored above a wrong one (reward: by its score; dpo: by its log-ratio to sft)"
+        )
+        self.say("reward: mean score of the greedy answers by the reward model; KL: nats per sampled answer")
 
-    def files(self, model_dir: Path, output_dir: Path, others: Sequence[Path]) -> None:
+    def files(self, method: str, output_dir: Path, files: Sequence[Path]) -> None:
         """Where everything is, and the commands to go on with."""
+        model_dir = output_dir / method
         self.heading("Saved")
         self.say(f"Model: {model_dir}")
-        for path in others:
+        for path in files:
             self.say(f"Also:  {path}")
         self.heading("To go on")
-        self.say("Train it further, here on the same conversations, or on yours:\n")
-        self.say(
-            f"  trl sft --model_name_or_path {model_dir} --dataset_name {output_dir / 'train.jsonl'} "
-            f"--assistant_only_loss true --learning_rate 1e-3 --output_dir {output_dir / 'more'}\n"
-        )
+        self.say("Train it further, on the same data or on yours:\n")
+        self.say(COMMANDS.format(model_dir=model_dir, output_dir=output_dir))
         self.say("Ask it something, in Python:\n")
         self.say(SNIPPET.format(model_dir=model_dir))
 
+
+COMMANDS = """\
+  trl sft --model_name_or_path {model_dir} --dataset_name {output_dir}/train.jsonl --assistant_only_loss true \
+--learning_rate 1e-3 --output_dir {output_dir}/more_sft
+  trl dpo --model_name_or_path {model_dir} --dataset_name {output_dir}/pairs.jsonl --learning_rate 3e-4 \
+--output_dir {output_dir}/more_dpo
+"""
 
 SNIPPET = """\
   from transformers import pipeline
@@ -102,6 +131,10 @@ SNIPPET = """\
   ask = pipeline("text-generation", "{model_dir}")
   print(ask([{{"role": "user", "content": "What is 23 + 48?"}}], max_new_tokens=8)[0]["generated_text"][-1])
 """
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _verdict(is_correct: bool, reply: str) -> str:
@@ -113,19 +146,25 @@ def _verdict(is_correct: bool, reply: str) -> str:
     return f"[{colour}]{escape(text) or '(nothing)'}[/{colour}]"
 
 
-class TrainingProgress(TrainerCallback):
-    """A progress bar with the loss in it, and a line for every tenth of the training; keeps all logged losses."""
+class Shown(NamedTuple):
+    """How a logged number is printed."""
 
-    def __init__(self, report: Report, stage: str) -> None:
-        self.report = report
-        self.losses: list[tuple[int, float]] = []
-        self._printed = 0
+    label: str
+    form: str
+
+
+class TrainingProgress(TrainerCallback):
+    """A progress bar with the first of the shown numbers in it, and a line with all for every tenth of the training."""
+
+    def __init__(self, report: Report, stage: str, shown: Mapping[str, Shown]) -> None:
+        self.report, self.stage, self.shown = report, stage, shown
+        self._printed: int | None = None
         console = report.console
         self._bar = Progress(
             TextColumn(stage),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[latest]}"),
             TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -138,7 +177,7 @@ class TrainingProgress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar."""
-        self._task = self._bar.add_task("training", total=state.max_steps, loss="-")
+        self._task = self._bar.add_task("training", total=state.max_steps, latest="")
         self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,18 +185,15 @@ class TrainingProgress(TrainerCallback):
         self._bar.update(self._task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep the loss; print it if another tenth of the steps is done."""
-        if "loss" not in (logs or {}):
+        """Show the numbers; print them if another tenth of the steps is done."""
+        if not self.shown.keys() <= (logs or {}).keys():
             return
-        self.losses.append((state.global_step, logs["loss"]))
-        self._bar.update(self._task, loss=f"{logs['loss']:.4f}")
-        tenth = state.global_step * PRINTED_LOSSES // state.max_steps
-        if tenth > self._printed or len(self.losses) == 1:
+        texts = [f"{shown.label} {format(logs[name], shown.form)}" for name, shown in self.shown.items()]
+        self._bar.update(self._task, latest=texts[0])
+        tenth = state.global_step * PRINTED_LINES // state.max_steps
+        if self._printed is None or tenth > self._printed:
             self._printed = tenth
-            self.report.say(
-                f"step {state.global_step:>5} of {state.max_steps}   loss {logs['loss']:.4f}"
-                f"   token accuracy {logs.get('mean_token_accuracy', float('nan')):.1%}"
-            )
+            self.report.say("   ".join([f"step {state.global_step:>5} of {state.max_steps}", *texts]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the bar away."""

@@ -1,43 +1,58 @@
-"""The pipeline as a sequence of stages.
+"""What a stage of the pipeline is, what the stages share, and the first one.
 
 A stage takes the model that the context holds, leaves its own in it, and answers with one row of the final table. Another
-stage is another class with `name` and `run`, appended to `STAGES`; those before it need not know.
+stage is another object with these members: a row of `STAGES` in `pipeline.py`, and its name in a row of `METHODS`.
 """
+
+from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from trl.scripts.quickstart.evaluation import exact_match
+from trl.scripts.quickstart.evaluation import exact_match, kl_divergence, mean_reward
 from trl.scripts.quickstart.model import build_model, build_tokenizer, count_parameters
-from trl.scripts.quickstart.report import Report, TrainingProgress
+from trl.scripts.quickstart.pairs import make_pairs
+from trl.scripts.quickstart.plot import Panel
+from trl.scripts.quickstart.report import Report
 from trl.scripts.quickstart.task import Task
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
-EVAL_BATCH_SIZE = 256
+EVAL_BATCH_SIZE = 300
+Curve = list[tuple[int, float]]  # (optimiser step, value)
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """One row of the final table: what a stage reached on the held-out problems, and what it took."""
+    """One row of the final table: what a stage reached on the held-out problems, and what it took.
+
+    Shares lie between 0 and 1, `kl` is in nats per answer; None is what the stage has not.
+    """
 
     stage: str
-    exact_match: float
-    loss: float | None
-    seconds: float
+    exact_match: float | None = None
+    pair_accuracy: float | None = None
+    reward: float | None = None
+    kl: float | None = None
+    loss: float | None = None
+    seconds: float = 0.0
     steps: int = 0
-    model_dir: Path | None = None
+    model_dir: str | None = None
 
 
 @dataclass
 class Context:
-    """What the stages share; `model` and `tokenizer` are those of the latest stage."""
+    """What the stages share; `model` and `tokenizer` are those of the latest stage that made a policy."""
 
     output_dir: Path
     seed: int
@@ -46,17 +61,60 @@ class Context:
     report: Report
     model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    reward_model: PreTrainedModel | None = None
     results: list[StageResult] = field(default_factory=list)
     replies: dict[str, list[str]] = field(default_factory=dict)
-    losses: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
 
     def evaluate(self, stage: str) -> float:
         """Exact match of the present model on the held-out problems, from 0 to 1; its replies are kept."""
-        assert self.model is not None and self.tokenizer is not None
         accuracy, self.replies[stage] = exact_match(
-            self.model, self.tokenizer, self.task.held_out, EVAL_BATCH_SIZE, task=self.task
+            self.policy, self.ready_tokenizer, self.task.held_out, EVAL_BATCH_SIZE, task=self.task
         )
         return accuracy
+
+    def kl_from(self, stage: str) -> float:
+        """The distance of the present model from that of an earlier stage, in nats per answer to a held-out problem."""
+        reference = AutoModelForCausalLM.from_pretrained(self.folder(stage))
+        task, tokenizer = self.task, self.ready_tokenizer
+        return kl_divergence(self.policy, reference, tokenizer, task.held_out, task=task, seed=self.seed)
+
+    def reward_of(self, stage: str) -> float | None:
+        """The reward model's mean score of a stage's replies, None where there is one of both only."""
+        if self.reward_model is None or stage not in self.replies:
+            return None
+        task, replies = self.task, self.replies[stage]
+        return mean_reward(self.reward_model, self.ready_tokenizer, task.held_out, replies, task=task)
+
+    def folder(self, stage: str) -> Path:
+        """Where a stage writes."""
+        return self.output_dir / stage
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that answers."""
+        assert self.model is not None, "the first stage builds it"
+        return self.model
+
+    @property
+    def ready_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of every model here."""
+        assert self.tokenizer is not None, "the first stage builds it"
+        return self.tokenizer
+
+    def load_policy(self, stage: str) -> None:
+        """Take up what a stage has saved."""
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder(stage))
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder(stage))
+
+    def load_reward_model(self, stage: str) -> None:
+        """Take up the reward model that a stage has saved."""
+        self.reward_model = AutoModelForSequenceClassification.from_pretrained(self.folder(stage))
+
+    def pair_rows(self, name: str) -> list[dict[str, Any]]:
+        """The pairs `name` ("pairs" or "held_out_pairs"), as the reward stage wrote them."""
+        lines = (self.output_dir / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
 
 
 class Stage(Protocol):
@@ -67,8 +125,17 @@ class Stage(Protocol):
         """Names its row, its folder and its replies."""
         ...
 
+    @property
+    def panel(self) -> Panel | None:
+        """What of its curves is drawn."""
+        ...
+
     def run(self, context: Context) -> StageResult:
         """Work on `context.model`, leave the new model there, and say what was reached."""
+        ...
+
+    def restore(self, context: Context) -> None:
+        """Leave in the context what `run` left there, from the files of a run that had finished this stage."""
         ...
 
 
@@ -77,82 +144,45 @@ class BaseModel:
     """Data files, tokenizer, and a model that has learnt nothing."""
 
     name: str = "base"
+    panel: Panel | None = None
 
     def run(self, context: Context) -> StageResult:
         """Build everything in memory; the untrained model's accuracy is the floor."""
         started = time.perf_counter()
         task = context.task
-        rows = task.train_rows()
-        write_rows(context.output_dir / "train.jsonl", rows)
+        write_rows(context.output_dir / "train.jsonl", task.train_rows())
         write_rows(context.output_dir / "held_out.jsonl", task.rows(task.held_out))
-        context.tokenizer = build_tokenizer(message["content"] for row in rows for message in row["messages"])
-        context.model = build_model(context.tokenizer, seed=context.seed)
-        context.report.built(context.task, len(context.tokenizer), count_parameters(context.model))
+        self.restore(context)
+        context.report.built(context.task, len(context.ready_tokenizer), count_parameters(context.policy))
         accuracy = context.evaluate(self.name)
-        return StageResult(self.name, accuracy, None, time.perf_counter() - started)
+        return StageResult(self.name, exact_match=accuracy, seconds=time.perf_counter() - started)
+
+    def restore(self, context: Context) -> None:
+        """Build the tokenizer and the model, which follow from task and seed."""
+        contents = (message["content"] for row in context.task.train_rows() for message in row["messages"])
+        context.tokenizer = build_tokenizer(contents)
+        context.model = build_model(context.tokenizer, seed=context.seed)
 
 
-@dataclass(frozen=True)
-class SupervisedFineTuning:
-    """`SFTTrainer` on the conversations, training on the assistant's tokens alone."""
-
-    name: str = "sft"
-    steps: int = 1000
-    batch_size: int = 64
-    learning_rate: float = 3e-3
-
-    def run(self, context: Context) -> StageResult:
-        """Fine-tune, save, evaluate."""
-        started = time.perf_counter()
-        assert context.model is not None
-        progress = TrainingProgress(context.report, self.name)
-        args = self.config(context)
-        trainer = SFTTrainer(
-            model=context.model,
-            args=args,
-            train_dataset=Dataset.from_list(context.task.train_rows()),
-            processing_class=context.tokenizer,
-            callbacks=[progress],
-        )
-        progress.replace_printers(trainer)
-        trainer.train()
-        trainer.save_model()
-        context.losses[self.name] = progress.losses
-        return StageResult(
-            stage=self.name,
-            exact_match=context.evaluate(self.name),
-            loss=progress.losses[-1][1],
-            seconds=time.perf_counter() - started,
-            steps=args.max_steps,
-            model_dir=context.output_dir / self.name,
-        )
-
-    def config(self, context: Context) -> SFTConfig:
-        """The whole configuration; the model is far too small for anything to save memory."""
-        steps = context.max_steps or self.steps
-        return SFTConfig(
-            output_dir=str(context.output_dir / self.name),
-            assistant_only_loss=True,
-            max_steps=steps,
-            per_device_train_batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=min(50, steps // 10),
-            adam_beta2=0.95,
-            weight_decay=0.01,
-            gradient_checkpointing=False,
-            logging_steps=max(1, min(20, steps // 3)),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            seed=context.seed,
-        )
-
-
-STAGES: tuple[Stage, ...] = (BaseModel(), SupervisedFineTuning())
+def write_pairs(context: Context) -> None:
+    """Write pairs of the training problems, and of those held out; the wrong answers are the present model's."""
+    task = context.task
+    sets = {"pairs": (task.problems, context.seed), "held_out_pairs": (task.held_out, context.seed + 1)}
+    for name, (problems, seed) in sets.items():
+        rows = make_pairs(context.policy, context.ready_tokenizer, problems, task=task, seed=seed)
+        write_rows(context.output_dir / f"{name}.jsonl", rows)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def as_json(result: StageResult, context: Context) -> Mapping[str, Any]:
+    """All that a finished stage leaves besides its model."""
+    name = result.stage
+    return {
+        "result": asdict(result),
+        "replies": context.replies.get(name),
+        "curves": context.curves.get(name, {}),
+    }

@@ -65,6 +65,21 @@ class Task:
         """The whole conversation, right answer included."""
         return [*self.prompt_messages(problem), {"role": "assistant", "content": self.answer(problem)}]
 
+    def slip(self, problem: Problem, place: int, draw: random.Random) -> str:
+        """A wrong answer as careless adding gives it: the right one but for the digit of this place (1, 10)."""
+        right = problem.left + problem.right
+        digit = right // place % 10
+        other = draw.choice([other for other in range(10) if other != digit])
+        return str(right + (other - digit) * place)
+
+    def pair(self, problem: Problem, wrong: str) -> dict[str, list[Message]]:
+        """A preference row: the right answer is chosen, a wrong one rejected."""
+        return {
+            "prompt": self.prompt_messages(problem),
+            "chosen": [{"role": "assistant", "content": self.answer(problem)}],
+            "rejected": [{"role": "assistant", "content": wrong}],
+        }
+
     def train_rows(self) -> list[dict[str, Any]]:
         """Rows for `SFTTrainer`: a conversation each."""
         return self.rows(self.problems)
