@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from trl.objectives.advantages import (
     estimate_statistics,
@@ -11,6 +12,7 @@ from trl.objectives.advantages import (
     scale_scores,
     token_rewards,
 )
+from trl.tensors.moments import RunningMoments
 from trl.tensors.statistics import masked_whiten
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
@@ -109,6 +111,17 @@ def test_scores_are_scaled_then_clipped():
     assert found.mean().item() == pytest.approx(-0.1022436, abs=1e-6)
     assert found.std().item() == pytest.approx(0.48869577, abs=1e-6)
     torch.testing.assert_close(scale_scores(scores), scores, rtol=1e-6, atol=1e-6)
+
+
+def test_scores_without_a_spread_are_not_divided_by_rounding():
+    for value in (1.0, 0.1, -3.0, 0.0):
+        scores = torch.full((7,), value)
+        running = RunningMoments(Accelerator(cpu=True))
+        running.update(scores)
+        scaled = scale_scores(scores, std=running.std)
+        torch.testing.assert_close(scaled, scores)
+        centred = scale_scores(scores, mean=running.mean, std=running.std)
+        torch.testing.assert_close(centred, torch.zeros(7), atol=1e-6, rtol=0)
 
 
 def test_metrics_are_sums_per_response():

@@ -95,6 +95,11 @@ def test_scoring_leaves_model_and_gradients_as_they_were():
     model.train()
     source.ask(RewardInputs(PROMPTS, COMPLETIONS))
     assert model.training
+    model.score.eval()
+    with pytest.raises(RewardError, match="no token"):
+        source.ask(RewardInputs(["", "a"], ["", "b"]))
+    source.ask(RewardInputs(PROMPTS, COMPLETIONS))
+    assert model.training and not model.score.training  # each part's own mode
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
 

@@ -104,11 +104,14 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"n_candidates must be from 1 to sample_size \(4\), got 5"):
         sampler(model_of(), sample_size=4, n_candidates=5)
     for scores, message in [
-        (lambda texts: [1.0], r"one number per text \(5\), got \[1.0\]"),
-        (lambda texts: [1.0] * 4 + [float("nan")], "got .*nan"),
+        (lambda texts: [1.0], "queries_to_scores gave 1 values, expected 5"),
+        (lambda texts: [1.0] * 4 + [float("nan")], "gave nan for text 4, expected a finite number"),
+        (lambda texts: [None, *[1.0] * 4], "gave None for text 0"),
+        (lambda texts: None, "gave None, expected a list of 5 numbers"),
     ]:
         best = BestOfNSampler(model_of(), TOKENIZER, scores, LengthSampler(3, 4), sample_size=5)
         with pytest.raises(ValueError, match=message):
             best.generate(QUERIES)
+    assert best.generate([]) == []
     with pytest.raises(ValueError, match="num_beams=2, which rollouts cannot honour"):
         sampler(model_of())[0].generate(QUERIES, num_beams=2)

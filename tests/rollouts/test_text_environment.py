@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import distributed
 
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -20,11 +21,11 @@ class Script:
     """An engine that says given texts: `turns[stream]` of each episode, one after another."""
 
     def __init__(self, turns):
-        self.turns, self.asked = [list(texts) for texts in turns], []
+        self.turns, self.asked, self.first = [list(texts) for texts in turns], [], 0
 
     def generate(self, prompts, sampling, *, streams=None):
         self.asked.append(([TOKENIZER.decode(prompt) for prompt in prompts], list(streams), sampling))
-        rows = [ids_of(self.turns[stream].pop(0)) for stream in streams]
+        rows = [ids_of(self.turns[stream - self.first].pop(0)) for stream in streams]
         return [Generated(ids, torch.zeros(len(ids)), None, "stop") for ids in rows]
 
 
@@ -73,6 +74,19 @@ def test_episodes_with_and_without_calls():
         texts[0][: texts[0].index(" Result")],
         texts[2][: texts[2].index("<request><tri")],
     ]
+
+
+def test_processes_that_share_a_seed_draw_from_streams_of_their_own(monkeypatch):
+    drawn = []
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
+        engine = Script([["a<submit>"], ["b<submit>"]])
+        engine.first = rank * 2**32
+        env = TextEnvironment(tokenizer=TOKENIZER, engine=engine)
+        env.run(["What is it?"] * 2)
+        drawn += engine.asked[0][1]
+    assert len(set(drawn)) == 6
 
 
 def test_turns_are_limited():
@@ -142,8 +156,14 @@ def test_rewards():
     one = play([["a<submit>"], ["b<submit>"]], reward_fn=lambda texts: 1)[0].rewards
     assert [reward.item() for reward in one] == [1.0, 1.0]
     assert play([["a<submit>"]], reward_fn=None)[0].rewards == [None]
-    with pytest.raises(ValueError, match=r"one reward per episode \(2\), got 1"):
-        play([["a<submit>"], ["b<submit>"]], reward_fn=lambda texts: [1.0])
+    for rewards, words in [
+        ([1.0], "reward_fn gave 1 values, expected 2"),
+        ([1.0, float("nan")], r"reward_fn gave nan for text 1, expected a finite number for each of 2"),
+        ([None, 1.0], "reward_fn gave None for text 0"),
+        (None, "reward_fn gave None, expected a list"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            play([["a<submit>"], ["b<submit>"]], reward_fn=lambda texts, given=rewards: given)
 
 
 def test_bad_input():

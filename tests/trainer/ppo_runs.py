@@ -52,7 +52,7 @@ def value_model(
 
 
 def make_trainer(
-    model: Any = None, ref_model: Any = None, *, options: Any = None, **config: Any
+    model: Any = None, ref_model: Any = None, *, options: Any = None, tokenizer: Any = None, **config: Any
 ) -> PPOTrainer:
     """A trainer; `options` go to its constructor, the rest to its config. Adam with a large epsilon."""
     model = value_model() if model is None else model
@@ -61,4 +61,5 @@ def make_trainer(
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         options["optimizer"] = torch.optim.Adam(trained, lr=1e-2, eps=1e-4)
     defaults: dict[str, Any] = {"batch_size": 4, "mini_batch_size": 4, "ppo_epochs": 1, "seed": 3}
-    return PPOTrainer(PPOConfig(**{**defaults, **config}), model, ref_model, tiny_tokenizer(), **options)
+    tokenizer = tokenizer or tiny_tokenizer()
+    return PPOTrainer(PPOConfig(**{**defaults, **config}), model, ref_model, tokenizer, **options)

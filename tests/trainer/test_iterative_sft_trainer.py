@@ -311,6 +311,15 @@ def test_what_cannot_be_trained_on_is_named(short, case):
     assert short.state.global_step == 0
 
 
+def test_rows_beyond_the_models_positions_are_refused():
+    trainer, _ = make()
+    with pytest.raises(
+        ValueError, match=r"1 of 2 sequences are longer than the 256 positions .* has 257 tokens"
+    ):
+        trainer.step(input_ids=[torch.ones(256, dtype=torch.int64), torch.ones(257, dtype=torch.int64)])
+    assert trainer.state.global_step == 0
+
+
 def test_settings_that_cannot_work(short, tmp_path):
     with pytest.raises(TypeError, match="Give rows to step"):
         short.train()

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from tests.tiny import tiny_model
 from tests.trainer.ppo_runs import RESPONSES, batch, make_trainer, tensors, value_model
@@ -49,6 +49,17 @@ def test_inputs_of_a_step(case):
         trainer.step(*inputs)
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
     assert (trainer.running.count, trainer.current_step, trainer.kl_ctl.value) == (1e-24, 0, 0.2)
+
+
+def test_responses_that_begin_with_their_queries_are_said_once(caplog):
+    queries, responses, scores = batch()
+    whole = [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
+    for given, said in ((responses, 0), ([*whole[:3], responses[3]], 0), (whole, 1)):
+        trainer = make_trainer()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                trainer.step(queries, given, scores)
+        assert sum("return_prompt=False" in record.message for record in caplog.records) == said
 
 
 def test_one_token_cannot_be_whitened():
@@ -101,8 +112,37 @@ def test_parts_of_a_trainer():
         PPOTrainer(config, value_model(), tiny_model("llama", vocab_size=50), tokenizer)
     with pytest.raises(ValueError, match="at least batch_size"):
         PPOTrainer(config, value_model(), None, tokenizer, Dataset.from_dict({"query": ["a"]}))
+    with pytest.raises(TypeError, match="rows by number, got IterableDataset"):
+        PPOTrainer(
+            config,
+            value_model(),
+            None,
+            tokenizer,
+            Dataset.from_dict({"query": ["a"] * 4}).to_iterable_dataset(),
+        )
+    with pytest.raises(TypeError, match="rows by number, got DatasetDict"):
+        splits = DatasetDict(train=Dataset.from_dict({"query": ["a"] * 4}))
+        PPOTrainer(config, value_model(), None, tokenizer, splits)
     with pytest.raises(ValueError, match="no column that is used"):
         PPOTrainer(config, value_model(), None, tokenizer, Dataset.from_dict({"text": ["a"] * 4}))
+
+
+def test_an_optimiser_and_a_schedule_that_would_do_nothing():
+    config, tokenizer = PPOConfig(batch_size=4, mini_batch_size=4), make_trainer().tokenizer
+    model = value_model()
+    elsewhere = torch.optim.SGD(value_model().parameters(), lr=0.1)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer has no parameter of model"):
+        PPOTrainer(config, model, None, tokenizer, optimizer=elsewhere)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(elsewhere, 0.5)
+    for optimizer, given in ((None, "no optimizer"), (own, "another optimizer")):
+        with pytest.raises(ValueError, match=f"lr_scheduler belongs to an optimizer of its own, and {given}"):
+            PPOTrainer(config, model, None, tokenizer, optimizer=optimizer, lr_scheduler=schedule)
+
+
+def test_centring_without_scaling_is_said():
+    with pytest.warns(UserWarning, match="use_score_norm=True has no effect without use_score_scaling=True"):
+        PPOConfig(use_score_norm=True)
 
 
 def test_a_divergence_that_explodes_stops_before_the_update():

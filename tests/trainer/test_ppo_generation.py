@@ -1,11 +1,17 @@
 """Responses of step-level PPO in every documented form, by the engine and by the model's own generate."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.ppo_runs import QUERIES, make_trainer, tensors, value_model
+from trl import AutoModelForCausalLMWithValueHead
 from trl.core import LengthSampler
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -113,3 +119,67 @@ def test_an_encoder_decoders_responses_begin_with_its_start_token_and_train():
     without = make_trainer(value_model("t5")).step(queries, [row[1:] for row in found], [1.0, 0.0, 2.0, 1.0])
     assert with_start["ppo/loss/total"] == pytest.approx(without["ppo/loss/total"], rel=1e-6)
     assert with_start["tokens/responses_len_mean"] == 6
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 2}])  # the engine, and the model's own generate
+@pytest.mark.parametrize(
+    ("query", "error", "words"),
+    [
+        (torch.ones(256, dtype=torch.int64), ValueError, r"queries\[1\] has 256 tokens, the model's window is 256"),
+        (torch.tensor([5, 96]), ValueError, r"queries\[1\] has token ids from 5 to 96, the model has 0 to 95"),
+        (torch.tensor([5.5]), TypeError, r"queries\[1\] must hold token ids"),
+        (torch.tensor([], dtype=torch.int64), ValueError, r"queries\[1\] is empty"),
+        ("hello", TypeError, r"queries\[1\] must be a tensor of token ids, got str"),
+    ],
+)  # fmt: skip
+def test_queries_that_cannot_be_read_are_named(query, error, words, more):
+    with pytest.raises(error, match=words):
+        make_trainer(value_model("gpt2")).generate([torch.tensor([5]), query], **GREEDY, **more)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 2}])
+def test_responses_end_at_the_models_window(more):
+    query = torch.arange(250) % 90 + 3
+    found = make_trainer(value_model("gpt2")).generate(
+        [query], return_prompt=False, eos_token_id=-1, max_new_tokens=40, do_sample=False, **more
+    )
+    assert len(found[0]) == 6
+
+
+class StopAtOnce(StoppingCriteria):
+    """Stops the first row of a batch after one token."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.arange(len(input_ids)) == 0
+
+
+def test_what_fills_up_a_row_that_was_stopped_is_no_response():
+    trainer = make_trainer()
+    rules = StoppingCriteriaList([StopAtOnce()])
+    found = trainer.generate(
+        tensors(QUERIES[:2]), return_prompt=False, stopping_criteria=rules, eos_token_id=-1, **GREEDY
+    )
+    assert [len(response) for response in found] == [1, 6]
+
+
+def test_a_generation_config_counts_as_its_arguments():
+    trainer, queries = make_trainer(), tensors(QUERIES)
+    config = GenerationConfig(do_sample=False, max_new_tokens=6, max_length=5)  # the former counts
+    for more in ({}, {"max_new_tokens": 3}, {"num_beams": 2}):  # single arguments win
+        wanted = trainer.generate(queries, **{**GREEDY, **more})
+        found = trainer.generate(queries, generation_config=config, **more)
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_without_an_end_token_responses_have_their_full_length_which_is_said_once(caplog):
+    inner, tokenizer = tiny_model("llama", eos_token_id=None, pad_token_id=None), tiny_tokenizer()
+    inner.generation_config.eos_token_id = tokenizer.eos_token = tokenizer.pad_token = None
+    trainer = make_trainer(AutoModelForCausalLMWithValueHead.from_pretrained(inner), tokenizer=tokenizer)
+    queries = tensors(QUERIES)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = trainer.generate(queries, return_prompt=False, do_sample=True, max_new_tokens=6)
+    assert [len(response) for response in found] == [6] * 4
+    assert sum("no end token" in record.message for record in caplog.records) == 1
+    stats = trainer.step(queries, found, [1.0, 0.0, 1.0, 0.0])
+    assert np.isfinite(stats["ppo/loss/total"])

@@ -118,6 +118,20 @@ def test_a_save_that_is_killed_leaves_the_last_state_whole(tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def test_a_run_that_goes_wrong_goes_on_from_its_last_good_state(tmp_path):
+    trainer = new_trainer()
+    loop(trainer, 2, save_at=2, folder=tmp_path / "state")
+    expected = loop(trainer, 2)
+    broken = new_trainer()
+    broken.load_state(tmp_path / "state")
+    with torch.no_grad():
+        broken.model.get_base_model().lm_head.weight.mul_(1e4)  # the policy leaves its reference for good
+    with pytest.raises(FloatingPointError, match="go on from the last state that was saved"):
+        broken.step(*ppo_runs.batch())
+    broken.load_state(tmp_path / "state")  # the same trainer
+    assert loop(broken, 2) == expected
+
+
 def test_states_that_do_not_fit_are_named(tmp_path):
     trainer = new_trainer()
     with pytest.raises(FileNotFoundError, match="holds no state"):

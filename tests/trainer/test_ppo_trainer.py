@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
 from transformers import HfArgumentParser
@@ -155,6 +155,21 @@ def assert_same(found, expected, tolerance=1e-9):
 @pytest.mark.parametrize("cut", [(2, 2), (1, 4)])
 def test_minibatches_that_are_accumulated_make_the_same_step(cut):
     assert_same(after(*cut), after())
+
+
+def test_trainers_of_one_process_accumulate_each_as_it_was_told():
+    losses, weights = [], []
+    for others in (0, 2):
+        before = GradientState().plugin_kwargs
+        trainer = make_trainer(mini_batch_size=2, gradient_accumulation_steps=2)
+        assert GradientState().plugin_kwargs == before  # a transformers Trainer divides by what stands there
+        for _ in range(others):
+            make_trainer(gradient_accumulation_steps=1, mini_batch_size=4)
+        losses.append(trainer.step(*batch())["ppo/loss/total"])
+        weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+        assert GradientState().plugin_kwargs == before
+    assert losses[0] == losses[1]
+    assert all(torch.equal(x, y) for x, y in zip(*weights, strict=True))
 
 
 def test_padded_rows_make_the_same_step():
@@ -423,6 +438,22 @@ def test_the_best_policy_is_pushed(monkeypatch):
     for score in (1.0, 2.0, 9.0, 1.0, 3.0, 4.0):
         trainer.step(queries, responses, [score, score, score, score + 1])
     assert pushed == [(2, "me/best"), (6, "me/best")]
+
+
+def test_the_best_policy_is_that_of_the_scores_as_they_were_given(monkeypatch):
+    trainer = make_trainer(
+        push_to_hub_if_best_kwargs={"repo_id": "me/best"},
+        use_score_scaling=True,
+        use_score_norm=True,
+        score_clip=0.1,
+    )
+    pushed = []
+    monkeypatch.setattr(trainer, "push_to_hub", lambda repo_id: pushed.append(trainer.current_step))
+    queries, responses, _ = batch()
+    for score in (1.0, 5.0, 3.0, 6.0, 5.5):  # the scaled and cut means rise in other steps
+        trainer.step(queries, responses, [score, score, score, score + 1])
+    assert pushed == [1, 2, 4]
+    assert trainer.highest_reward == 6.25
 
 
 def test_a_push_uploads_model_tokenizer_and_card(monkeypatch, tmp_path):

@@ -50,17 +50,23 @@ def without_adapter(adapted: Any) -> Iterator[None]:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; every module's own mode and the random streams are put back."""
-    training = [module for module in model.modules() if module.training]
     first = next(model.parameters(), None)
     devices = [first.device] if first is not None and first.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), in_eval_mode(model):
+        yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; every module's own mode is put back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
         for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+            module.training = True
 
 
 @contextmanager

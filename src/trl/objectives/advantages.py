@@ -35,14 +35,18 @@ class Estimates(NamedTuple):
 def scale_scores(scores: Tensor, *, mean: float = 0.0, std: float = 1.0, clip: float | None = None) -> Tensor:
     """`(scores - mean) / std`, then cut to `[-clip, clip]`; any shape, float32.
 
-    `std` is that of running moments (`RunningMoments`); `mean` 0 scales without centring.
+    `std` is that of running moments (`RunningMoments`); `mean` 0 scales without centring. Scores that have been equal so far
+    have no scale: where `std` is no more than rounding beside them, they are not divided.
     Source: Zheng et al. 2023, Secrets of RLHF I, section 5 (arXiv:2307.04964).
 
     >>> scale_scores(torch.tensor([1.0, 5.0]), mean=1.0, std=2.0, clip=1.5)
     tensor([0.0000, 1.5000])
     """
     scores = scores.to(torch.float32)
-    scaled = (scores - mean) / (std + torch.finfo(scores.dtype).eps)
+    rounding = torch.finfo(scores.dtype).eps
+    shifted = scores - mean
+    largest = max(float(scores.abs().amax()), abs(mean)) if scores.numel() else 0.0
+    scaled = shifted / (std + rounding) if std > rounding * largest else shifted
     return scaled if clip is None else scaled.clamp(-clip, clip)
 
 

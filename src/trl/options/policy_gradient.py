@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from trl.options.checks import check_one_of
+from trl.options.checks import check_one_of, warn_caller
 from trl.options.groups import OptionGroup
 
 KLPenalty = Literal["kl", "abs", "mse", "full"]
@@ -131,6 +131,8 @@ class ScoreScaling(OptionGroup):
 
     def check(self) -> None:
         super().check()
+        if self.use_score_norm and not self.use_score_scaling:
+            warn_caller("use_score_norm=True has no effect without use_score_scaling=True. Set both.")
         if self.score_clip is not None:
             check_positive("score_clip", self.score_clip, "Use None to leave scores uncut.")
 

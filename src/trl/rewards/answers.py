@@ -42,6 +42,25 @@ def read_answers(given: Any, *, count: int) -> Answers:
     return Answers([None if isinstance(value, str) else value for value in read], unusable)
 
 
+def read_scores(given: Any, *, count: int, name: str) -> list[float]:
+    """A finite number for each of `count` texts in what the function `name` gave; a tensor may have any shape.
+
+    Raises: ValueError for another number of them, and for what is no finite number, None included.
+    """
+    try:
+        answers = read_answers(given.flatten() if isinstance(given, Tensor) else given, count=count)
+    except RewardError as error:
+        raise ValueError(f"{name} {error}") from None
+    nones = {row: "None" for row, value in enumerate(answers.values) if value is None}
+    wrong = [f"{what} for text {row}" for row, what in sorted({**nones, **answers.unusable}.items())]
+    if wrong:
+        shown = ", ".join(wrong[:_SHOWN_ROWS])
+        raise ValueError(
+            f"{name} gave {shown}, expected a finite number for each of {count} texts. Score them all."
+        )
+    return [value for value in answers.values if value is not None]
+
+
 def describe_unusable(unusable: Mapping[int, str], row_text: Any) -> str:
     """What came for which rows, the first few by their text."""
     rows = sorted(unusable)

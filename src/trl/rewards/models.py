@@ -18,6 +18,7 @@ from trl.data.formats import is_list_of_dicts_with, remove_none_values
 from trl.data.rendering import Chat, ProcessingClass, read_tools, render, text_tokenizer
 from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import REWARD_MODEL, load_classifier
+from trl.models.lending import in_eval_mode
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.parts import causal_core
 from trl.models.setup import check_processing_class, pad_token_id, table_of_positions
@@ -91,14 +92,11 @@ class ModelSource:
         owners = [_identity(prompt) for prompt in inputs.prompts]
         rows = range(len(sequences))
         scores = torch.zeros(len(sequences))
-        training = self.model.training
-        self.model.eval()
-        with torch.inference_mode():
+        with in_eval_mode(self.model), torch.inference_mode():
             for chunk in (rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)):
                 groups = list(_grouped(chunk, owners))
                 order = [row for group in groups for row in group]
                 scores[order] = self._scores([[sequences[row] for row in group] for group in groups])
-        self.model.train(training)
         return scores.tolist()
 
     def _scores(self, groups: list[list[Tensor]]) -> Tensor:

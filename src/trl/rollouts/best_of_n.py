@@ -15,6 +15,7 @@ from trl.generation.phase import without_wrappers
 from trl.generation.request_state import fresh_seed
 from trl.generation.transformers_engine import TransformersEngine
 from trl.models.parts import causal_core
+from trl.rewards.answers import read_scores
 
 Queries = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
@@ -73,11 +74,13 @@ class BestOfNSampler:
         One query is a list or 1-D tensor of token ids, several are a list of those or a 2-D tensor.
 
         Raises: ValueError for settings that the engine cannot honour, and for scores of a wrong number or
-        that are NaN.
+        that are not finite.
         """
         if device is not None:
             self.model.to(device)
         queries = _rows(tokenized_query)
+        if not queries:
+            return []
         lengths = [int(self.length_sampler()) for _ in queries]
         texts = self._texts(queries, self._complete(queries, lengths, generation_kwargs), skip_special_tokens)
         return [
@@ -108,14 +111,9 @@ class BestOfNSampler:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
 
     def _best(self, texts: list[str]) -> list[str]:
-        scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float64).flatten()
-        if len(scores) != len(texts) or bool(scores.isnan().any()):
-            raise ValueError(
-                f"queries_to_scores must give one number per text ({len(texts)}), got "
-                f"{scores.tolist()}. Score the whole list."
-            )
-        order = scores.argsort(descending=True, stable=True)
-        return [texts[index] for index in order[: self.n_candidates].tolist()]
+        scores = read_scores(self.queries_to_scores(texts), count=len(texts), name="queries_to_scores")
+        order = sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
+        return [texts[index] for index in order[: self.n_candidates]]
 
 
 def _rows(queries: Queries) -> list[list[int]]:

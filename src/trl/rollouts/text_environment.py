@@ -14,8 +14,11 @@ from trl.generation.phase import without_wrappers
 from trl.generation.transformers_engine import TransformersEngine, context_window
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
+from trl.rewards.answers import read_scores
 from trl.rollouts.text_history import TextHistory
 from trl.rollouts.tools import CALL, REQUEST, RESPONSE, SUBMIT, answer, named_tools, parse_call
+
+_STREAMS = 2**32  # of one process
 
 
 class Episodes(NamedTuple):
@@ -139,7 +142,9 @@ class TextEnvironment:
         """Let the model write in every history that is not completed."""
         active = [index for index, history in enumerate(histories) if not history.completed]
         prompts = [histories[index].tokens.tolist() for index in active]
-        found = self.engine.generate(prompts, self.sampling, streams=active)
+        found = self.engine.generate(
+            prompts, self.sampling, streams=[_first_stream() + one for one in active]
+        )
         for index, completion in zip(active, found, strict=True):
             histories[index].append_segment(self._text(completion.ids), completion.ids, system=False)
         return histories
@@ -206,21 +211,23 @@ class TextEnvironment:
     def compute_reward(self, histories: list[TextHistory], **reward_kwargs: Any) -> list[TextHistory]:
         """Set the reward of every history.
 
-        Raises: ValueError for a wrong number of rewards.
+        Raises: ValueError for a wrong number of rewards, and for one that is not finite.
         """
         if self.reward_fn is None:
             return histories
         rewards = self.reward_fn([history.last_model_text for history in histories], **reward_kwargs)
-        if not isinstance(rewards, Sequence) and getattr(rewards, "ndim", 0) == 0:
+        if isinstance(rewards, (int, float)) or getattr(rewards, "ndim", 1) == 0:
             rewards = [rewards] * len(histories)
-        if len(rewards) != len(histories):
-            raise ValueError(
-                f"reward_fn must give one reward per episode ({len(histories)}), got {len(rewards)}. Return a "
-                "list as long as the texts that it is given."
-            )
-        for history, reward in zip(histories, rewards, strict=True):
-            history.reward = torch.as_tensor(reward, dtype=torch.float32).detach().cpu()
+        found = read_scores(rewards, count=len(histories), name="reward_fn")
+        for history, reward in zip(histories, found, strict=True):
+            history.reward = torch.tensor(reward)
         return histories
+
+
+def _first_stream() -> int:
+    """Where this process's random streams begin: those that share a seed would else draw the same for the same query."""
+    ready = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() * _STREAMS if ready else 0
 
 
 def _window(model: Any) -> int | None:

@@ -25,6 +25,7 @@ from trl.collators.rows import IGNORED
 from trl.data.rendering import text_tokenizer
 from trl.legacy import ITERATIVE_SFT_ARGUMENTS, Older
 from trl.models.device_cache import empty_cache
+from trl.models.setup import check_table, table_of_positions
 from trl.trainer.iterative_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
 from trl.trainer.progress import check_resumable
@@ -89,6 +90,7 @@ class IterativeSFTTrainer(SFTTrainer):
         assert isinstance(self.args, IterativeSFTConfig)
         self._calls = 0
         self._has_begun = False
+        self._table = table_of_positions(self.scorer.core)
         self._read = StepRows(
             text_tokenizer(self.processing_class),  # type: ignore[arg-type]
             self.is_encoder_decoder,
@@ -249,6 +251,9 @@ class IterativeSFTTrainer(SFTTrainer):
                 )
 
     def _check_rows(self, rows: Rows) -> None:
+        if self._table is not None:
+            lengths = [max(len(row["input_ids"]), len(row["labels"])) for row in rows]
+            check_table(lengths, self._table, dataset_name="the step's")
         known = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]  # 0: sharded (ZeRO-3)
         for number, row in enumerate(rows):
             ids = row["input_ids"]

@@ -18,20 +18,18 @@ from trl.models.device_cache import empty_cache
 from trl.models.parts import causal_core
 from trl.models.reference import Reference
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_inputs import TokenLimits
+from trl.trainer.ppo_inputs import TokenLimits, check_queries
 
 # What transformers assumes where neither the call nor the model's generation config says.
 _DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
 
 
 class Responder:
-    """Generates from one model: through the engine where it can honour the arguments, else by the model's `generate`.
+    """Generates from one model: through the engine where it can honour the arguments, else by the model's `generate`."""
 
-    `start` is the token that an encoder-decoder's completions begin with, None for a decoder.
-    """
-
-    def __init__(self, model: nn.Module, *, accelerator: Any, tokenizer: Any, start: int | None) -> None:
-        self.model, self.accelerator, self.tokenizer, self.start = model, accelerator, tokenizer, start
+    def __init__(self, model: nn.Module, *, accelerator: Any, tokenizer: Any, limits: TokenLimits) -> None:
+        self.model, self.accelerator, self.tokenizer = model, accelerator, tokenizer
+        self.start, self.window = limits.start, limits.window
         self.engine = TransformersEngine(model, tokenizer=tokenizer, accelerator=accelerator)
 
     def respond(
@@ -45,7 +43,7 @@ class Responder:
     ) -> list[Tensor]:
         """One 1-D tensor of token ids per query, up to and with the token that ended it."""
         lengths = None if length_sampler is None else [int(length_sampler()) for _ in queries]
-        kwargs = dict(generation_kwargs)
+        kwargs = _plain(generation_kwargs)
         if lengths is not None:
             kwargs["max_new_tokens"] = max(lengths)
             kwargs.pop("max_length", None)
@@ -74,12 +72,7 @@ class Responder:
 
     def _sampling(self, kwargs: dict[str, Any]) -> Sampling | None:
         """The engine's settings for these arguments over the model's generation config; None where it has none."""
-        own = {
-            name: value
-            for name, value in vars(self._core().generation_config).items()
-            if value is not None and not name.startswith("_")
-        }
-        given = {**_DEFAULTS, **own, **kwargs}
+        given = {**_DEFAULTS, **_set_fields(self._core().generation_config), **kwargs}
         if "max_new_tokens" in given and "max_length" not in kwargs:
             given.pop("max_length")
         try:
@@ -106,10 +99,10 @@ class Responder:
                 ends = set(several if isinstance(several, (list, tuple)) else [several])
             for begin in range(0, len(queries), batch_size):
                 part = queries[begin : begin + batch_size]
-                inputs = self._padded(part)
-                output = model.generate(**inputs, **{"pad_token_id": self._pad(), **kwargs})
+                inputs, settings = self._padded(part), {"pad_token_id": self._pad(), **kwargs}
+                output = model.generate(**inputs, **self._inside_window(settings, max(map(len, part))))
                 own = 1 if self.start is not None else inputs["input_ids"].shape[1]
-                found += [_until_end(row[own:].tolist(), ends) for row in output]
+                found += [_until_end(row[own:].tolist(), ends, settings["pad_token_id"]) for row in output]
         if len(found) != len(queries):
             raise ValueError(
                 f"generate must give one response per query ({len(queries)}), got {len(found)}. Leave num_return_sequences at "
@@ -127,6 +120,13 @@ class Responder:
             place = slice(0, len(query)) if self.start is not None else slice(width - len(query), width)
             ids[row, place], mask[row, place] = query.to(device), 1
         return {"input_ids": ids, "attention_mask": mask}
+
+    def _inside_window(self, kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
+        """Arguments that ask for no more new tokens than the window has room for, as the engine ends there too."""
+        if self.window is None or kwargs.get("max_new_tokens") is None:
+            return kwargs
+        room = self.window - (1 if self.start is not None else longest)
+        return {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], room)}
 
     def _pad(self) -> int:
         own = getattr(self.tokenizer, "pad_token_id", None)
@@ -160,9 +160,11 @@ class GeneratesResponses:
         token. `length_sampler` draws the most new tokens of each. `generation_kwargs` are those of a transformers model's
         `generate`: where our engine can honour them it generates, in batches that fit into memory, otherwise the model does,
         `batch_size` queries at a time. With `generate_ref_response` the reference's responses come as a second result.
+
+        Raises: TypeError, ValueError for a query that is empty, holds no ids of the model's or fills its window.
         """
         is_list = isinstance(query_tensor, (list, tuple))
-        queries = [query.flatten() for query in (query_tensor if is_list else torch.atleast_2d(query_tensor))]
+        queries = check_queries(query_tensor if is_list else torch.atleast_2d(query_tensor), self._limits)
 
         def respond(model: Any) -> Any:
             found = self._responder(model).respond(
@@ -185,15 +187,38 @@ class GeneratesResponses:
         for responder in self._responders:
             if responder.model is model:
                 return responder
-        start = self._limits.start
-        made = Responder(model, accelerator=self.accelerator, tokenizer=self.tokenizer, start=start)
+        made = Responder(model, accelerator=self.accelerator, tokenizer=self.tokenizer, limits=self._limits)
         self._responders.append(made)
         return made
 
 
-def _until_end(ids: list[int], ends: Any) -> list[int]:
-    """Ids up to and with the first end token."""
+def _set_fields(config: Any) -> dict[str, Any]:
+    """What a generation config says, by name."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if value is not None and not name.startswith("_") and name != "transformers_version"
+    }
+
+
+def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` with those of a `generation_config` among them written out; single ones win."""
+    kwargs = dict(kwargs)
+    config = kwargs.pop("generation_config", None)
+    if config is None:
+        return kwargs
+    given = _set_fields(config)
+    if "max_new_tokens" in given or "max_new_tokens" in kwargs:
+        given.pop("max_length", None)
+    return {**given, **kwargs}
+
+
+def _until_end(ids: list[int], ends: Any, pad: int) -> list[int]:
+    """Ids up to and with the first end token, or up to what fills up a row that was stopped otherwise."""
     for index, token in enumerate(ids):
         if token in ends:
             return ids[: index + 1]
-    return ids
+    length = len(ids)
+    while length > 1 and ids[length - 1] == pad:
+        length -= 1
+    return ids[:length]

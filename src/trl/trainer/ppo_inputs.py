@@ -19,6 +19,15 @@ class StepInputs:
     masks: list[Tensor]
     scores: Tensor
 
+    @property
+    def repeats_queries(self) -> bool:
+        """Whether every response begins with its whole query, more than a single token."""
+        pairs = zip(self.queries, self.responses, strict=True)
+        return all(
+            1 < len(query) < len(response) and torch.equal(query, response[: len(query)])
+            for query, response in pairs
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
@@ -71,6 +80,25 @@ def check_step_inputs(
             "responses must have at least 2 tokens together, got 1: advantages are whitened over a batch. Raise batch_size."
         )
     return StepInputs(found, answers, kept, check_scores(scores, len(found), device))
+
+
+def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
+    """Queries to generate from, as int64 `(length,)` on the devices where they are.
+
+    Raises: TypeError, ValueError for one that is empty, holds no token ids of the model's, or leaves no room in its window.
+    """
+    found = []
+    for index, row in enumerate(queries):
+        device = row.device if isinstance(row, Tensor) else torch.device("cpu")
+        query = _token_ids(f"queries[{index}]", row, limits.vocabulary, device)
+        room = 0 if limits.start is not None else 1
+        if limits.window is not None and len(query) + room > limits.window:
+            raise ValueError(
+                f"queries[{index}] has {len(query)} tokens, the model's window is {limits.window}"
+                f"{' and must leave room for a response' if room else ''}. Truncate the query."
+            )
+        found.append(query)
+    return found
 
 
 def check_scores(scores: Any, count: int, device: torch.device) -> Tensor:

@@ -102,8 +102,15 @@ def make_loader(
     """A loader of whole batches, `batch_size` rows per process.
 
     Columns of a `datasets.Dataset` that neither the model `keep` reads nor a loop needs are left out; with `keep` None all
-    stay. Raises ValueError for fewer rows than a batch.
+    stay.
+
+    Raises: TypeError for a data set without rows by number, ValueError for fewer rows than a batch.
     """
+    if isinstance(dataset, dict) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"dataset must have a length and rows by number, got {type(dataset).__name__}. Take one split of a DatasetDict, or "
+            "bring a loader of your own for a stream."
+        )
     if isinstance(dataset, datasets.Dataset) and keep is not None:
         dataset = _with_used_columns(dataset, keep)
     shares = ShuffledShares(

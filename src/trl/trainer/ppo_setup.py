@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,19 +47,38 @@ def check_parts(config: Any, model: Any, tokenizer: Any) -> None:
         )
 
 
+def check_optimiser(model: nn.Module, optimizer: torch.optim.Optimizer | None, lr_scheduler: Any) -> None:
+    """Raise ValueError for an optimiser without a parameter of the model, and for a schedule of another optimiser."""
+    groups: Any = getattr(optimizer, "param_groups", None)  # DeepSpeed's stand-in has none
+    if groups is not None:
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        if held.isdisjoint(id(parameter) for parameter in model.parameters()):
+            raise ValueError(
+                "optimizer has no parameter of model, expected those that train. Make it from this model's parameters, after "
+                "peft_config was applied."
+            )
+    scheduled = getattr(lr_scheduler, "optimizer", None)
+    if scheduled is not None and scheduled is not optimizer:
+        given = "no optimizer" if optimizer is None else "another optimizer"
+        raise ValueError(
+            f"lr_scheduler belongs to an optimizer of its own, and {given} was given, expected the same one: its learning "
+            "rates would not be used. Pass its optimizer too."
+        )
+
+
 def make_accelerator(config: PPOConfig) -> Accelerator:
-    """An accelerator that accumulates by counting minibatches, whatever data loader a loop has."""
-    plugin = GradientAccumulationPlugin(
-        num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-    )
+    """An accelerator for a config, to be used for updates inside of `accumulating`."""
+    shared = GradientState()
+    before = shared.plugin_kwargs
     # Without saying so, accelerate (1.15) leaves processes that torchrun starts on a CPU apart from one another.
     only_cpu = {} if torch.accelerator.is_available() else {"cpu": True}
     accelerator = Accelerator(
         log_with=config.log_with,
-        gradient_accumulation_plugin=plugin,
+        gradient_accumulation_plugin=_counting(config),
         project_config=ProjectConfiguration(**config.options("project_kwargs")),
         **{**only_cpu, **config.options("accelerator_kwargs")},
     )
+    shared.plugin_kwargs = before
     deepspeed = accelerator.state.deepspeed_plugin
     if deepspeed is not None:  # there is no loader from which accelerate could read it
         deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = config.mini_batch_size
@@ -64,6 +86,26 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     config.global_batch_size = config.batch_size * accelerator.num_processes
     config.global_backward_batch_size = (config.backward_batch_size or 1) * accelerator.num_processes
     return accelerator
+
+
+@contextmanager
+def accumulating(accelerator: Accelerator, config: PPOConfig) -> Iterator[None]:
+    """Let an accelerator accumulate as a config says, by counting minibatches, whatever data loader a loop has.
+
+    accelerate keeps the number of minibatches once per process: whoever set it last would decide for every trainer there is.
+    """
+    state = accelerator.gradient_state
+    before, state.plugin_kwargs = state.plugin_kwargs, _counting(config).to_kwargs()
+    try:
+        yield
+    finally:
+        state.plugin_kwargs = before
+
+
+def _counting(config: PPOConfig) -> GradientAccumulationPlugin:
+    return GradientAccumulationPlugin(
+        num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+    )
 
 
 def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:

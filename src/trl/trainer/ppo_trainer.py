@@ -17,7 +17,7 @@ from trl.models.device_cache import empty_cache
 from trl.objectives.advantages import scale_scores
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
 from trl.reporting.step_statistics import stats_to_np
-from trl.tensors.moments import RunningMoments
+from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.trainer import ppo_setup
 from trl.trainer.ppo_config import PPOConfig
 from trl.trainer.ppo_divergence import DivergenceWatch, mean_over_rows
@@ -77,6 +77,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
         if config.gradient_checkpointing:
             ppo_setup.enable_checkpointing(model)
+        ppo_setup.check_optimiser(model, optimizer, lr_scheduler)
         scorer = ppo_setup.policy_scorer(model, tokenizer)
         self.reference, self.ref_model = ppo_setup.set_up_reference(
             model, ref_model, tokenizer, scorer, num_shared_layers
@@ -84,7 +85,8 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         self._limits = ppo_setup.token_limits(model)
         ppo_setup.start_trackers(self.accelerator, config)
         optimizer = optimizer or ppo_setup.make_adam(model, config.learning_rate)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        with ppo_setup.accumulating(self.accelerator, config):
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.reference.prepare(self.accelerator)
         self.lr_scheduler, self.training_data_collator = lr_scheduler, training_data_collator
         self._scorer = ResponseScorer(scorer, is_encoder_decoder=self.is_encoder_decoder)
@@ -98,7 +100,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         self.running = RunningMoments(self.accelerator)
         self.current_device, self.is_distributed = self.accelerator.device, self.accelerator.num_processes > 1
         self.current_step, self.highest_reward = 0, float("-inf")
-        self._watch = DivergenceWatch(config.target)
+        self._watch, self._said_repeats = DivergenceWatch(config.target), False
 
     # ---- the parts of a loop
 
@@ -137,6 +139,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
             queries, responses, scores, response_masks,
             batch_size=self.config.batch_size, limits=self._limits, device=self.accelerator.device,
         )  # fmt: skip
+        self._speak_of_repeated_queries(inputs, response_masks)
         times: dict[str, float] = {}
         with _timed(times, "total"):
             stats = self._train(inputs, times)
@@ -149,7 +152,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         stats |= {f"time/ppo/{name}": seconds for name, seconds in times.items()}
         self.current_step += 1
         self._release_memory()
-        self._push_if_best(float(stats["ppo/mean_scores"]))
+        self._push_if_best(inputs.scores)
         return stats
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
@@ -236,7 +239,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         record, config = MinibatchRecord(), self.config
         self.model.zero_grad()
         self.accelerator.step = 0  # of accumulation: an optimiser step begins here
-        with training(self.model):
+        with ppo_setup.accumulating(self.accelerator, config), training(self.model):
             for _ in range(config.ppo_epochs):
                 for minibatches in shuffled_minibatches(
                     config.batch_size, config.mini_batch_size, config.gradient_accumulation_steps
@@ -269,14 +272,26 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         finally:
             self._step_tokens = None
 
+    def _speak_of_repeated_queries(self, inputs: StepInputs, masks: Any) -> None:
+        if self._said_repeats or masks is not None or not inputs.repeats_queries:
+            return
+        self._said_repeats = True
+        logger.warning(
+            "Every response begins with its whole query (step %d): the policy is trained to repeat it. Generate with "
+            "return_prompt=False, or cut the query off.",
+            self.current_step + 1,
+        )
+
     def _release_memory(self) -> None:
         if self.config.optimize_device_cache:
             empty_cache()
 
-    def _push_if_best(self, reward: float) -> None:
+    def _push_if_best(self, scores: Tensor) -> None:
+        """Scores as they were given: scaled ones of two steps cannot be compared."""
         push = self.config.options("push_to_hub_if_best_kwargs")
         if not push or self.current_step % self.config.compare_steps:
             return
+        reward = float(over_processes(moments(scores), self.accelerator).mean)
         if reward > self.highest_reward:
             self.highest_reward = reward
             self.push_to_hub(**push)
