@@ -184,3 +184,11 @@ def test_a_negative_and_a_large_divergence_are_said_once(caplog):
     assert sum("negative" in message and "top_k=0" in message for message in said) == 1
     assert sum("times the target of 0.01" in message for message in said) >= 1
     assert len(said) == len(set(said))
+
+
+def test_arguments_of_the_dataset_level_name_its_place():
+    with pytest.raises(
+        TypeError,
+        match="got num_ppo_epochs, output_dir, which .* Use PPOConfig and PPOTrainer of trl.experimental.ppo",
+    ):
+        PPOConfig(output_dir="out", num_ppo_epochs=4)  # pyright: ignore

@@ -42,6 +42,15 @@ class PPOConfig(AdvantageEstimation, ClippedLosses, KLControl, ScoreScaling):
         (4, 'kl')
     """
 
+    def __new__(cls, *args: Any, **given: Any) -> PPOConfig:
+        """Raise TypeError for the arguments of the PPO that is given a data set."""
+        if elsewhere := sorted({"output_dir", "total_episodes", "num_ppo_epochs"} & given.keys()):
+            raise TypeError(
+                f"PPOConfig got {', '.join(elsewhere)}, which the trainer over data sets takes; this one belongs to PPO step by "
+                "step. Use PPOConfig and PPOTrainer of trl.experimental.ppo."
+            )
+        return super().__new__(cls)
+
     exp_name: str = field(
         default_factory=_script_name,
         metadata={"help": "Name of the experiment. Default: that of the script."},
