@@ -1,0 +1,197 @@
+"""From the rewards of groups of completions to advantages: each is judged against the others of its prompt.
+
+Rewards are `(N,)`, those of a whole batch of rollouts (all processes): the `group_size` completions of a prompt stand one after
+another. NaN is no opinion: such a completion counts in no mean, and its advantage is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from trl.objectives.tables import lookup
+from trl.tensors.reduce import Weighted, weighted
+
+Scale = Literal["group", "batch", "none"]
+
+SMALLEST_STD = 1e-4  # added to a deviation before advantages are divided by it
+_SAME = 1e-8  # rewards of a group that deviate by no more than this are equal
+
+
+class GroupMoments(NamedTuple):
+    """Of the group of each completion, `(N,)`: number of known rewards, their mean, and their deviation (over count - 1).
+
+    Mean and deviation are 0 where too few rewards are known (none, or one).
+    """
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+def group_moments(rewards: Tensor, group_size: int) -> GroupMoments:
+    """Mean and deviation of the rewards of each completion's group, `(N,) -> (N,)` each, in the rewards' dtype.
+
+    Raises ValueError for a number of rewards that is no multiple of `group_size`, and for infinite rewards.
+
+    >>> group_moments(torch.tensor([1.0, 3.0, 5.0, float("nan")]), group_size=2).std
+    tensor([1.4142, 1.4142, 0.0000, 0.0000])
+    """
+    groups = _groups(rewards, group_size)
+    known = ~groups.isnan()
+    count = known.sum(dim=1, keepdim=True)
+    mean = torch.where(known, groups, 0).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    square = torch.where(known, groups - mean, 0).square().sum(dim=1, keepdim=True)
+    std = (square / (count - 1).clamp(min=1)).sqrt()
+    return GroupMoments(*(part.expand_as(groups).reshape(-1) for part in (count, mean, std)))
+
+
+def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
+    """What each reward is above its group's mean, `(N,) -> (N,)`; divided by a deviation unless `scale` is "none".
+
+    "group": by that of the group (GRPO); "batch": by that of all N rewards; both over n - 1, and 1e-4 is added. A group whose
+    rewards are all equal has advantages of 0, whatever the scale. Raises ValueError for unknown scales.
+    Source: Shao et al. 2024, section 4.1.2 (arXiv:2402.03300); without scale Liu et al. 2025 (arXiv:2503.20783); by the
+    batch Liu et al. 2025 (arXiv:2508.08221).
+
+    >>> group_relative(torch.tensor([1.0, 3.0, 5.0, 5.0]), group_size=2, scale="none")
+    tensor([-1.,  1.,  0.,  0.])
+    """
+    found = group_moments(rewards, group_size)
+    above = _known(rewards, rewards - found.mean)
+    above = torch.where(found.std <= _SAME, 0.0, above)  # not the rounding of a mean, divided by 1e-4
+    deviation = lookup(SCALES, scale, "scale_rewards")(rewards, found)
+    return above if deviation is None else above / (deviation + SMALLEST_STD)
+
+
+def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
+    """What each reward is above the mean of the others of its group, `(N,) -> (N,)`; 0 where there are no others.
+
+    Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740).
+
+    >>> leave_one_out(torch.tensor([1.0, 3.0, 4.0, float("nan")]), group_size=2)
+    tensor([-2.,  2.,  0.,  0.])
+    """
+    found = group_moments(rewards, group_size)
+    others = (found.count - 1).clamp(min=1)
+    return _known(rewards, (rewards - found.mean) * found.count / others)
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "group_relative": group_relative,
+    "leave_one_out": leave_one_out,
+}
+
+SCALES: dict[str, Callable[[Tensor, GroupMoments], Tensor | None]] = {
+    "group": lambda rewards, found: found.std,
+    "batch": lambda rewards, found: batch_deviation(rewards),
+    "none": lambda rewards, found: None,
+}
+
+
+def batch_deviation(rewards: Tensor) -> Tensor:
+    """Deviation (over n - 1) of all rewards that are known, 0-dim; 0 where fewer than two are."""
+    known = rewards[~rewards.isnan()]
+    return known.std() if len(known) > 1 else rewards.new_zeros(())
+
+
+def normalized(advantages: Tensor, known: Tensor | None = None) -> Tensor:
+    """Advantages less their mean, over their deviation (n - 1, with 1e-4 added), `(N,) -> (N,)`.
+
+    `known` (bool `(N,)`; None: all) says which are measured; the others stay as they are.
+
+    >>> normalized(torch.tensor([-2.0, 2.0, 0.0]), torch.tensor([True, True, False]))
+    tensor([-0.7071,  0.7071,  0.0000])
+    """
+    known = torch.ones_like(advantages, dtype=torch.bool) if known is None else known
+    inside = advantages[known]
+    if len(inside) < 2:
+        return torch.where(known, 0.0, advantages)
+    return torch.where(known, (advantages - inside.mean()) / (inside.std() + SMALLEST_STD), advantages)
+
+
+def penalized(rewards: Tensor, kl: Tensor, *, beta: float) -> Tensor:
+    """`rewards - beta * kl`, with the divergence from the reference of each whole completion in nats; all `(N,)`.
+
+    Source: Ahmadian et al. 2024 (arXiv:2402.14740).
+
+    >>> penalized(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), beta=0.1)
+    tensor([0.9500, 2.1000])
+    """
+    return rewards if beta == 0 else rewards - beta * kl.to(rewards.dtype)
+
+
+def clipped_rewards(rewards: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    """Rewards cut to the range `bounds`; None cuts nothing, NaN stays.
+
+    >>> clipped_rewards(torch.tensor([-3.0, 0.5, float("nan")]), (-1.0, 1.0))
+    tensor([-1.0000,  0.5000,     nan])
+    """
+    return rewards if bounds is None else rewards.clamp(*bounds)
+
+
+def has_no_variance(rewards: Tensor, group_size: int) -> Tensor:
+    """Groups from which nothing is learned, as their known rewards are all equal (or fewer than two): bool `(N / G,)`.
+
+    Dynamic sampling refills these. Source: Yu et al. 2025, DAPO, section 3.2 (arXiv:2503.14476).
+
+    >>> has_no_variance(torch.tensor([1.0, 1.0, 0.0, 1.0]), group_size=2)
+    tensor([ True, False])
+    """
+    return group_moments(rewards, group_size).std.view(-1, group_size)[:, 0] <= _SAME
+
+
+def reward_statistics(rewards: Tensor, group_size: int, *, scale: Scale = "group") -> dict[str, Weighted]:
+    """The documented `reward`, `reward_std` and `frac_reward_zero_std`, over the completions whose reward is known.
+
+    `reward_std` is the mean of the groups' deviations; with `scale="batch"` the deviation of all rewards, and
+    `frac_reward_zero_std` then asks whether that is 0.
+    """
+    known = ~rewards.isnan()
+    std = (
+        batch_deviation(rewards).expand_as(rewards)
+        if scale == "batch"
+        else group_moments(rewards, group_size).std
+    )
+    return {
+        "reward": weighted(rewards, known),
+        "reward_std": weighted(std, known),
+        "frac_reward_zero_std": weighted((std <= _SAME).to(rewards.dtype), known),
+    }
+
+
+def check_group_size(group_size: int, name: str = "num_generations") -> None:
+    """Raise ValueError for groups of fewer than two."""
+    if group_size < 2:
+        raise ValueError(
+            f"{name} must be >= 2, got {group_size}. A completion is judged against the others of its prompt: 2 is the "
+            "least, 8 is usual."
+        )
+
+
+def check_scale(scale: str) -> None:
+    """Raise ValueError for a scale that `SCALES` does not know."""
+    assert set(SCALES) == set(get_args(Scale))
+    lookup(SCALES, scale, "scale_rewards")
+
+
+def _known(rewards: Tensor, advantages: Tensor) -> Tensor:
+    return torch.where(rewards.isnan(), 0.0, advantages)
+
+
+def _groups(rewards: Tensor, group_size: int) -> Tensor:
+    """`(N,) -> (N / G, G)`."""
+    if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
+        raise ValueError(
+            f"rewards must be (N,) with N a multiple of the group size {group_size}, got shape {tuple(rewards.shape)}. Give "
+            "those of whole groups, one after another."
+        )
+    if rewards.isinf().any():
+        rows = rewards.isinf().nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"rewards must be finite, or NaN for no opinion, got infinity in rows {rows}. Check the reward functions."
+        )
+    return rewards.view(-1, group_size)

@@ -1,0 +1,334 @@
+"""Policy losses of GRPO and its relatives, and RLOO's: from completions and their advantages to unreduced terms.
+
+Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trl.objectives.group_ratios import RATIOS, GroupTokens, log_ratios, row_means, row_sums, row_tokens
+from trl.objectives.kl import LARGEST_LOG_RATIO, k3
+from trl.objectives.policy_gradient import check_shapes
+from trl.objectives.tables import lookup
+from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted, where_counted
+from trl.tensors.sequences import sum_by_sequence
+from trl.tensors.statistics import cap_exp
+
+Divisor = Literal["rows", "tokens", "window_tokens", "longest"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """The settings of `group_policy_loss`, under the names of the configs; `epsilon_high` None is `epsilon`.
+
+    Raises ValueError for unknown names, numbers out of range, and combinations that cannot work.
+    """
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = False
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        lookup(LOSS_TYPES, self.loss_type, "loss_type")
+        lookup(RATIOS, self.importance_sampling_level, "importance_sampling_level")
+        check_epsilons(self.epsilon, self.epsilon_high)
+        if not self.beta >= 0:
+            raise ValueError(
+                f"beta must be >= 0, got {self.beta}. Use 0 to train without a reference policy."
+            )
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name} must be > 0, got {getattr(self, name)}. The paper uses 1.0 and 1.05."
+                )
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.delta is not None and not self.delta >= 1:
+            raise ValueError(
+                f"delta must be >= 1 or None, got {self.delta}. It bounds the ratio where the advantage is negative, which "
+                "starts at 1: take one above 1 + epsilon_high; the paper uses 4."
+            )
+        if self.loss_type == "luspo" and self.importance_sampling_level == "token":
+            raise ValueError(
+                "loss_type='luspo' is a loss of whole sequences, got importance_sampling_level='token'. Set "
+                "importance_sampling_level='sequence'."
+            )
+
+    @property
+    def high(self) -> float:
+        """The upper epsilon."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+# ---- the loss of a token, from its ratio
+
+
+def clipped(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
+    """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`; with `delta`, the first r is at most that.
+
+    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two epsilons Yu et al. 2025, section 3.1 (arXiv:2503.14476); the
+    bound where A < 0 Prime Intellect 2025, INTELLECT-2 (arXiv:2505.07291).
+    """
+    inside = ratios.clamp(1 - options.epsilon, 1 + options.high)
+    return -torch.minimum(_bounded(ratios, options) * advantages, inside * advantages)
+
+
+def weighted_likelihood(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
+    """`-min(r, epsilon_high) A log p` with a ratio that is a mere weight: no token loses its gradient (CISPO).
+
+    `epsilon_high` is the largest weight itself, not what is added to 1. Source: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585).
+    """
+    return -ratios.detach().clamp(max=options.high) * advantages * logps
+
+
+def soft_gated(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
+    """`-A sigmoid(tau (r - 1)) 4 / tau`: a gate that closes smoothly where clipping would cut off (SAPO).
+
+    tau is `sapo_temperature_pos` where A > 0, else `sapo_temperature_neg`. At r = 1 its slope is that of r.
+    Source: Gao et al. 2025 (arXiv:2511.20347).
+    """
+    rising = soft_gate(ratios, options.sapo_temperature_pos)
+    falling = soft_gate(ratios, options.sapo_temperature_neg)
+    return -advantages * torch.where(advantages > 0, rising, falling)
+
+
+def soft_gate(ratios: Tensor, temperature: float) -> Tensor:
+    """`sigmoid(tau (r - 1)) 4 / tau`, any shape.
+
+    >>> soft_gate(torch.tensor([0.0, 1.0]), 2.0)
+    tensor([0.2384, 1.0000])
+    """
+    return torch.sigmoid(temperature * (ratios - 1)) * (4 / temperature)
+
+
+_UNITS: dict[Divisor, Unit] = {
+    "rows": "sequence",
+    "tokens": "token",
+    "window_tokens": "token",
+    "longest": "constant",
+}
+
+
+class LossType(NamedTuple):
+    """A surrogate per token, and what its loss is a mean over.
+
+    "rows": of each row the mean over its tokens, then the mean over rows ("row sums": of the sums of its tokens); "tokens": of
+    the optimiser step; "window_tokens": of the whole batch of rollouts, in equal shares to its optimiser steps; "longest": the
+    tokens that the rows would have, were all of the greatest length.
+    """
+
+    surrogate: Callable[[Tensor, Tensor, Tensor, GroupOptions], Tensor]
+    over: Divisor
+    row_sums: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        """What its terms are counted in."""
+        return _UNITS[self.over]
+
+
+LOSS_TYPES: dict[str, LossType] = {
+    "grpo": LossType(clipped, "rows"),  # Shao et al. 2024 (arXiv:2402.03300)
+    "bnpo": LossType(clipped, "tokens"),
+    "dapo": LossType(clipped, "window_tokens"),  # Yu et al. 2025 (arXiv:2503.14476)
+    "dr_grpo": LossType(clipped, "longest"),  # Liu et al. 2025 (arXiv:2503.20783)
+    "cispo": LossType(weighted_likelihood, "window_tokens"),
+    "sapo": LossType(soft_gated, "rows"),
+    "luspo": LossType(clipped, "rows", row_sums=True),  # Liu et al. 2026 (arXiv:2602.05261)
+}
+
+
+def group_policy_loss(
+    logps: Tensor, tokens: GroupTokens, options: GroupOptions, *, entropies: Tensor | None = None
+) -> LossTerms:
+    """The terms of a micro-batch: per row `(B,)` or per token `(K,)`, as the loss type's mean is.
+
+    `logps (K,)` with gradient. What a token's surrogate is multiplied by: `chosen`, then `correction`; `beta` times the k3
+    estimate of the divergence from `ref_logps` is added after that (with `use_bias_correction_kl`, times the ratio: then its
+    gradient is that of the divergence of the present policy; DeepSeek-V3.2, arXiv:2512.02556). Divide by the sum of
+    `divisor_share` over the optimiser step. Metrics: `clip_metrics`, `kl` with a beta, `entropy` with `entropies (K,)`.
+
+    >>> tokens = GroupTokens(torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), torch.tensor([0, 0, 1]), count=2)
+    >>> group_policy_loss(torch.zeros(3), tokens, GroupOptions("grpo")).values
+    tensor([-1.,  1.], dtype=torch.float64)
+    """
+    check_shapes(tokens.mask, logps=logps)
+    kind, mask = LOSS_TYPES[options.loss_type], tokens.mask
+    logps = where_counted(logps, mask)
+    advantages = where_counted(tokens.advantages, mask).detach().to(logps.dtype)
+    ratios = RATIOS[options.importance_sampling_level](logps, tokens)
+    values = kind.surrogate(ratios, logps, advantages, options)
+    for factor in (tokens.chosen, tokens.correction):
+        if factor is not None:
+            values = values * where_counted(factor.detach().to(values.dtype), mask)
+    metrics = clip_metrics(ratios, advantages, tokens, options)
+    if options.beta:
+        divergence = _divergence(logps, ratios, tokens, options)
+        metrics["kl"] = weighted(divergence, mask)
+        values = values + options.beta * divergence
+    if entropies is not None:
+        metrics["entropy"] = weighted(entropies, mask)
+    if kind.over != "rows":
+        return LossTerms(values, (mask != 0).to(values.dtype), kind.unit, metrics)
+    rows = row_sums(values, tokens)
+    rows = rows if kind.row_sums else rows / row_tokens(tokens).clamp(min=1)
+    return LossTerms(rows, torch.ones_like(rows), "sequence", metrics)
+
+
+def sequence_policy_loss(
+    logps: Tensor, tokens: GroupTokens, options: GroupOptions, *, entropies: Tensor | None = None
+) -> LossTerms:
+    """RLOO's terms, per row `(B,)`: the clipped surrogate of the probability of the whole completion.
+
+    A row's advantage is that of its tokens, which must be one. The ratio is a product over tokens, not a mean. A row without
+    a trained token has a ratio of 1 and no gradient. Source: Ahmadian et al. 2024 (arXiv:2402.14740).
+
+    >>> tokens = GroupTokens(torch.zeros(2), torch.tensor([2.0, 2.0]), torch.ones(2), torch.tensor([0, 0]), count=1)
+    >>> sequence_policy_loss(torch.log(torch.tensor([1.5, 0.7])), tokens, GroupOptions()).values
+    tensor([-2.1000], dtype=torch.float64)
+    """
+    check_shapes(tokens.mask, logps=logps)
+    logps = where_counted(logps, tokens.mask)
+    ratios = cap_exp(row_sums(log_ratios(logps, tokens), tokens), LARGEST_LOG_RATIO)
+    # Not only of trained tokens: a row whose tokens are all masked keeps its share of the loss that is reported.
+    advantages = sum_by_sequence(tokens.advantages.detach(), tokens.sequence, tokens.count)
+    advantages = advantages / torch.bincount(tokens.sequence, minlength=tokens.count).clamp(min=1)
+    values = clipped(ratios, ratios, advantages, options)
+    metrics = _clip_shares(ratios, advantages, torch.ones_like(ratios), options)
+    if entropies is not None:
+        metrics["entropy"] = weighted(entropies, tokens.mask)
+    return LossTerms(values, torch.ones_like(values), "sequence", metrics)
+
+
+def divisor_share(
+    loss_type: str,
+    mask: Tensor,
+    rows: int,
+    *,
+    window_tokens: float | Tensor = 0,
+    window_rows: int = 1,
+    longest: int = 0,
+) -> Tensor:
+    """What `rows` rows add to the number that a loss is divided by, 0-dim float64: shares of an optimiser step add up.
+
+    `mask (K,)` of their tokens. `window_tokens` and `window_rows`: completion tokens (those of truncated completions too,
+    whether trained or not) and rows of the whole batch of rollouts, over all processes ("dapo", "cispo": each row of a step
+    brings an equal share of them); `longest`: max_completion_length ("dr_grpo").
+
+    >>> divisor_share("dapo", torch.ones(7), 2, window_tokens=60, window_rows=20)
+    tensor(6., dtype=torch.float64)
+    """
+    over = lookup(LOSS_TYPES, loss_type, "loss_type").over
+    trained = (mask != 0).sum()
+    wide = torch.float32 if mask.device.type == "mps" else torch.float64
+    of_window = torch.as_tensor(window_tokens, dtype=wide, device=mask.device) * rows / window_rows
+    shares = {"rows": rows, "tokens": trained, "window_tokens": of_window, "longest": rows * longest}
+    return torch.as_tensor(shares[over], dtype=wide, device=mask.device)
+
+
+# ---- which tokens, and what is logged
+
+
+def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
+    """The entropy that the `top` share of the trained tokens reach, 0-dim; of all tokens that are given, so give a whole batch.
+
+    `chosen` is then `entropies >= threshold`. It lies below the quantile by a rounding error, as positions that share their
+    context have one entropy, up to how they were batched, and are chosen together or not at all. Raises ValueError for a share out of [0, 1].
+    Source: Wang et al. 2025 (arXiv:2506.01939).
+
+    >>> entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1, 1, 1, 0]), 0.5)
+    tensor(2.0000)
+    """
+    check_quantile(top)
+    known = entropies.detach()[mask != 0].to(torch.promote_types(entropies.dtype, torch.float32))
+    if not len(known):
+        return entropies.new_zeros(())
+    ordered, place = known.sort().values, (1 - top) * (len(known) - 1)
+    low = min(int(place), len(known) - 1)
+    high = min(low + 1, len(known) - 1)
+    quantile = torch.lerp(ordered[low], ordered[high], place - low)
+    return (quantile * (1 - 16 * torch.finfo(known.dtype).eps)).to(entropies.dtype)
+
+
+# From the mean of a micro-batch (on one process) to the extreme over those that share a step.
+EXTREMES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "clip_ratio/low_min": ("clip_ratio/low_mean", torch.min),
+    "clip_ratio/high_max": ("clip_ratio/high_mean", torch.max),
+}
+
+
+def clip_metrics(
+    ratios: Tensor, advantages: Tensor, tokens: GroupTokens, options: GroupOptions
+) -> dict[str, Weighted]:
+    """The documented shares of what is clipped: tokens, or sequences where the ratio is one of sequences.
+
+    Ratios are those after `delta`.
+    `clip_ratio/low_mean` (below, with A < 0), `/high_mean` (above, with A > 0) and `/region_mean` (either); for CISPO
+    `cispo_clip_ratio`; none for SAPO, which clips nothing.
+    """
+    surrogate, mask = LOSS_TYPES[options.loss_type].surrogate, tokens.mask
+    ratios = _bounded(ratios, options)
+    if options.importance_sampling_level == "sequence":
+        ratios, advantages = row_means(ratios, tokens), row_means(advantages, tokens)
+        mask = torch.ones_like(ratios)
+    if surrogate is weighted_likelihood:
+        capped = (ratios > options.high) & (advantages > 0)
+        return {"cispo_clip_ratio": weighted(capped, mask)}
+    return _clip_shares(ratios, advantages, mask, options) if surrogate is clipped else {}
+
+
+def _clip_shares(
+    ratios: Tensor, advantages: Tensor, mask: Tensor, options: GroupOptions
+) -> dict[str, Weighted]:
+    low = (ratios < 1 - options.epsilon) & (advantages < 0)
+    high = (ratios > 1 + options.high) & (advantages > 0)
+    return {
+        "clip_ratio/low_mean": weighted(low, mask),
+        "clip_ratio/high_mean": weighted(high, mask),
+        "clip_ratio/region_mean": weighted(low | high, mask),
+    }
+
+
+def check_epsilons(epsilon: float, epsilon_high: float | None) -> None:
+    """Raise ValueError for a range that clips everything, or nothing of a side."""
+    for name, value in (("epsilon", epsilon), ("epsilon_high", epsilon_high)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be > 0, got {value}. PPO uses 0.2, GSPO 3e-4 and 4e-4.")
+
+
+def check_quantile(top: float) -> None:
+    """Raise ValueError for a share of the tokens out of [0, 1]."""
+    if not 0 <= top <= 1:
+        raise ValueError(
+            f"top_entropy_quantile must be in [0, 1], got {top}. It is the share of tokens that are trained; 1 trains all, the "
+            "paper uses 0.2."
+        )
+
+
+def _bounded(ratios: Tensor, options: GroupOptions) -> Tensor:
+    """Ratios at most `delta`."""
+    return ratios if options.delta is None else ratios.clamp(max=options.delta)
+
+
+def _divergence(logps: Tensor, ratios: Tensor, tokens: GroupTokens, options: GroupOptions) -> Tensor:
+    """k3 to the reference of each trained token; 0 elsewhere, where `logps` are 0."""
+    if tokens.ref_logps is None:
+        raise ValueError(
+            f"beta={options.beta} needs ref_logps, got None. Score the tokens with the reference."
+        )
+    ref_logps = where_counted(tokens.ref_logps.detach().to(logps.dtype), tokens.mask)
+    found = k3(logps, ref_logps)
+    return found * ratios if options.use_bias_correction_kl else found

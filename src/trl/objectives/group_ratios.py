@@ -1,0 +1,101 @@
+"""What is known of a micro-batch of completions, and the ratios of the new policy to the old, of tokens and of sequences.
+
+Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from trl.objectives.kl import LARGEST_LOG_RATIO
+from trl.objectives.policy_gradient import check_shapes, probability_ratio
+from trl.tensors.reduce import where_counted
+from trl.tensors.sequences import sum_by_sequence
+from trl.tensors.statistics import cap_exp
+
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTokens:
+    """What is known of a micro-batch's K completion tokens, in B = `count` rows, before the policy scores them.
+
+    `old_logps`: under the policy that the ratio is taken to; `advantages`; `mask`: not 0 where a token is trained;
+    `sequence`: int64, its row. All `(K,)`, as are, where they are wanted, `ref_logps`, `correction` (the factor of each token
+    that makes up for another sampler, `sampler_correction.correction`) and `chosen` (bool: the tokens whose surrogate counts;
+    the others keep their KL and their place in the mean).
+    """
+
+    old_logps: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sequence: Tensor
+    count: int
+    ref_logps: Tensor | None = None
+    correction: Tensor | None = None
+    chosen: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        columns = ("old_logps", "advantages", "sequence", "ref_logps", "correction", "chosen")
+        given = {name: getattr(self, name) for name in columns}
+        check_shapes(self.mask, **{name: value for name, value in given.items() if value is not None})
+
+
+def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
+    """`p / p_old` of each token with gradient, 1 outside of the mask. Source: Schulman et al. 2017 (arXiv:1707.06347)."""
+    return probability_ratio(logps, tokens.old_logps.detach().to(logps.dtype), tokens.mask)
+
+
+def sequence_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
+    """The geometric mean of the ratios of a sequence's tokens, at each of them, `(K,)`, with gradient through all.
+
+    Source: Zheng et al. 2025, GSPO (arXiv:2507.18071).
+    """
+    return cap_exp(mean_log_ratios(logps, tokens), LARGEST_LOG_RATIO)
+
+
+def sequence_token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
+    """`sequence_ratios` in value; each token's gradient is its own alone, so that advantages may differ within a sequence.
+
+    Source: Zheng et al. 2025, GSPO-token (arXiv:2507.18071).
+    """
+    own = where_counted(logps - logps.detach(), tokens.mask)
+    return cap_exp(mean_log_ratios(logps.detach(), tokens) + own, LARGEST_LOG_RATIO)
+
+
+RATIOS: dict[str, Callable[[Tensor, GroupTokens], Tensor]] = {
+    "token": token_ratios,
+    "sequence": sequence_ratios,
+    "sequence_token": sequence_token_ratios,
+}
+
+
+def log_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
+    """`log p - log p_old` of trained tokens, 0 elsewhere."""
+    return where_counted(logps - tokens.old_logps.detach().to(logps.dtype), tokens.mask)
+
+
+def mean_log_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
+    """The mean of a sequence's log-ratios, at each of its tokens, `(K,)`."""
+    rows = row_sums(log_ratios(logps, tokens), tokens) / row_tokens(tokens).clamp(min=1)
+    return where_counted(rows[tokens.sequence].to(logps.dtype), tokens.mask)
+
+
+def row_sums(values: Tensor, tokens: GroupTokens) -> Tensor:
+    """Sum over the trained tokens of each row, `(K,) -> (B,)` float64."""
+    return sum_by_sequence(where_counted(values, tokens.mask), tokens.sequence, tokens.count)
+
+
+def row_tokens(tokens: GroupTokens) -> Tensor:
+    """Trained tokens of each row, `(B,)`."""
+    trained = (tokens.mask != 0).to(tokens.old_logps.dtype)
+    return sum_by_sequence(trained, tokens.sequence, tokens.count)
+
+
+def row_means(values: Tensor, tokens: GroupTokens) -> Tensor:
+    """Mean over the trained tokens of each row, `(K,) -> (B,)`, detached; 0 where there are none."""
+    return row_sums(values.detach(), tokens) / row_tokens(tokens).clamp(min=1)

@@ -1,0 +1,118 @@
+"""What makes up for a sampler whose probabilities are not the trainer's: importance weights, cut or masked.
+
+Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trl.objectives.kl import LARGEST_LOG_RATIO
+from trl.objectives.policy_gradient import check_shapes
+from trl.objectives.tables import lookup
+from trl.tensors.reduce import Weighted, weighted, where_counted
+from trl.tensors.sequences import sum_by_sequence
+from trl.tensors.statistics import cap_exp
+
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+class CorrectionKind(NamedTuple):
+    """Whether the ratio is that of whole sequences, and what becomes of one above the cap: cut to it, or 0."""
+
+    of_sequences: bool
+    masks: bool
+
+
+CORRECTIONS: dict[str, CorrectionKind] = {
+    "token_truncate": CorrectionKind(of_sequences=False, masks=False),
+    "token_mask": CorrectionKind(of_sequences=False, masks=True),
+    "sequence_truncate": CorrectionKind(of_sequences=True, masks=False),
+    "sequence_mask": CorrectionKind(of_sequences=True, masks=True),
+}
+
+
+class Correction(NamedTuple):
+    """`factors (K,)` for the tokens' losses, detached, 1 outside of the mask.
+
+    `ratios` are those behind them, `(K,)` or `(B,)` where they are those of sequences, and `counted` (bool, same shape) says
+    which are of something trained. `gaps (K,)`: how far apart the two log-probs are.
+    """
+
+    factors: Tensor
+    ratios: Tensor
+    counted: Tensor
+    gaps: Tensor
+
+
+@torch.no_grad()
+def correction(
+    logps: Tensor,
+    sampling_logps: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    count: int,
+    *,
+    mode: str = "sequence_mask",
+    cap: float = 3.0,
+) -> Correction:
+    """The ratio `p / p_sampler` of each token, or of each of `count` sequences (a product), kept within `cap`.
+
+    `logps` are the trainer's for the weights that sampled. Raises ValueError for an unknown mode or a cap that is not
+    positive. Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (truncation);
+    Liu et al. 2025, When speed kills stability (masking).
+
+    >>> new, old = torch.log(torch.tensor([0.6, 0.4])), torch.log(torch.tensor([0.5, 0.1]))
+    >>> correction(new, old, torch.ones(2), torch.tensor([0, 0]), 1, mode="token_truncate", cap=2.0).factors
+    tensor([1.2000, 2.0000])
+    """
+    kind = lookup(CORRECTIONS, mode, "vllm_importance_sampling_mode")
+    check_cap(cap)
+    check_shapes(mask, logps=logps, sampling_logps=sampling_logps, sequence=sequence)
+    log_ratios, trained = where_counted(logps - sampling_logps, mask), mask != 0
+    counted = trained
+    if kind.of_sequences:
+        ratios = sum_by_sequence(log_ratios, sequence, count).to(logps.dtype)
+        counted = torch.bincount(sequence[trained], minlength=count) > 0
+        ratios = _within(cap_exp(ratios, LARGEST_LOG_RATIO), cap, kind)
+        factors = ratios[sequence]
+    else:
+        factors = ratios = _within(cap_exp(log_ratios, LARGEST_LOG_RATIO), cap, kind)
+    factors = torch.where(trained, factors, 1.0)
+    return Correction(factors, ratios, counted, log_ratios.abs())
+
+
+def correction_metrics(found: Correction, mask: Tensor) -> dict[str, Weighted]:
+    """The documented means: `sampling/sampling_logp_difference/mean` in nats, `sampling/importance_sampling_ratio/mean`."""
+    return {
+        "sampling/sampling_logp_difference/mean": weighted(found.gaps, mask),
+        "sampling/importance_sampling_ratio/mean": weighted(found.ratios, found.counted),
+    }
+
+
+def correction_extremes(found: Correction, mask: Tensor) -> dict[str, Tensor]:
+    """The documented extremes, 0-dim, of the rows of one process: `sampling/sampling_logp_difference/max` and
+    `sampling/importance_sampling_ratio/min` and `/max`. Empty where nothing is trained."""
+    gaps, ratios = found.gaps[mask != 0], found.ratios[found.counted]
+    if not len(ratios):
+        return {}
+    return {
+        "sampling/sampling_logp_difference/max": gaps.max(),
+        "sampling/importance_sampling_ratio/min": ratios.min(),
+        "sampling/importance_sampling_ratio/max": ratios.max(),
+    }
+
+
+def check_cap(cap: float) -> None:
+    """Raise ValueError for a cap that is not positive."""
+    if not cap > 0:
+        raise ValueError(
+            f"vllm_importance_sampling_cap must be > 0, got {cap}. 3.0 is the default; a large one cuts nothing."
+        )
+
+
+def _within(ratios: Tensor, cap: float, kind: CorrectionKind) -> Tensor:
+    return torch.where(ratios > cap, 0.0, ratios) if kind.masks else ratios.clamp(max=cap)

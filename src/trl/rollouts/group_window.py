@@ -1,0 +1,129 @@
+"""How the completions of a batch of rollouts are cut into optimiser steps, where they come in groups of one prompt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trl.rollouts.schedule import WindowSizes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """What the sizes follow from, under the names of the configs; `processes` share every micro-batch."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    processes: int
+    num_generations: int
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    num_iterations: int = 1
+
+    @property
+    def turn(self) -> int:
+        """Rows of a micro-batch, over all processes."""
+        return self.per_device_train_batch_size * self.processes
+
+    @property
+    def whole(self) -> int:
+        """Rows of the least batch of completions that is made of whole optimiser steps and of whole groups."""
+        return math.lcm(self.turn * self.gradient_accumulation_steps, self.num_generations)
+
+    @property
+    def made_of(self) -> str:
+        """What a micro-batch is made of, in words."""
+        several = "es" if self.processes > 1 else ""
+        return f"per_device_train_batch_size={self.per_device_train_batch_size} and {self.processes} process{several}"
+
+
+class GroupWindow(NamedTuple):
+    """The sizes of a window, and the two settings that were left out."""
+
+    sizes: WindowSizes
+    generation_batch_size: int
+    steps_per_generation: int
+
+
+def group_window(settings: GroupSettings) -> GroupWindow:
+    """The window of a configuration, in rows (completions).
+
+    Where fewer micro-batches share their completions than an optimiser step has, the step's generations, all by one policy,
+    are one window. Raises ValueError for numbers that do not divide, with those that would.
+
+    >>> found = group_window(GroupSettings(4, 2, processes=1, num_generations=8))
+    >>> found.generation_batch_size, found.steps_per_generation, found.sizes.steps
+    (8, 2, 1)
+    """
+    steps, accumulated = _steps(settings), settings.gradient_accumulation_steps
+    if steps % accumulated and accumulated % steps:
+        raise ValueError(
+            f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulated}, or divide it: an "
+            "optimiser step would learn from parts of two batches of completions. "
+            f"{_nearest('Set it to', steps, settings.whole // settings.turn)}."
+        )
+    generated = settings.turn * steps
+    _check_groups(generated, settings)
+    micro_batches = max(steps, accumulated)
+    sizes = WindowSizes(
+        rows=settings.turn * micro_batches,
+        mini_batches=micro_batches // accumulated,
+        passes=settings.num_iterations,
+        micro_batches=accumulated,
+        processes=settings.processes,
+    )
+    return GroupWindow(sizes, generated, steps)
+
+
+def check_evaluation(rows: int, num_generations: int) -> None:
+    """Raise ValueError where an evaluation batch of all processes, in rows, does not hold whole groups."""
+    if rows % num_generations:
+        raise ValueError(
+            f"an evaluation batch has {rows} completions (per_device_eval_batch_size times the number of processes), expected a "
+            f"multiple of num_generations_eval={num_generations}. Set num_generations_eval to {_divisors(rows, least=1)}, or "
+            "another per_device_eval_batch_size."
+        )
+
+
+def _steps(settings: GroupSettings) -> int:
+    """Micro-batches that share a batch of completions."""
+    given, steps, turn = settings.generation_batch_size, settings.steps_per_generation, settings.turn
+    if given is None:
+        return settings.gradient_accumulation_steps if steps is None else steps
+    if steps is not None and given != turn * steps:
+        raise ValueError(
+            f"generation_batch_size={given} and steps_per_generation={steps} disagree: {settings.made_of} make the latter "
+            f"{turn * steps} completions. Leave one of them out."
+        )
+    if given % turn:
+        raise ValueError(
+            f"generation_batch_size={given} must be a multiple of {turn}, the rows of a micro-batch ({settings.made_of}). "
+            f"{_nearest('Set it to', given, settings.whole)}."
+        )
+    return given // turn
+
+
+def _check_groups(generated: int, settings: GroupSettings) -> None:
+    """Whole groups are generated at once."""
+    size = settings.num_generations
+    if generated % size == 0:
+        return
+    divisors = _divisors(generated)
+    choice = f"Set num_generations to {divisors}, or " if divisors else "Set "
+    raise ValueError(
+        f"{generated} completions are generated at once (generation_batch_size; {settings.made_of}), expected a multiple of "
+        f"num_generations={size}. {choice}{_nearest('generation_batch_size to', generated, settings.whole)}."
+    )
+
+
+def _divisors(number: int, least: int = 2) -> str:
+    """Every divisor of a number from `least` on, in words; none of a number below it."""
+    found = [str(divisor) for divisor in range(least, number + 1) if number % divisor == 0]
+    return " or ".join(found[-6:])
+
+
+def _nearest(verb: str, given: int, unit: int) -> str:
+    """The multiples of `unit` around a number."""
+    below = given // unit * unit
+    return f"{verb} {' or '.join(str(value) for value in (below, below + unit) if value > 0)}"

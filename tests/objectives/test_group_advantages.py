@@ -1,0 +1,146 @@
+"""Advantages within groups: hand-worked values, scales, rewards without an opinion, and what is logged."""
+
+import math
+
+import pytest
+import torch
+
+from trl.objectives.group_advantages import (
+    ADVANTAGES,
+    SMALLEST_STD,
+    check_group_size,
+    check_scale,
+    clipped_rewards,
+    group_moments,
+    group_relative,
+    has_no_variance,
+    leave_one_out,
+    normalized,
+    penalized,
+    reward_statistics,
+)
+from trl.rewards.result import combine
+
+NAN = float("nan")
+REWARDS = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0], dtype=torch.float64)  # two groups of three
+
+
+def close(found, expected, tolerance=1e-12):
+    expected = torch.as_tensor(expected, dtype=found.dtype)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def test_moments_divide_by_one_less_than_the_count():
+    found = group_moments(REWARDS, 3)
+    close(found.mean, [3, 3, 3, 1, 1, 1])
+    close(found.std, [math.sqrt(7)] * 3 + [math.sqrt(3)] * 3)
+    assert found.count.tolist() == [3] * 6
+
+
+@pytest.mark.parametrize(
+    ("scale", "divisor"),
+    [
+        ("none", [1.0] * 6),
+        ("group", [math.sqrt(7) + 1e-4] * 3 + [math.sqrt(3) + 1e-4] * 3),
+        ("batch", [math.sqrt(26 / 5) + 1e-4] * 6),  # mean 2, squares 1 + 0 + 16 + 4 + 4 + 1
+    ],
+)
+def test_group_relative_by_hand(scale, divisor):
+    above = torch.tensor([-2.0, -1, 3, -1, -1, 2], dtype=torch.float64)
+    close(group_relative(REWARDS, 3, scale=scale), above / torch.tensor(divisor, dtype=torch.float64))
+
+
+def test_leave_one_out_by_hand():
+    # Others of the first: (2 + 6) / 2 = 4; of the third: 1.5; of the last: 0.
+    close(leave_one_out(REWARDS, 3), [-3, -1.5, 4.5, -1.5, -1.5, 3])
+
+
+def test_leave_one_out_of_two_is_plus_and_minus_their_difference():
+    pairs = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gap = pairs[0::2] - pairs[1::2]
+    found = leave_one_out(pairs, 2)
+    close(found[0::2], gap)
+    close(found[1::2], -gap)
+
+
+def test_leave_one_out_is_the_unscaled_advantage_times_g_over_g_minus_1():
+    rewards = torch.randn(24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    close(leave_one_out(rewards, 8), group_relative(rewards, 8, scale="none") * 8 / 7)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_have_advantages_of_exactly_zero(scale):
+    rewards = torch.tensor([0.1] * 3 + [0.7, 0.2, 0.3], dtype=torch.float64)
+    assert rewards[:3].sum() / 3 != 0.1
+    found = group_relative(rewards, 3, scale=scale)
+    assert found[:3].tolist() == [0, 0, 0]
+    assert found.isfinite().all()
+    assert has_no_variance(rewards, 3).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_no_opinion_is_as_if_the_completion_were_not_there(scale):
+    with_gap = torch.tensor([1.0, NAN, 2.0, 6.0], dtype=torch.float64)
+    known = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    found = group_relative(with_gap, 4, scale=scale)
+    assert found[1] == 0
+    close(found[[0, 2, 3]], group_relative(known, 3, scale=scale))
+    close(leave_one_out(with_gap, 4)[[0, 2, 3]], leave_one_out(known, 3))
+
+
+@pytest.mark.parametrize("method", ADVANTAGES.values())
+def test_a_group_with_one_opinion_or_none_teaches_nothing(method):
+    found = method(torch.tensor([NAN, NAN, 5.0, NAN]), 2)
+    assert found.tolist() == [0, 0, 0, 0]
+    assert has_no_variance(torch.tensor([NAN, NAN, 5.0, NAN]), 2).all()
+
+
+def test_the_order_of_the_groups_and_within_them_does_not_matter():
+    rewards = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    order = torch.tensor([9, 8, 11, 10, 3, 1, 0, 2, 4, 5, 7, 6])
+    for scale in ("group", "batch", "none"):
+        close(group_relative(rewards[order], 4, scale=scale), group_relative(rewards, 4, scale=scale)[order])
+
+
+def test_normalized_and_clipped_and_penalized():
+    found = normalized(torch.tensor([-3.0, 1.0, 2.0], dtype=torch.float64))
+    std = math.sqrt((9 + 1 + 4) / 2)
+    close(found, [-3 / (std + SMALLEST_STD), 1 / (std + SMALLEST_STD), 2 / (std + SMALLEST_STD)])
+    assert normalized(torch.tensor([3.0])).tolist() == [0.0]
+    close(clipped_rewards(torch.tensor([-2.0, 0.5, 9.0, NAN]), (-1.0, 1.0)), [-1, 0.5, 1, NAN])
+    close(penalized(torch.tensor([1.0, NAN]), torch.tensor([2.0, 2.0]), beta=0.5), [0, NAN])
+    assert penalized(REWARDS, torch.full((6,), NAN), beta=0.0) is REWARDS
+
+
+def test_logged_numbers_leave_out_rows_without_any_opinion():
+    rewards = combine(
+        torch.tensor([[1.0, NAN], [0.0, 2.0], [NAN, NAN], [1.0, 1.0]]), torch.tensor([1.0, 0.5])
+    )
+    close(rewards, [1.0, 1.0, NAN, 1.5])
+    found = {name: value.mean.item() for name, value in reward_statistics(rewards, 2).items()}
+    assert found == pytest.approx({"reward": 3.5 / 3, "reward_std": 0.0, "frac_reward_zero_std": 1.0})
+
+
+def test_statistics_by_scale():
+    by_group = {name: value.mean.item() for name, value in reward_statistics(REWARDS, 3).items()}
+    assert by_group == pytest.approx(
+        {"reward": 2.0, "reward_std": (math.sqrt(7) + math.sqrt(3)) / 2, "frac_reward_zero_std": 0.0}
+    )
+    equal = torch.tensor([1.0, 1.0, 0.0, 2.0])
+    assert reward_statistics(equal, 2)["frac_reward_zero_std"].mean == 0.5
+    assert reward_statistics(equal, 2, scale="batch")["frac_reward_zero_std"].mean == 0.0
+    by_batch = reward_statistics(REWARDS, 3, scale="batch")["reward_std"].mean.item()
+    assert by_batch == pytest.approx(math.sqrt(26 / 5))
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match=r"multiple of the group size 4, got shape \(6,\)"):
+        group_relative(REWARDS, 4)
+    with pytest.raises(ValueError, match=r"got infinity in rows \[1\]"):
+        leave_one_out(torch.tensor([0.0, float("inf")]), 2)
+    with pytest.raises(ValueError, match=r"unknown scale_rewards 'groups'; .*Did you mean 'group'"):
+        group_relative(REWARDS, 3, scale="groups")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown scale_rewards"):
+        check_scale("all")
+    with pytest.raises(ValueError, match="num_generations must be >= 2, got 1"):
+        check_group_size(1)

@@ -1,0 +1,89 @@
+"""The sizes of a window of groups, and what is said of numbers that do not divide."""
+
+import pytest
+
+from trl.rollouts.group_window import GroupSettings, check_evaluation, group_window
+
+# device rows, accumulation, processes, generations, generation batch, steps per generation, passes
+#   -> generated at once, steps per generation, rows of the window, mini-batches, micro-batches
+GOOD = {
+    "alone": ((8, 1, 1, 4), (8, 1, 8, 1, 1)),
+    "accumulated": ((4, 2, 1, 8), (8, 2, 8, 1, 2)),
+    "two processes": ((4, 2, 2, 8), (16, 2, 16, 1, 2)),
+    "several steps": ((4, 2, 1, 4, None, 8), (32, 8, 32, 4, 2)),
+    "by rows": ((8, 2, 1, 4, 16), (16, 2, 16, 1, 2)),
+    "both, and they agree": ((8, 2, 1, 4, 32, 4), (32, 4, 32, 2, 2)),
+    "less than a step": ((8, 4, 1, 8, None, 2), (16, 2, 32, 1, 4)),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), GOOD.values(), ids=GOOD)
+def test_sizes(given, expected):
+    found = group_window(GroupSettings(*given))
+    sizes = found.sizes
+    assert (
+        found.generation_batch_size, found.steps_per_generation, sizes.rows, sizes.mini_batches, sizes.micro_batches
+    ) == expected  # fmt: skip
+    assert sizes.processes == given[2] and sizes.passes == 1
+    # What a window holds is what its optimiser steps learn from.
+    assert sizes.rows == sizes.mini_batches * sizes.micro_batches * given[0] * given[2]
+
+
+def test_passes_are_iterations():
+    sizes = group_window(GroupSettings(4, 1, 1, 2, None, 3, num_iterations=2)).sizes
+    assert (sizes.passes, sizes.steps) == (2, 6)
+
+
+BAD = {
+    "groups": (
+        (4, 3, 1, 8),
+        r"12 completions are generated .*num_generations=8\. Set num_generations to 2 or .* or 12, or .* to 24\.$",
+    ),
+    "one row": ((1, 1, 1, 8), r"1 completions are .*num_generations=8\. Set generation_batch_size to 8\.$"),
+    "rows of a micro-batch": (
+        (8, 1, 2, 4, 40),
+        r"generation_batch_size=40 must be a multiple of 16.*and 2 processes\)\. Set it to 32 or 48\.$",
+    ),
+    "disagreement": (
+        (8, 1, 1, 4, 16, 4),
+        r"generation_batch_size=16 and steps_per_generation=4 disagree: .* make the latter 32 completions\. Leave one",
+    ),
+    "torn steps": (
+        (8, 2, 1, 4, None, 3),
+        r"steps_per_generation=3 must be a multiple of gradient_accumulation_steps=2, or divide it.*Set it to 2 or 4\.$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD)
+def test_numbers_that_do_not_divide(given, message):
+    with pytest.raises(ValueError, match=message):
+        group_window(GroupSettings(*given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [BAD["groups"], BAD["rows of a micro-batch"], BAD["torn steps"]]
+)
+def test_the_advice_works(given, message):
+    """Every number that an error recommends is accepted."""
+    with pytest.raises(ValueError) as error:
+        group_window(GroupSettings(*given))
+    text = str(error.value)
+    for clause, position in (("num_generations to ", 3), ("generation_batch_size to ", 4), ("Set it to ", 4)):
+        if clause not in text:
+            continue
+        numbers = text.split(clause)[1].split(".")[0].split(",")[0].split(" or ")
+        place = 5 if "steps_per_generation=" in text else position
+        for number in (int(part) for part in numbers if part.isdigit()):
+            changed = [*given, *[None] * (6 - len(given))]
+            changed[place] = number
+            assert group_window(GroupSettings(*changed)).sizes.rows
+
+
+def test_evaluation_batches_hold_whole_groups():
+    check_evaluation(16, 8)
+    with pytest.raises(
+        ValueError,
+        match=r"has 12 completions .*num_generations_eval=8\. Set num_generations_eval to 1 or 2 or",
+    ):
+        check_evaluation(12, 8)

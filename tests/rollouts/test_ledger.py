@@ -1,0 +1,47 @@
+"""Every sampled token is in one bucket, and the sums match."""
+
+import pytest
+import torch
+
+from trl.rollouts.ledger import BUCKETS, token_ledger
+
+
+def test_the_first_bucket_that_claims_a_token_has_it():
+    claims = {
+        name: torch.tensor([True] * (number + 1) + [False] * (5 - number))
+        for number, name in enumerate(BUCKETS[:4])
+    }
+    found = token_ledger(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, -1.0]), **claims)
+    assert tuple(found) == BUCKETS
+    assert [int(count) for count in found.values()] == [1] * 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_match_whatever_overlaps(seed):
+    generator = torch.Generator().manual_seed(seed)
+    claims = {name: torch.rand(500, generator=generator) < 0.3 for name in BUCKETS[:4]}
+    advantages = torch.randint(-1, 2, (500,), generator=generator).float()
+    found = token_ledger(advantages, **claims)
+    assert sum(int(count) for count in found.values()) == 500
+    free = ~torch.stack(list(claims.values())).any(dim=0)
+    assert found["trained"] == (free & (advantages != 0)).sum()
+    # Rows of two processes add up to those of one.
+    halves = [
+        token_ledger(advantages[part], **{k: v[part] for k, v in claims.items()})
+        for part in (slice(200), slice(200, 500))
+    ]
+    assert {name: halves[0][name] + halves[1][name] for name in BUCKETS} == found
+
+
+def test_nothing_claimed_is_trained_or_of_zero_advantage():
+    found = token_ledger(torch.tensor([0.0, 2.0]))
+    assert {name: int(count) for name, count in found.items() if count} == {"zero_advantage": 1, "trained": 1}
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match=r"truncated must have one entry per token, \(2,\), got \(1,\)"):
+        token_ledger(torch.zeros(2), truncated=torch.ones(1))
+    nan = torch.tensor([float("nan"), 1.0])
+    with pytest.raises(ValueError, match=r"got NaN\. Mark those tokens as reward_failed"):
+        token_ledger(nan)
+    assert token_ledger(nan, reward_failed=nan.isnan())["reward_failed"] == 1

@@ -1,0 +1,238 @@
+"""GRPOConfig and RLOOConfig: every field and default of the 0.26 table, what is refused, what is said to do nothing."""
+
+import dataclasses
+import warnings
+
+import pytest
+from transformers import TrainingArguments
+
+from tests.trainer.test_sft_config import OLDER, declared
+from trl import TrlParser
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.rloo_config import RLOOConfig
+
+# The whole tables of level 0.26: field -> default, as declared.
+SHARED = {
+    "learning_rate": 1e-6,
+    "logging_steps": 10,
+    "bf16": None,
+    "remove_unused_columns": False,
+    "gradient_checkpointing": True,
+    "model_init_kwargs": None,
+    "disable_dropout": False,
+    "num_generations_eval": None,
+    "max_completion_length": 256,
+    "ds3_gather_for_generation": True,
+    "shuffle_dataset": True,
+    "generation_batch_size": None,
+    "steps_per_generation": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "min_p": None,
+    "generation_kwargs": None,
+    "chat_template_kwargs": None,
+    "repetition_penalty": 1.0,
+    "use_transformers_paged": False,
+    "cache_implementation": None,
+    "use_vllm": False,
+    "vllm_mode": "server",
+    "vllm_model_impl": "vllm",
+    "vllm_enable_sleep_mode": False,
+    "vllm_guided_decoding_regex": None,
+    "vllm_server_base_url": None,
+    "vllm_server_host": "0.0.0.0",
+    "vllm_server_port": 8000,
+    "vllm_server_timeout": 240.0,
+    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_tensor_parallel_size": 1,
+    "num_iterations": 1,
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "reward_weights": None,
+    "mask_truncated_completions": False,
+    "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
+    "log_completions": False,
+    "num_completions_to_print": None,
+    "log_unique_prompts": False,
+    "wandb_log_unique_prompts": None,
+}
+GRPO = {
+    **SHARED,
+    "cast_lm_head_to_fp32": False,
+    "num_generations": 8,
+    "vllm_max_model_length": None,
+    "beta": 0.0,
+    "delta": None,
+    "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0,
+    "importance_sampling_level": "token",
+    "scale_rewards": "group",
+    "loss_type": "dapo",
+    "top_entropy_quantile": 1.0,
+    "use_liger_loss": None,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_cap": 3.0,
+    "use_bias_correction_kl": False,
+    "max_prompt_length": None,
+}
+RLOO = {
+    **SHARED,
+    "max_prompt_length": 512,
+    "num_generations": 2,
+    "beta": 0.05,
+    "normalize_advantages": False,
+    "reward_clip_range": None,
+}
+OURS = {"prefix_sharing": "auto", "reward_deadline": None, "reward_failure": "error"}
+
+
+def config(kind=GRPOConfig, **given):
+    return kind("out", use_cpu=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "defaults"), [(GRPOConfig, {**GRPO, "base_model_attribute_name": "model"}), (RLOOConfig, RLOO)]
+)
+def test_every_default(kind, defaults):
+    base = declared(TrainingArguments)
+    ours = {name: value for name, value in declared(kind).items() if name not in base or base[name] != value}
+    assert {name: value for name, value in ours.items() if name not in OLDER} == {**defaults, **OURS}
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
+def test_every_own_field_has_help_and_stands_in_the_docstring(kind):
+    for field in dataclasses.fields(kind):
+        assert field.metadata.get("help"), field.name
+    for name in (*SHARED, "beta", "num_generations"):
+        assert f"{name} (`" in kind.__doc__, name
+
+
+def test_from_the_command_line():
+    line = "--output_dir o --use_cpu --loss_type sapo --scale_rewards False --top_k 20 --beta 0.1 --reward_weights 1 0.5 "
+    line += "--prefix_sharing false --shuffle_dataset false --epsilon_high 0.28 --num_generations 4"
+    (args,) = TrlParser(GRPOConfig).parse_args_and_config(
+        [*line.split(), "--generation_kwargs", '{"min_new_tokens": 2}']
+    )
+    assert (args.loss_type, args.scale_rewards, args.top_k, args.beta) == ("sapo", "none", 20, 0.1)
+    assert (args.reward_weights, args.epsilon_high) == ([1.0, 0.5], 0.28)
+    assert args.prefix_sharing is False and args.shuffle_dataset is False
+    assert args.generation_kwargs == {"min_new_tokens": 2}
+    line = "--output_dir o --use_cpu --reward_clip_range -1 2.5 --normalize_advantages"
+    (args,) = TrlParser(RLOOConfig).parse_args_and_config(line.split())
+    assert args.reward_bounds == (-1.0, 2.5) and args.normalize_advantages
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(True, "group"), (False, "none"), ("batch", "batch"), ("none", "none")]
+)
+def test_scale_rewards_takes_the_older_yes_and_no(given, kept):
+    assert config(scale_rewards=given).scale_rewards == kept
+
+
+def test_sizes_are_filled_in():
+    args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=8)
+    assert (args.generation_batch_size, args.steps_per_generation) == (32, 8)
+    sizes = args.window_sizes()
+    assert (sizes.rows, sizes.mini_batches, sizes.micro_batches, sizes.passes) == (32, 4, 2, 1)
+    again = dataclasses.replace(args, learning_rate=1e-5)  # with both sizes given now
+    assert (again.generation_batch_size, again.window_sizes()) == (32, sizes)
+    assert config(per_device_train_batch_size=8, num_iterations=3).window_sizes().steps == 3
+
+
+def test_the_loss_gets_its_settings():
+    args = config(loss_type="cispo", epsilon_high=5.0, importance_sampling_level="sequence", beta=0.1)
+    options = args.group_options()
+    assert (options.loss_type, options.importance_sampling_level) == ("cispo", "sequence")
+    assert (options.epsilon, options.high, options.beta) == (0.2, 5.0, 0.1)
+    assert config(RLOOConfig, epsilon=0.1).group_options().high == 0.1
+    assert config(RLOOConfig, reward_clip_range=(-0.5, 0.75)).reward_bounds == (-0.5, 0.75)
+    assert config(RLOOConfig).reward_bounds is None
+
+
+REFUSED = {
+    "loss": ({"loss_type": "gspo"}, "unknown loss_type 'gspo'; known are 'bnpo', 'cispo', 'dapo'"),
+    "level": ({"importance_sampling_level": "row"}, "unknown importance_sampling_level 'row'"),
+    "scale": ({"scale_rewards": "std"}, "unknown scale_rewards 'std'; known are 'batch', 'group', 'none'"),
+    "group of one": (
+        {"num_generations": 1},
+        "num_generations must be a whole number >= 2, got 1. A completion is judged",
+    ),
+    "no groups": (
+        {"num_generations": 3},
+        "multiple of num_generations=3. Set num_generations to 2 or 4 or 8",
+    ),
+    "half a micro-batch": ({"generation_batch_size": 12}, "must be a multiple of 8.*Set it to 8 or 16"),
+    "evaluation": (
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+        "an evaluation batch has 4 completions .*Set num_generations_eval to 1 or 2 or 4",
+    ),
+    "epsilon": ({"epsilon": 0}, "epsilon must be > 0, got 0"),
+    "beta": ({"beta": -1.0}, "beta must be >= 0, got -1.0"),
+    "delta": ({"delta": 0.9}, "delta must be >= 1 or None, got 0.9"),
+    "quantile": ({"top_entropy_quantile": 20}, r"top_entropy_quantile must be in \[0, 1\], got 20"),
+    "correction": (
+        {"vllm_importance_sampling_mode": "mask"},
+        "must be one of 'token_truncate', 'token_mask'",
+    ),
+    "cap": ({"vllm_importance_sampling_cap": 0.0}, "vllm_importance_sampling_cap must be > 0, got 0.0"),
+    "longest": (
+        {"loss_type": "dr_grpo", "max_completion_length": None},
+        "divides by max_completion_length, got None",
+    ),
+    "rows of sums": ({"loss_type": "luspo"}, "Set importance_sampling_level='sequence'"),
+    "no reference": (
+        {"sync_ref_model": True},
+        "sync_ref_model=True needs a reference, and beta=0.0 has none",
+    ),
+    "greedy": ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+    "top_p": ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+    "min_p": ({"min_p": 2.0}, r"min_p must be in \[0, 1\] or None, got 2.0"),
+    "penalty": ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0, got 0.0"),
+    "json": ({"generation_kwargs": "top_k=3"}, "generation_kwargs must be a JSON object, got 'top_k=3'"),
+    "vllm mode": ({"vllm_mode": "local"}, "vllm_mode must be one of 'server', 'colocate', got 'local'"),
+    "passes": ({"num_iterations": 0}, "num_iterations must be a whole number >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_values_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        config(**given)
+
+
+@pytest.mark.parametrize("bounds", [(1.0, -1.0), (1.0,), (0.5, 0.5)])
+def test_reward_limits_are_two_and_in_order(bounds):
+    with pytest.raises(ValueError, match=r"reward_clip_range must be a smallest and a larger largest reward"):
+        config(RLOOConfig, reward_clip_range=bounds)
+
+
+IGNORED = {
+    "delta": {"delta": 2.0, "loss_type": "cispo"},
+    "sapo_temperature_pos": {"sapo_temperature_pos": 0.5},
+    "use_bias_correction_kl": {"use_bias_correction_kl": True},
+    "use_transformers_paged": {"use_transformers_paged": True},
+    "cache_implementation": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize(("name", "given"), IGNORED.items(), ids=IGNORED)
+def test_what_has_no_effect_is_said_once(name, given):
+    with pytest.warns(Warning, match=f"{name}=.* has no effect") as caught:
+        config(**given)
+    assert len([warning for warning in caught if name in str(warning.message)]) == 1
+
+
+def test_older_names_move():
+    with pytest.warns(
+        FutureWarning, match="wandb_log_unique_prompts=True is the older name of log_unique_prompts"
+    ):
+        args = config(wandb_log_unique_prompts=True)
+    assert args.log_unique_prompts is True and args.wandb_log_unique_prompts is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(loss_type="sapo", sapo_temperature_pos=0.5)
+        config(RLOOConfig, beta=0.0)
