@@ -42,7 +42,8 @@ def fixed_rows() -> list[dict[str, list[int]]]:
 def launch(module: str, *arguments: str, timeout: int = 400) -> None:
     """Run `python -m module` in two processes over gloo; their errors are this process's."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module, *arguments,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "-m", "tests.trainer.launched", module, *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -189,6 +189,6 @@ def test_a_negative_and_a_large_divergence_are_said_once(caplog):
 def test_arguments_of_the_dataset_level_name_its_place():
     with pytest.raises(
         TypeError,
-        match="got num_ppo_epochs, output_dir, which .* Use PPOConfig and PPOTrainer of trl.experimental.ppo",
+        match=r"got num_ppo_epochs, output_dir, which .* Use PPOConfig and PPOTrainer of trl.experimental.ppo",
     ):
         PPOConfig(output_dir="out", num_ppo_epochs=4)  # pyright: ignore
