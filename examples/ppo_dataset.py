@@ -4,8 +4,9 @@
         --reward_model_path my-org/reward-model --output_dir runs/ppo --stop_token eos --missing_eos_penalty 1.0 \
         --learning_rate 3e-6 --per_device_train_batch_size 16 --gradient_accumulation_steps 4 --total_episodes 100000
 
-Rows have a `prompt`, text or messages; the value model starts from the reward model. Without models or data at hand, `python examples/ppo_dataset.py --tiny --output_dir
-runs/ppo` trains a one-layer Llama of random weights to say the names of birds, as a reward function asks it to.
+Rows have a `prompt`, text or messages; the value model starts from the reward model. A tenth of the rows, at most 100, are
+kept back, and the table of samples answers them. Without models or data at hand, `python examples/ppo_dataset.py --tiny
+--output_dir runs/ppo` trains a one-layer Llama of random weights to say the names of birds, as a reward function asks it to.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,10 @@ class Arguments:
         default=None, metadata={"help": "A folder or Hub name with a column 'prompt'."}
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Its split to train on."})
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Where the tokenizer is loaded from. None: where the policy is, sft_model_path."},
+    )
 
 
 def share_of_birds(completions: list[str], **_: Any) -> list[float]:
@@ -59,12 +64,15 @@ def real_parts(args: Arguments, config: PPOConfig) -> dict[str, Any]:
     if args.dataset_name is None:
         raise SystemExit("Give --dataset_name, or --tiny.")
     load = AutoModelForSequenceClassification.from_pretrained
+    rows = load_dataset(args.dataset_name, split=args.dataset_train_split)
+    kept_back = min(100, len(rows) // 10)
     return {
-        "processing_class": AutoTokenizer.from_pretrained(config.sft_model_path),
+        "processing_class": AutoTokenizer.from_pretrained(args.model_name_or_path or config.sft_model_path),
         "model": config.sft_model_path,
         "reward_model": load(config.reward_model_path, num_labels=1),
         "value_model": load(config.reward_model_path, num_labels=1),
-        "train_dataset": load_dataset(args.dataset_name, split=args.dataset_train_split),
+        "train_dataset": rows.select(range(len(rows) - kept_back)),
+        "eval_dataset": rows.select(range(len(rows) - kept_back, len(rows))) if kept_back else None,
     }
 
 
@@ -74,12 +82,11 @@ def main() -> None:
         config = replace(config, **TINY)
     trainer = PPOTrainer(config, **(tiny_parts() if args.tiny else real_parts(args, config)))
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "objective/scores" in entry]
-    first, last = logs[0], logs[-1]
-    print(
-        f"score: {first['objective/scores']:.3f} -> {last['objective/scores']:.3f}, KL at the end {last['objective/kl']:.3f} nats"
-    )
     trainer.save_model()
+    logs = [entry for entry in trainer.state.log_history if "objective/scores" in entry]
+    if logs:  # none where the run is shorter than logging_steps
+        first, last = logs[0]["objective/scores"], logs[-1]["objective/scores"]
+        print(f"score: {first:.3f} -> {last:.3f}, KL at the end {logs[-1]['objective/kl']:.3f} nats")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ reward function, or of the scoring pass after a rollout.
 """
 
 import json
-import os
 import random
 import sys
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.experimental.ppo_runs import VOLATILE, even_tokens, make, prompts
-from tests.trainer.resume_worker import KillBefore, die, ending, kill_while_writing
+from tests.trainer.resume_worker import KillBefore, die, ending, in_a_process, kill_while_writing
 
 
 def noisy(completion_ids: list[list[int]], **columns) -> list[float]:
@@ -64,17 +62,5 @@ def main(out: str, kind: str, kill: str = "") -> None:
     Path(out, "end.json").write_text(json.dumps(found, indent=1))
 
 
-def in_a_process(job: list[str]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            main(*job)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 if __name__ == "__main__":
-    print("ended", json.dumps([in_a_process(job) for job in json.loads(sys.argv[1])]))
+    print("ended", json.dumps([in_a_process(job, main) for job in json.loads(sys.argv[1])]))

@@ -77,6 +77,13 @@ def run(*args: Any, **settings: Any) -> tuple[PPOTrainer, KeepGradients]:
     return trainer, keep
 
 
+def run_with_models(**settings: Any) -> tuple[PPOTrainer, KeepGradients]:
+    """The same with a reward model beside the function, where `reward_model` is its seed."""
+    kind, dtype = settings["architecture"], getattr(torch, settings["dtype"])
+    reward = tiny_classifier(kind, dtype=dtype, num_labels=1, seed=settings.pop("reward_model"))
+    return run(tiny_model(kind, dtype=dtype), reward_model=reward, **settings)
+
+
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
     """What was logged with a loss, without clocks."""
     return [

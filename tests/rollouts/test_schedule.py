@@ -76,3 +76,27 @@ def test_pairs_of_rows_meet_about_equally_often():
 def test_no_rows():
     with pytest.raises(ValueError, match="at least 1 row"):
         window_rows(0, 4, dataset=0, seed=0)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_groups_stay_together_where_they_go_round(processes):
+    whole = sizes(1, rows=24, group=4)
+    assert (whole.prompts, whole.together) == (6, 4)
+    for step in range(whole.steps):
+        expected = torch.cat(step_rows(step, whole, window=2, process=0, seed=3))
+        assert torch.equal(expected.view(-1, 4) % 4, torch.arange(4).expand(2, 4))
+        cut = sizes(processes, rows=24, group=4)
+        found = [
+            row + process * cut.own_rows
+            for process in range(processes)
+            for row in torch.cat(step_rows(step, cut, window=2, process=process, seed=3)).tolist()
+        ]
+        if cut.together == 4:
+            assert found == expected.tolist()
+    parts = sizes(2, rows=24, group=8)
+    assert parts.together == 4  # four rows of each mini-batch on each process
+
+
+def test_prompts_in_order():
+    found = [window_rows(number, 3, dataset=5, seed=1, shuffle=False) for number in range(3)]
+    assert found == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]

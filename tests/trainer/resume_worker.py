@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import safetensors.torch
@@ -162,7 +163,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def in_a_process(job: list[str]) -> int:
+def in_a_process(job: list[str], main: Callable[..., None]) -> int:
     """Run one job in a fork (the imports are done once) and return how it ended, as `subprocess` counts it."""
     child = os.fork()
     if child == 0:
@@ -176,4 +177,4 @@ def in_a_process(job: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    print("ended", json.dumps([in_a_process(job) for job in json.loads(sys.argv[1])]))
+    print("ended", json.dumps([in_a_process(job, main) for job in json.loads(sys.argv[1])]))

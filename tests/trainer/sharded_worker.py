@@ -60,6 +60,10 @@ def main(out: str, how: str) -> None:
     trainer, _ = run(tiny_model("llama"), **settings)
     assert how == "zero3" or type(trainer.model).__name__.startswith("FSDP")
     assert how == "fsdp2" or trainer.deepspeed.zero_optimization_partition_weights()
+    save_and_exit(trainer, out)
+
+
+def save_and_exit(trainer, out: str) -> None:
     trainer.save_model(out)
     if trainer.is_world_process_zero():
         Path(out, "log.json").write_text(json.dumps(trainer.state.log_history))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,17 @@ _OF_PROMPTS = frozenset([PROMPT_IDS, "prompt"])
 
 @dataclass(frozen=True)
 class PromptPreparation:
-    """How prompts are tokenised. `longest` (tokens) is the longest prompt allowed, `vocabulary` the number of token ids."""
+    """How prompts are tokenised.
+
+    `longest` (tokens) is the longest prompt allowed, `vocabulary` the number of token ids. Of prompts of more than `keep`
+    tokens the last ones are kept. `template_kwargs` are for the chat template; those of a row go before them.
+    """
 
     longest: int | None = None
     vocabulary: int | None = None
     num_proc: int | None = None
+    keep: int | None = None
+    template_kwargs: Mapping[str, Any] | None = None
 
 
 def prepare_prompts(
@@ -90,6 +97,8 @@ class _Prompts:
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         ids = self._given(rows) if self.tokenized else self._encoded(rows, indices)
+        if self.settings.keep is not None:
+            ids = [prompt[-self.settings.keep :] for prompt in ids]
         for index, prompt in zip(indices, ids, strict=True):
             self._check(prompt, Place(self.name, index, PROMPT_IDS if self.tokenized else "prompt"))
         return {PROMPT_IDS: ids}
@@ -115,9 +124,9 @@ class _Prompts:
             return check_text(row["prompt"], place)
         roles = accepted_roles(template_source(self.processing_class))
         try:
-            return render_prompt(
-                self.processing_class, read_chat(self.processing_class, row, place, roles=roles)
-            )
+            chat = read_chat(self.processing_class, row, place, roles=roles)
+            kwargs = {**(self.settings.template_kwargs or {}), **chat.template_kwargs}
+            return render_prompt(self.processing_class, chat._replace(template_kwargs=kwargs))
         except TemplateRefusal as error:
             raise ValueError(f"{place}: {error}") from error
 

@@ -107,4 +107,5 @@ class PolicyValueScorer:
 
     def _values(self, value_model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         logits, _ = self.value.score_predictors(value_model, batch)
-        return logits[:, 0].to(torch.promote_types(logits.dtype, torch.float32))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return logits[:, 0].to(wide, copy=True)  # FSDP2 warns of outputs that are views

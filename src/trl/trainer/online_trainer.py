@@ -19,6 +19,7 @@ from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.reference import FrozenModel, Reference
 from trl.models.scored_head import ScoreOptions
+from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import SAMPLING_LOGPS, reward_inputs, sample
@@ -48,6 +49,7 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
     """
 
     units: ClassVar[tuple[Unit, ...]] = ("token",)
+    repeats_metrics: ClassVar[bool] = True  # log what is measured of a window with each of its steps
 
     engine: Engine
     sampling: Sampling
@@ -55,6 +57,9 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
     sizes: WindowSizes
     reference: Reference | None = None
     shares_prefix: bool = False
+    shuffles: bool = True
+    evaluation_group: int = 1  # completions of each evaluation prompt
+    _more_columns: Sequence[str] = ()  # what reward functions are handed beside columns of the data set
     _window: Experience | None = None
     _window_number: int = -1
     _resumed_from: str | None = None
@@ -95,7 +100,14 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
     def make_window(self, number: int) -> Experience:
         """Window `number` of this run: what the present policy makes of its prompts, and what is to be learned of it."""
         own, first = self.sizes.own_rows, self.args.process_index * self.sizes.own_rows
-        rows = window_rows(number, self.sizes.rows, dataset=len(self._rows()), seed=self._data_seed())
+        prompts = window_rows(
+            number,
+            self.sizes.prompts,
+            dataset=len(self._rows()),
+            seed=self._data_seed(),
+            shuffle=self.shuffles,
+        )
+        rows = [prompt for prompt in prompts for _ in range(self.sizes.group)]
         streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + own)
         experience = self.roll_out(self._rows()[rows[first : first + own]], streams=streams, learning=True)
         return self.advantages(experience)
@@ -104,8 +116,8 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int], learning: bool
     ) -> Experience:
         """Completions of some prompts, with their scores and what the models say of their tokens."""
-        experience = self.complete(rows["input_ids"], streams=streams)
-        experience = self.judge(experience, self.scores_of(experience, rows))
+        experience, rows = self.completed(rows, streams=streams)
+        experience = self.rewarded(experience, rows)
         if self.sampler_is_exact:
             experience = experience.with_tokens(**{OLD: experience.per_token[SAMPLING_LOGPS]})
         return experience.with_tokens(**self._score_tokens(experience, learning=learning))
@@ -128,16 +140,30 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         with self.accelerator.autocast():
             return sample(self.engine, prompts, sampling or self.sampling, streams=streams)
 
+    def completed(
+        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]
+    ) -> tuple[Experience, Mapping[str, Sequence[Any]]]:
+        """Completions of rows of a data set, and the rows."""
+        return self.complete(rows["input_ids"], streams=streams), rows
+
+    def rewarded(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Experience:
+        """Completions judged by the sum of their rewards."""
+        return self.judge(experience, self.scores_of(experience, rows))
+
     def scores_of(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Tensor:
         """The reward sources' weighted sum `(B,)`, float64; NaN where none has an opinion."""
-        inputs = reward_inputs(
+        return self.rewards.score(self.inputs_of(experience, rows)).rewards
+
+    def inputs_of(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> RewardInputs:
+        """What the reward sources are asked."""
+        known = [*self._reward_columns(), *self._more_columns]
+        return reward_inputs(
             experience,
             rows,
             text_tokenizer(self.processing_class),  # type: ignore[arg-type]
-            columns=[name for name in self._reward_columns() if name in rows],
+            columns=[name for name in known if name in rows],
             trainer_state=self.state,
         )
-        return self.rewards.score(inputs).rewards
 
     @torch.no_grad()
     def _score_tokens(self, experience: Experience, *, learning: bool) -> dict[str, Tensor]:
@@ -160,6 +186,16 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
     def _reward_columns(self) -> list[str]:
         return columns_for_rewards(self._rows())
 
+    def check_reward_columns(self) -> None:
+        """Before the first rollout: raise ValueError where a reward function names an argument that no column gives."""
+        given: Any = self.eval_dataset
+        sets = [
+            self._rows(),
+            *(given.values() if isinstance(given, dict) else [given] if given is not None else []),
+        ]
+        for rows in sets:
+            self.rewards.check_columns([name for name in self._reward_columns() if name in rows.column_names])
+
     def _data_seed(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
@@ -167,7 +203,7 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """One number for each micro-batch of an epoch: which prompts it stands for follows from the step alone."""
-        windows = max(1, round(len(self._rows()) / self.sizes.rows))
+        windows = max(1, round(len(self._rows()) / self.sizes.prompts))
         return DataLoader(range(windows * self.sizes.steps * self.sizes.micro_batches), batch_size=1)  # type: ignore[arg-type]
 
     def get_batch_samples(
@@ -181,12 +217,15 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
             self._load_rng_state(self._resumed_from)
             self._resumed_from = None
         number, step = divmod(self.state.global_step, self.sizes.steps)
-        if self._window is None or self._window_number != number:
+        is_new = self._window is None or self._window_number != number
+        if is_new:
             self._window, self._window_number = self.make_window(number), number
+        assert self._window is not None
         rows = step_rows(
             step, self.sizes, window=number, process=self.args.process_index, seed=self._data_seed()
         )
-        self._sums["train"].add_all(self.rollout_metrics(self._window, share=1 / self.args.world_size))
+        if is_new or self.repeats_metrics:
+            self._sums["train"].add_all(self.rollout_metrics(self._window, share=1 / self.args.world_size))
         batches = [self.micro_batch(self._window.take(own)) for own in rows[: len(turns)]]
         return super().get_batch_samples(iter(batches), len(batches), device)
 
@@ -219,11 +258,15 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
                 "evaluation needs an eval_dataset, got None. Pass it to the trainer or to evaluate."
             )
         loader = DataLoader(
-            _Numbered(self.prepared_prompts(chosen)),  # type: ignore[arg-type]
+            _Numbered(self.prepared_prompts(chosen), self.evaluation_group),  # type: ignore[arg-type]
             batch_size=self.args.eval_batch_size,
             collate_fn=list,
         )
         return self.accelerator.prepare(loader)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """The same of the rows that `predict` is given."""
+        return self.get_eval_dataloader(test_dataset)
 
     def prepared_prompts(self, dataset: Any) -> Dataset:
         """A data set that is given later than to the constructor, with its prompts tokenised."""
@@ -241,7 +284,7 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         rows = inputs[: max(own, 1)]  # a process without a row of its own runs one for the collectives
         whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        streams = [_EVALUATION_SEED * 2**32 + number for number in columns.pop("row")]
+        streams = evaluation_streams(columns.pop("row"))
         experience = self.roll_out(columns, streams=streams, learning=False)
         if own:
             self._sums["eval"].add_all(self.rollout_metrics(experience, share=own / len(whole)))
@@ -303,14 +346,19 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         self._random_state_of = checkpoint
 
 
-class _Numbered(torch.utils.data.Dataset):
-    """Rows of a data set with their numbers in a column `row`."""
+def evaluation_streams(rows: Sequence[int]) -> list[int]:
+    """Random streams for numbered rows of an evaluation."""
+    return [_EVALUATION_SEED * 2**32 + row for row in rows]
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+
+class _Numbered(torch.utils.data.Dataset):
+    """Rows of a data set, each several times in turn, with their numbers in a column `row`."""
+
+    def __init__(self, dataset: Dataset, copies: int) -> None:
+        self.dataset, self.copies = dataset, copies
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset) * self.copies
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self.dataset[index], "row": index}
+        return {**self.dataset[index // self.copies], "row": index}

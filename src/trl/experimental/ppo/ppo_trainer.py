@@ -34,7 +34,6 @@ from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.experimental.ppo.samples import ShowSamples, completions_table
 from trl.experimental.ppo.saving import SavesBoth
 from trl.experimental.ppo.setup import (
-    PromptSets,
     check_sizes,
     end_token,
     fill_in_sizes,
@@ -47,7 +46,7 @@ from trl.generation.transformers_engine import TransformersEngine
 from trl.models.forward import Scored
 from trl.models.lending import without_ddp
 from trl.models.policy_value import PolicyValueScorer
-from trl.models.reference import FrozenModel, make_reference
+from trl.models.reference import make_reference
 from trl.models.scored_head import ScoreOptions
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
@@ -56,6 +55,8 @@ from trl.trainer.base_trainer import use_one_device
 from trl.trainer.online_trainer import OLD
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import make_scorer
+from trl.trainer.prompt_sets import PromptSets
+from trl.trainer.reward_setup import place_reward_models
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +125,10 @@ class PPOTrainer(SavesBoth):
         self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
         self.rewards = reward_sources(reward_model, reward_funcs, reward_processing_classes, args, parts)
         self._end = end_token(args, parts.policy.tokenizer)
-        self._sets = PromptSets(args, parts.policy)
+        room = ("response_length", args.response_length)
+        self._sets = PromptSets(parts.policy, room, num_proc=args.dataset_num_proc)
         train_dataset = self._sets(train_dataset, "train")
-        if isinstance(eval_dataset, dict):
-            eval_dataset = {name: self._sets(part, name) for name, part in eval_dataset.items()}
-        elif eval_dataset is not None:
-            eval_dataset = self._sets(eval_dataset, "eval")
+        eval_dataset = self._sets.every(eval_dataset)
         fill_in_sizes(args, self.sizes, len(train_dataset))
         self.reference = make_reference(
             parts.policy.model,
@@ -152,12 +151,10 @@ class PPOTrainer(SavesBoth):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.check_reward_columns()
         self._set_up_rollouts(args)
         self.reference.prepare(self.accelerator)
-        for source in self.rewards.models:
-            frozen = FrozenModel(source.model, source.scorer)
-            frozen.prepare(self.accelerator)
-            source.model = frozen.model
+        place_reward_models(self.rewards, self.accelerator)
         if eval_dataset is not None and args.num_sample_generations:
             self.add_callback(ShowSamples(self))
 

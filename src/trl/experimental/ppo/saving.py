@@ -25,7 +25,8 @@ class SavesBoth(OnlineTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy, to be loaded with `from_pretrained`; checkpoints also hold the value model."""
-        self._is_checkpoint = _internal_call
+        # transformers writes checkpoints into a folder that it names, and what it is about to push into the run's own.
+        self._is_checkpoint = _internal_call and output_dir is not None
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

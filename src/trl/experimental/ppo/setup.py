@@ -6,31 +6,30 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import PartialState
-from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from trl.data.prompts import PromptPreparation, prepare_prompts
 from trl.experimental.ppo.ppo_config import PPOConfig
-from trl.generation.transformers_engine import context_window
 from trl.models.classification import ClassificationScorer, head_of
 from trl.models.classifier_setup import REWARD_MODEL, load_classifier, take_pad_token
 from trl.models.distributed import is_sharded
 from trl.models.dropout import disable_dropout_in_model
-from trl.models.loading import get_config_model_id
 from trl.models.parts import causal_core, check_decoder_only
+from trl.models.peft import is_peft_model
 from trl.models.policy_value import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import pad_token_id
 from trl.rewards.source import RewardSources
 from trl.rollouts.schedule import WindowSizes
 from trl.trainer.policy import Policy, report_fallbacks, set_up_policy
+from trl.trainer.reward_setup import tokenizer_for
 
 logger = logging.getLogger(__name__)
+
+
+VALUE_MODEL = REWARD_MODEL._replace(words="a value model")
 
 
 class Parts(NamedTuple):
@@ -46,20 +45,21 @@ def value_and_policy(
 ) -> Parts:
     """Both models ready to be trained. Without a value model one is made of the policy, with a head that says 0.
 
-    Raises: ValueError for a value model with more than one label, or that shares weights with the policy; TypeError for an
-    encoder-decoder.
+    Raises: ValueError for a value model with more than one label, that lacks tokens of the tokenizer, or that shares weights
+    with the policy; TypeError for an encoder-decoder.
     """
     policy = set_up_policy(model, args, processing_class, peft_config)
     check_decoder_only(causal_core(policy.model))
     if value_model is None:
         value_model = value_model_of(policy.model)
-    value_model = load_classifier(value_model, None, REWARD_MODEL, seed=args.seed)
+    value_model = load_classifier(value_model, None, VALUE_MODEL, seed=args.seed)
+    _check_vocabulary(value_model, policy)
     shared = {id(parameter) for parameter in policy.model.parameters()}
     if any(id(parameter) in shared for parameter in value_model.parameters()):
         raise ValueError(
             "value_model shares weights with the policy, expected a model of its own. Load it a second time, or leave it out."
         )
-    take_pad_token(value_model, policy.tokenizer, REWARD_MODEL._replace(labels=0))
+    take_pad_token(value_model, policy.tokenizer, VALUE_MODEL)
     if args.disable_dropout:
         disable_dropout_in_model(value_model)
     scorer = ClassificationScorer(value_model, pad_token_id=pad_token_id(policy.tokenizer))
@@ -71,7 +71,7 @@ def value_and_policy(
 def value_model_of(policy: nn.Module) -> nn.Module:
     """A sequence classifier with one label on a copy of the policy's own decoder; its head gives 0 everywhere.
 
-    Raises: ValueError where the policy's weights are sharded or its architecture has no such classifier.
+    Raises: ValueError where the policy's weights are sharded or not plain, or its architecture has no such classifier.
     """
     core = causal_core(policy)
     if is_sharded(policy):
@@ -86,10 +86,13 @@ def value_model_of(policy: nn.Module) -> nn.Module:
         raise ValueError(
             f"value_model=None, but transformers has no sequence classifier of type {config.model_type!r}. Pass a value_model."
         ) from error
-    base: Any = core.base_model
-    if hasattr(base, "base_layer") or any("lora_" in name for name, _ in base.named_parameters()):
-        base = _without_adapters(policy)
-    made.base_model.load_state_dict(base.state_dict())
+    try:
+        made.base_model.load_state_dict(_without_adapters(policy).state_dict())
+    except RuntimeError as error:  # names that a plain decoder does not have
+        raise ValueError(
+            f"value_model=None, but the weights of {type(core).__name__} are not those of a plain {type(made).__name__} "
+            "(they are quantized, or an adapter replaced some). Pass a value_model."
+        ) from error
     head = head_of(made)
     assert head is not None
     for parameter in head.parameters():
@@ -98,8 +101,25 @@ def value_model_of(policy: nn.Module) -> nn.Module:
 
 
 def _without_adapters(policy: Any) -> nn.Module:
-    plain = copy.deepcopy(policy).unload()
-    return plain.base_model
+    """The policy's decoder; of one whose layers an adapter wraps, that of a copy without it."""
+    tuner: Any = policy.base_model
+    if is_peft_model(policy) and hasattr(tuner, "unload"):
+        return copy.deepcopy(policy).unload().base_model
+    return causal_core(policy).base_model
+
+
+def _check_vocabulary(value_model: nn.Module, policy: Policy) -> None:
+    rows, needed = _known_tokens(value_model), min(_known_tokens(policy.model), len(policy.tokenizer))
+    if rows < needed:
+        raise ValueError(
+            f"value_model knows {rows} tokens, the policy's tokenizer {needed}; it reads the very tokens of the responses. Pass "
+            "one of the policy's family, or leave it out."
+        )
+
+
+def _known_tokens(model: nn.Module) -> int:
+    weight: Any = causal_core(model).get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
+    return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 empties the tensors of sharded weights
 
 
 def check_sizes(args: PPOConfig) -> WindowSizes:
@@ -207,54 +227,6 @@ def end_token(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> int | None
     return eos if args.stop_token == "eos" else args.stop_token_id
 
 
-class PromptSets:
-    """Prepares the training and evaluation sets of a trainer."""
-
-    def __init__(self, args: PPOConfig, policy: Policy) -> None:
-        self.args, self.policy = args, policy
-        core: Any = causal_core(policy.model)
-        self.window = context_window(policy.model)
-        self.vocabulary = core.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
-
-    def __call__(self, dataset: Any, name: str) -> Dataset:
-        """A set with its prompts tokenised.
-
-        Raises: TypeError for a stream and for what is no data set.
-        """
-        if isinstance(dataset, list):
-            dataset = Dataset.from_list(dataset)
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
-            raise TypeError(
-                f"{name} dataset is of type {type(dataset).__name__}, expected a stored datasets.Dataset: prompts are drawn in "
-                "random order. Load it without streaming, or take some rows of it with Dataset.from_list(list(...))."
-            )
-        settings = PromptPreparation(
-            longest=None if self.window is None else self.window - 1,
-            vocabulary=self.vocabulary,
-            num_proc=self.args.dataset_num_proc,
-        )
-        with PartialState().main_process_first():
-            prepared = prepare_prompts(dataset, self.policy.processing_class, settings, name=name)
-        self._warn_of_short_room(prepared, name)
-        return prepared
-
-    def _warn_of_short_room(self, dataset: Dataset, name: str) -> None:
-        if self.window is None:
-            return
-        room = self.window - self.args.response_length
-        short = sum(len(ids) > room for ids in dataset["input_ids"])
-        if short:
-            logger.warning(
-                "%s dataset: %d of %d prompts leave less than response_length=%d tokens of the model's window of %d; their "
-                "responses are cut short. Shorten them, or response_length.",
-                name,
-                short,
-                len(dataset),
-                self.args.response_length,
-                self.window,
-            )
-
-
 def reward_sources(
     reward_model: Any,
     reward_funcs: Any,
@@ -285,7 +257,7 @@ def reward_sources(
         processing_classes = [processing_classes] * len(given)
     if len(processing_classes) == len(given):
         processing_classes = [
-            _tokenizer_for(each, own, parts.policy)
+            tokenizer_for(each, own, parts.policy)
             for each, own in zip(given, processing_classes, strict=True)
         ]
     return RewardSources(
@@ -298,12 +270,3 @@ def reward_sources(
         policy_tokenizer=parts.policy.tokenizer,
         batch_size=args.local_rollout_forward_batch_size,
     )
-
-
-def _tokenizer_for(source: Any, given: Any, policy: Policy) -> Any:
-    """The tokenizer of a reward model: the one given, None for the one saved with it, else the policy's."""
-    if given is not None or not isinstance(source, nn.Module):
-        return given
-    saved = get_config_model_id(causal_core(source).config)
-    has_files = any((Path(saved) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    return None if saved and (has_files or not Path(saved).is_dir()) else policy.processing_class

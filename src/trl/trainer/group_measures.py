@@ -1,0 +1,112 @@
+"""What is logged of a batch of completions in groups: lengths, rewards, and how far the ratio was clipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.objectives.group_advantages import Scale, reward_statistics
+from trl.objectives.group_policy import EXTREMES
+from trl.rewards.result import reward_metrics
+from trl.rollouts.experience import Experience
+from trl.rollouts.sampling import STOPPED
+from trl.tensors.reduce import Weighted, weighted
+
+LENGTH, REWARD = "length", "reward"
+SCORE_OF = "score_of_"
+
+
+def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tensor]:
+    """The columns per row, and `length` in completion tokens, of all processes: float64 `(N,)` on the CPU.
+
+    Every process must have as many rows.
+    """
+    columns = {**experience.per_row, LENGTH: experience.completions.lengths}
+    table = torch.stack([column.double() for column in columns.values()], dim=1)
+    if accelerator.num_processes > 1:
+        table = accelerator.gather(table.to(accelerator.device)).cpu()
+    return dict(zip(columns, table.unbind(dim=1), strict=True))
+
+
+def measured_groups(
+    rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, scale: Scale, share: float
+) -> dict[str, Weighted]:
+    """The documented `completions/*`, `rewards/*`, `reward`, `reward_std` and `frac_reward_zero_std` of rows of all processes.
+
+    Means are over rows; smallest, largest and deviations are those of this batch, averaged over batches. This process
+    records a `share` of them.
+    """
+    found = _lengths(rows[LENGTH], rows[STOPPED] != 0)
+    scores = torch.stack([rows[f"{SCORE_OF}{number}"] for number in range(len(sources))], dim=1)
+    for number, name in enumerate(sources):
+        column = scores[:, number]
+        found[f"rewards/{name}/mean"] = weighted(column, ~column.isnan())
+    for name, value in reward_metrics(sources, scores).items():
+        if name.endswith("/std") and not math.isnan(value):
+            found[name] = _once(value)
+    found |= reward_statistics(rows[REWARD], group_size, scale=scale)
+    return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}
+
+
+def _lengths(lengths: Tensor, stopped: Tensor) -> dict[str, Weighted]:
+    found = {"completions/clipped_ratio": weighted((~stopped).double())}
+    for name, own in (("", lengths), ("_terminated", lengths[stopped])):
+        if len(own):
+            found[f"completions/mean{name}_length"] = weighted(own)
+            found[f"completions/min{name}_length"] = _once(own.min())
+            found[f"completions/max{name}_length"] = _once(own.max())
+    return found
+
+
+def _once(value: Any) -> Weighted:
+    return Weighted(torch.as_tensor(value, dtype=torch.float64), torch.ones(()))
+
+
+class ClippedExtremes:
+    """The means of micro-batches, of which the extreme over the processes that share one is logged."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, list[Tensor]] = {}
+
+    def add(self, metrics: Mapping[str, Weighted], *, counted: bool = True) -> None:
+        """Note a micro-batch, in all processes; one that is not `counted` keeps its place."""
+        for name, (source, _) in EXTREMES.items():
+            if source in metrics:
+                mean = metrics[source].mean.detach().double()
+                self._means.setdefault(name, []).append(mean if counted else mean * math.nan)
+
+    def drain(self, accelerator: Any) -> dict[str, float]:
+        """Means over micro-batches of the extremes over processes, since the last call; all processes must ask."""
+        means, self._means = self._means, {}
+        return {
+            name: value
+            for name, own in means.items()
+            if not math.isnan(value := self._extreme(name, torch.stack(own), accelerator))
+        }
+
+    def _extreme(self, name: str, own: Tensor, accelerator: Any) -> float:
+        every = own
+        if accelerator.num_processes > 1:
+            every = accelerator.gather(own.to(accelerator.device))
+        table = every.view(-1, len(own))
+        smallest = EXTREMES[name][1] is torch.min
+        table = table.nan_to_num(math.inf if smallest else -math.inf)
+        extremes = table.amin(dim=0) if smallest else table.amax(dim=0)
+        return float(extremes[extremes.isfinite()].mean())
+
+    def state(self) -> dict[str, list[float]]:
+        """What was noted, as plain values."""
+        return {name: torch.stack(values).tolist() for name, values in self._means.items()}
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from `state`."""
+        self._means = {
+            name: list(torch.tensor(values, dtype=torch.float64)) for name, values in state.items()
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._means)

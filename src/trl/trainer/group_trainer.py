@@ -1,0 +1,364 @@
+"""What the trainers that learn from groups of completions of one prompt share: GRPO, RLOO and their variants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from trl.generation.transformers_engine import TransformersEngine
+from trl.models.lending import without_ddp
+from trl.models.parts import causal_core, check_decoder_only
+from trl.models.reference import FrozenModel
+from trl.models.scored_head import ScoreOptions
+from trl.objectives.group_advantages import Scale
+from trl.objectives.group_policy import GroupTokens
+from trl.rewards.inputs import RewardInputs
+from trl.rollouts.experience import Experience
+from trl.rollouts.group_window import check_evaluation
+from trl.rollouts.rollout_func import read_rollouts
+from trl.rollouts.sampling import STOPPED
+from trl.tensors.reduce import LossTerms, Weighted, reduce_terms, where_counted
+from trl.trainer.base_trainer import use_one_device
+from trl.trainer.callbacks.reference_moves import lend_reference
+from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
+from trl.trainer.group_completions import ShownCompletions
+from trl.trainer.group_measures import (
+    LENGTH,
+    REWARD,
+    SCORE_OF,
+    ClippedExtremes,
+    measured_groups,
+    of_all_processes,
+)
+from trl.trainer.group_setup import (
+    prompt_sets,
+    reference_of,
+    reward_sources,
+    sampling_of,
+)
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.online_trainer import OLD, SCORES, TRAINED, OnlineTrainer, evaluation_streams
+from trl.trainer.pairs import shares_prefix
+from trl.trainer.policy import set_up_policy
+from trl.trainer.reward_setup import place_reward_models
+from trl.trainer.terms import LOSS_PARTS, Outcome
+
+REF, CORRECTION, CHOSEN = "ref_logps", "correction", "chosen"
+ADVANTAGE, WINDOW_SHARE = "advantage", "window_share"
+
+RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
+
+
+class GroupTrainer(OnlineTrainer):
+    """Base of the trainers that judge each completion against the others of its prompt.
+
+    A method overrides `judged_groups` (rewards and advantages), `objective` and `divisor` (what its loss is divided by).
+    """
+
+    args: GroupTraining
+    repeats_metrics: ClassVar[bool] = False
+    reward_scale: Scale = "group"
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | Sequence[Any],
+        args: GroupTraining,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+        rollout_func: RolloutFunc | None = None,
+    ) -> None:
+        if args.use_vllm and rollout_func is None:
+            raise ValueError(
+                "use_vllm=True, expected False: this version generates with the policy's own weights. Leave it out, or generate "
+                "with vLLM in a rollout_func."
+            )
+        use_one_device(args)
+        assert args.num_generations is not None
+        self.sizes = replace(args.window_sizes(), group=args.num_generations)
+        self.evaluation_group = args.num_generations_eval or args.num_generations
+        self.shuffles = bool(args.shuffle_dataset)
+        policy = set_up_policy(model, args, processing_class, peft_config)
+        check_decoder_only(causal_core(policy.model))
+        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
+        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self.options, self._rollout_func = args.group_options(), rollout_func
+        self.sampling = sampling_of(args, policy)
+        self.rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
+        self._sets = prompt_sets(args, policy)
+        self.reference = reference_of(args, policy, model)
+        self._extremes = {"train": ClippedExtremes(), "eval": ClippedExtremes()}
+        self._shown = ShownCompletions()
+        self._asked: tuple[str, ...] = ()
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=list,  # type: ignore[arg-type]
+            train_dataset=self._sets(train_dataset, "train"),
+            eval_dataset=self._sets.every(eval_dataset),
+            processing_class=policy.processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        if rollout_func is None:
+            self.check_reward_columns()
+        self.engine = TransformersEngine(
+            self.model,  # type: ignore[arg-type]
+            tokenizer=policy.tokenizer,
+            accelerator=self.accelerator,
+            gather_zero3=args.ds3_gather_for_generation,
+        )
+        place_reward_models(self.rewards, self.accelerator)
+        self._moved_reference = self._take_reference()
+
+    def _take_reference(self) -> FrozenModel | None:
+        """Bring the reference to the device, and let callbacks move it."""
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
+        if self.args.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(None, self.accelerator))
+        return lend_reference(self.callback_handler.callbacks, self.reference)
+
+    # ---- the hooks of a method
+
+    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        """What the completions of all processes are worth, and their advantages: `(N,)` each, NaN where no source has an
+        opinion. `rows` holds the columns per row."""
+        raise TypeError(f"{type(self).__name__} must override judged_groups.")
+
+    def divisor(self, experience: Experience) -> Tensor:
+        """What some rows add to the number that an optimiser step's loss is divided by, 0-dim."""
+        return torch.tensor(len(experience))
+
+    def columns(self, experience: Experience) -> tuple[str, ...]:
+        """Which of `old_logps` and `ref_logps` are asked of the models after a rollout."""
+        return (REF,) if self.reference is not None else ()
+
+    # ---- a rollout
+
+    def completed(
+        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]
+    ) -> tuple[Experience, Mapping[str, Sequence[Any]]]:
+        """Completions by the policy, or by the user's function, whose further fields become columns."""
+        if self._rollout_func is None:
+            return super().completed(rows, streams=streams)
+        ids: Any = rows["input_ids"]
+        prompts = rows["prompt"] if "prompt" in rows else self._tokenizer.batch_decode(list(ids))
+        answer = self._rollout_func(list(prompts), self)
+        found = read_rollouts(answer, len(ids), end_tokens=self.sampling.stop_token_ids or ())
+        self._more_columns = list(found.fields)
+        return found.experience, {**{name: rows[name] for name in rows}, **found.fields}
+
+    @property
+    def sampler_is_exact(self) -> bool:
+        """Whether the sampler's log-probs are those of the scoring forward, up to rounding."""
+        return self._rollout_func is None and super().sampler_is_exact
+
+    def rewarded(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Experience:
+        """With the opinion of each source."""
+        inputs: RewardInputs = self.inputs_of(experience, rows)
+        result = self.rewards.score(inputs)
+        self._shown.note(inputs)
+        columns = {f"{SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
+        return self.judge(experience.with_rows(**columns), result.rewards)
+
+    def judge(self, experience: Experience, scores: Tensor) -> Experience:
+        """With `scores` (NaN: none) and, per token, `trained`: not where there is no reward, nor, with
+        `mask_truncated_completions`, where a completion did not end."""
+        rows = ~scores.isnan()
+        if self.args.mask_truncated_completions:
+            rows = rows & experience.per_row[STOPPED].bool()
+        trained = rows[experience.completions.row_index]
+        return experience.with_rows(**{SCORES: scores}).with_tokens(**{TRAINED: trained})
+
+    def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
+        """Log-probs of reference and policy, as far as they are asked for."""
+        options, found = ScoreOptions(temperature=self.sampling.temperature), {}
+        with self.accelerator.autocast():
+            if OLD in self._asked:
+                policy = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
+                found[OLD] = self.scorer.score(policy, batch, options).logps
+            if REF in self._asked:
+                assert self.reference is not None
+                found[REF] = self.reference.score(
+                    self.model_wrapped,  # type: ignore[arg-type]
+                    batch,
+                    lambda scorer, ref, rows: scorer.score(ref, rows, options).logps,
+                )
+        return found
+
+    def _score_tokens(self, experience: Experience, *, learning: bool) -> dict[str, Tensor]:
+        self._asked = tuple(name for name in self.columns(experience) if name not in experience.per_token)
+        return super()._score_tokens(experience, learning=learning) if self._asked else {}
+
+    def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
+        """With rewards and advantages, in groups over all processes, and each row's share of the window's tokens."""
+        rows = of_all_processes(experience, self.accelerator)
+        rewards, advantages = self.judged_groups(rows, group_size or self.sizes.group)
+        first = self.args.process_index * len(experience)
+        own = slice(first, first + len(experience))
+        share = rows[LENGTH].mean().expand(len(experience)).clone()
+        return experience.with_rows(
+            **{REWARD: rewards[own].clone(), ADVANTAGE: advantages[own].clone(), WINDOW_SHARE: share}
+        )
+
+    def make_window(self, number: int) -> Experience:
+        """Window `number` of this run, whose tokens are counted once, however often they are learned from."""
+        experience = super().make_window(number)
+        own = experience.prompts.lengths.sum() + experience.completions.lengths.sum()
+        self._tokens_seen = self._tokens_seen + own.to(self.args.device)
+        if self.args.log_completions:
+            self._shown.gather(experience, self.rewards.names, advantages=experience.per_row[ADVANTAGE])
+        return experience
+
+    def count_seen(self, batch: Mapping[str, Any]) -> None:
+        """Tokens are counted when they are generated."""
+
+    # ---- a step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The micro-batches of an optimiser step and what its loss is divided by."""
+        self._step_started, self._turns = time.monotonic(), 0
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One micro-batch, forward and backward; the last of a step says how long it took."""
+        loss = super().training_step(*args, **kwargs)
+        self._turns += 1
+        if self._turns == self.sizes.micro_batches:
+            seconds = torch.tensor(time.monotonic() - self._step_started)
+            self.record("step_time", Weighted(seconds, torch.ones(())))
+        return loss
+
+    _step_started, _turns = 0.0, 0
+
+    def group_tokens(self, experience: Experience, logps: Tensor) -> GroupTokens:
+        """What the objectives know of a micro-batch; the old policy is this one where nobody was asked."""
+        columns, sequence = experience.per_token, experience.completions.row_index
+        return GroupTokens(
+            columns[OLD] if OLD in columns else logps.detach(),
+            experience.per_row[ADVANTAGE].to(logps.dtype)[sequence],
+            columns[TRAINED],
+            sequence,
+            len(experience),
+            columns.get(REF),
+            columns.get(CORRECTION),
+            columns.get(CHOSEN),
+        )
+
+    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
+        """A micro-batch's `divisor`, `(1,)`."""
+        return self.divisor(batch["experience"]).view(1)
+
+    def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
+        """A micro-batch's part of the step's loss."""
+        return torch.stack([reduce_terms(terms, step.view(-1)[0]) for terms in found.terms]).sum()
+
+    def _record(self, found: Outcome, own: Tensor) -> None:
+        for terms in found.terms:
+            self._extremes[self.mode].add(terms.metrics)
+            for name, value in terms.metrics.items():
+                self.record(name, value)
+            if self.mode == "eval":
+                self.record(LOSS_PARTS + terms.per, Weighted(_total(terms), own[0]))
+
+    # ---- what is logged
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """The documented numbers of a window."""
+        return self._measured(of_all_processes(experience, self.accelerator), self.sizes.group, share)
+
+    def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
+        return measured_groups(rows, self.rewards.names, group_size, scale=self.reward_scale, share=share)
+
+    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """With the extremes of what was clipped."""
+        mode = "eval" if self._extremes["eval"] else "train"
+        return {**super().derived_metrics(means), **self._extremes[mode].drain(self.accelerator)}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and with `log_completions` show completions beside a training loss."""
+        super().log(logs, start_time)
+        if "loss" in logs and self.args.log_completions:
+            self._shown.show(self)
+
+    # ---- evaluation
+
+    def prepared_prompts(self, dataset: Any) -> Dataset:
+        """A set that is given to `evaluate`, with its prompts tokenised."""
+        check_evaluation(self.args.eval_batch_size * self.args.world_size, self.evaluation_group)
+        own: Any = self.eval_dataset
+        known = list(own.values()) if isinstance(own, dict) else [own]
+        return dataset if any(dataset is each for each in known) else self._sets(dataset, "eval")
+
+    @torch.no_grad()
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Complete a batch of prompts, judge it as in training, and record what is logged of it, the loss too."""
+        columns = {name: [row[name] for row in inputs] for name in inputs[0]}
+        streams = evaluation_streams(columns.pop("row"))
+        rolled = self.roll_out(columns, streams=streams, learning=False)
+        experience = self.advantages(rolled, group_size=self.evaluation_group)
+        rows = of_all_processes(experience, self.accelerator)
+        state, processes = self.accelerator.gradient_state, self.args.world_size
+        if processes > 1 and state.end_of_dataloader and state.remainder > 0:
+            rows = {name: column[: state.remainder] for name, column in rows.items()}  # no repeats
+        self._sums["eval"].add_all(self._measured(rows, self.evaluation_group, 1 / processes))
+        own = min(self.own_rows(), len(inputs))
+        experience = experience.take(torch.arange(max(own, 1)))
+        batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]
+        found = self.outcome(model, batch)  # a process without a row of its own runs one for the collectives
+        if own:
+            self._sums["eval"].add_all(self.token_metrics(experience))
+            self._record(found, self.count_units(batch))
+        else:
+            self._extremes["eval"].add(found.terms[0].metrics, counted=False)
+        return None, None, None
+
+    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
+        """What is logged of the tokens of this process's rows when they are generated."""
+        return {}
+
+    # ---- checkpoints
+
+    def method_state(self) -> dict[str, Any]:
+        """What was clipped since the last log."""
+        return {**super().method_state(), "extremes": self._extremes["train"].state()}
+
+    def load_method_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `method_state`."""
+        super().load_method_state(state)
+        self._extremes["train"].load_state(state.get("extremes", {}))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._moved_reference is not None:
+            self._moved_reference.save(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self._moved_reference is not None and checkpoint is not None:
+            self._moved_reference.load(checkpoint)
+
+
+def _total(terms: LossTerms) -> Tensor:
+    return (where_counted(terms.values, terms.weights) * terms.weights).sum().detach()

@@ -1,0 +1,181 @@
+"""Group relative policy optimisation: each completion is judged against the others of its prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from trl.models.forward import Scored
+from trl.models.lending import undisturbed
+from trl.models.scored_head import ScoreOptions
+from trl.objectives.group_advantages import group_relative
+from trl.objectives.group_policy import divisor_share, entropy_threshold, group_policy_loss
+from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
+from trl.rollouts.experience import Experience
+from trl.rollouts.sampling import SAMPLING_LOGPS
+from trl.tensors.reduce import LossTerms, Weighted
+from trl.trainer.group_trainer import CHOSEN, CORRECTION, WINDOW_SHARE, GroupTrainer, RolloutFunc
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.online_trainer import OLD, SCORES, TRAINED
+
+logger = logging.getLogger(__name__)
+
+KEPT = "sampling_kept"
+
+
+class GRPOTrainer(GroupTrainer):
+    """Trainer of group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and what came of it.
+
+    Args:
+        model: the policy: a causal language model, a `PeftModel`, or a name or path.
+        reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, async ones too,
+            sequence classifiers with one label or their paths, or several of them, whose weighted sum is the reward.
+        args: a `GRPOConfig`.
+        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
+            reward functions.
+        eval_dataset: the same kind of rows, or a dict of several sets by name.
+        processing_class: the policy's tokenizer; by default the one saved with it.
+        reward_processing_classes: the tokenizer of each reward model (None for functions).
+        callbacks: further callbacks.
+        optimizers: an optimizer and a scheduler, instead of those that the config describes.
+        peft_config: trains a new adapter of the policy with these settings.
+        rollout_func: `func(prompts, trainer)` that generates instead of the policy: a dict with `prompt_ids`,
+            `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
+
+    Example:
+        >>> def brevity(completions, **columns):
+        ...     return [-float(len(text)) for text in completions]
+        >>> trainer = GRPOTrainer(
+        ...     "Qwen/Qwen3-0.6B", brevity, GRPOConfig("brief"), dataset
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo"]
+    _name: ClassVar[str] = "GRPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "id": "2402.03300",
+    }
+    args: GRPOConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | Sequence[Any],
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+        rollout_func: RolloutFunc | None = None,
+    ) -> None:
+        args = GRPOConfig("grpo") if args is None else args
+        if args.cast_lm_head_to_fp32:
+            logger.warning(
+                "cast_lm_head_to_fp32=True has no effect: the head is computed in the model's dtype, its softmax in float32. "
+                "Leave it out, or load the model in float32."
+            )
+        self.reward_scale = args.scale_rewards  # type: ignore[assignment]
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            rollout_func=rollout_func,
+        )
+
+    def columns(self, experience: Experience) -> tuple[str, ...]:
+        """The old policy's log-probs too, where later steps or the correction need them and the sampler's are not exact."""
+        needs = not self.sampler_is_exact and (self.sizes.steps > 1 or self._corrects(experience))
+        return (*super().columns(experience), *([OLD] if needs else []))
+
+    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        """The rewards, and how far each is above its group's mean."""
+        return rows[SCORES], group_relative(rows[SCORES], group_size, scale=self.reward_scale)
+
+    def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
+        """With what makes up for a sampler whose log-probs are not the trainer's."""
+        experience = super().advantages(experience, group_size=group_size)
+        if not self._corrects(experience) or OLD not in experience.per_token:
+            return experience
+        mask = experience.per_token[TRAINED]
+        sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(KEPT, 0.0)
+        found = correction(
+            experience.per_token[OLD],
+            sampling.to(experience.per_token[OLD].dtype),
+            mask,
+            experience.completions.row_index,
+            len(experience),
+            mode=self.args.vllm_importance_sampling_mode,
+            cap=self.args.vllm_importance_sampling_cap,
+        )
+        sums = self._sums["train" if group_size is None else "eval"]
+        sums.add_all(correction_metrics(found, mask))
+        for name, value in correction_extremes(found, mask).items():
+            sums.add(name, Weighted(value, torch.ones(())))
+        return experience.with_tokens(**{CORRECTION: found.factors})
+
+    def _corrects(self, experience: Experience) -> bool:
+        wanted = self.args.vllm_importance_sampling_correction and not self.sampler_is_exact
+        return wanted and SAMPLING_LOGPS in experience.per_token
+
+    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
+        """The loss type's terms."""
+        tokens = self.group_tokens(experience, scored.logps)
+        return [group_policy_loss(scored.logps, tokens, self.options, entropies=scored.entropies)]
+
+    def divisor(self, experience: Experience) -> Tensor:
+        """What the loss type's mean is over."""
+        return divisor_share(
+            self.options.loss_type,
+            experience.per_token[TRAINED],
+            len(experience),
+            window_tokens=experience.per_row[WINDOW_SHARE][0],
+            longest=self.args.max_completion_length or 0,
+        )
+
+    # ---- the tokens where the policy is least sure
+
+    def prepare_step(self, batches: list[Any]) -> None:
+        """With `top_entropy_quantile`, choose the tokens of the whole optimiser step, over all processes."""
+        super().prepare_step(batches)
+        if self.args.top_entropy_quantile >= 1:
+            return
+        entropies = [self._entropies(batch) for batch in batches]
+        masks = [batch["experience"].per_token[TRAINED] for batch in batches]
+        threshold = self._threshold(torch.cat(entropies), torch.cat(masks))
+        for batch, own in zip(batches, entropies, strict=True):
+            batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own >= threshold})
+
+    @torch.no_grad()
+    def _entropies(self, batch: Mapping[str, Any]) -> Tensor:
+        inputs: Any = self._prepare_inputs({**batch})
+        del inputs["experience"]
+        options = ScoreOptions(entropy="scored", temperature=self.sampling.temperature)
+        with undisturbed(self.model_wrapped):  # type: ignore[arg-type]
+            found = self.score(self.model_wrapped, inputs, options).entropies  # type: ignore[arg-type]
+        assert found is not None
+        return found.cpu()
+
+    def _threshold(self, entropies: Tensor, mask: Tensor) -> Tensor:
+        if self.accelerator.num_processes > 1:
+            table = torch.stack([entropies, mask.to(entropies.dtype)], dim=1).to(self.accelerator.device)
+            table = self.accelerator.pad_across_processes(table)
+            entropies, mask = self.accelerator.gather(table).cpu().unbind(dim=1)  # type: ignore[union-attr]
+        return entropy_threshold(entropies, mask, self.args.top_entropy_quantile)

@@ -1,0 +1,128 @@
+"""REINFORCE leave-one-out: the baseline of a completion is the mean reward of the others of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from trl.models.forward import Scored
+from trl.objectives.group_advantages import clipped_rewards, leave_one_out, normalized, penalized
+from trl.objectives.group_policy import sequence_policy_loss
+from trl.objectives.kl import k1
+from trl.rollouts.experience import Experience
+from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
+from trl.tensors.sequences import sum_by_sequence
+from trl.trainer.group_trainer import REF, GroupTrainer, RolloutFunc
+from trl.trainer.online_trainer import OLD, SCORES, TRAINED
+from trl.trainer.rloo_config import RLOOConfig
+
+KL = "kl"
+
+
+class RLOOTrainer(GroupTrainer):
+    """Trainer of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
+
+    Args:
+        model: the policy: a causal language model, a `PeftModel`, or a name or path.
+        reward_funcs: as `GRPOTrainer` takes them.
+        args: an `RLOOConfig`.
+        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
+            reward functions.
+        eval_dataset: the same kind of rows, or a dict of several sets by name.
+        processing_class: the policy's tokenizer; by default the one saved with it.
+        reward_processing_classes: the tokenizer of each reward model (None for functions).
+        callbacks: further callbacks.
+        optimizers: an optimizer and a scheduler, instead of those that the config describes.
+        peft_config: trains a new adapter of the policy with these settings.
+        rollout_func: `func(prompts, trainer)` that generates instead of the policy.
+
+    Example:
+        >>> def brevity(completions, **columns):
+        ...     return [-float(len(text)) for text in completions]
+        >>> trainer = RLOOTrainer(
+        ...     "Qwen/Qwen3-0.6B", brevity, RLOOConfig("brief"), dataset
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "rloo"]
+    _name: ClassVar[str] = "RLOO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
+        "id": "2402.14740",
+    }
+    args: RLOOConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | Sequence[Any],
+        args: RLOOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+        rollout_func: RolloutFunc | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            reward_funcs,
+            RLOOConfig("rloo") if args is None else args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            rollout_func=rollout_func,
+        )
+
+    def columns(self, experience: Experience) -> tuple[str, ...]:
+        """The old policy's log-probs too, for the price of the divergence and for later steps."""
+        needs = not self.sampler_is_exact and (self.sizes.steps > 1 or self.reference is not None)
+        return (*super().columns(experience), *([OLD] if needs else []))
+
+    def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
+        """With the divergence of each completion from the reference, which its reward pays for."""
+        if self.reference is not None:
+            gaps = where_counted(self._gaps(experience), experience.per_token[TRAINED])
+            kl = sum_by_sequence(gaps, experience.completions.row_index, len(experience))
+            experience = experience.with_rows(**{KL: kl})
+        return super().advantages(experience, group_size=group_size)
+
+    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        """Rewards, cut and less the price of the divergence, and how far each is above the mean of the others."""
+        bounds = self.args.reward_clip_range
+        rewards = clipped_rewards(rows[SCORES], None if bounds is None else (bounds[0], bounds[1]))
+        if self.reference is not None:
+            rewards = penalized(rewards, rows[KL], beta=self.args.beta)
+        advantages = leave_one_out(rewards, group_size)
+        if self.args.normalize_advantages:
+            advantages = normalized(advantages, ~rewards.isnan())
+        return rewards, advantages
+
+    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
+        """The clipped surrogate of whole completions."""
+        tokens = self.group_tokens(experience, scored.logps)
+        return [sequence_policy_loss(scored.logps, tokens, self.options, entropies=scored.entropies)]
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """With the divergence from the reference."""
+        return {**self.token_metrics(experience), **super().rollout_metrics(experience, share=share)}
+
+    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
+        """The divergence per token, `kl`."""
+        if self.reference is None:
+            return {}
+        return {KL: weighted(self._gaps(experience), experience.per_token[TRAINED])}
+
+    def _gaps(self, experience: Experience) -> Tensor:
+        return k1(experience.per_token[OLD], experience.per_token[REF])

@@ -1,0 +1,92 @@
+"""Small runs of GRPO and RLOO; as a program under torchrun: `-m tests.trainer.grpo_runs OUT.pt SETTINGS`."""
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from tests.tiny import tiny_model
+from tests.trainer.one_step import KeepGradients
+from tests.trainer.resume_worker import tokenizer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+SETTINGS = {
+    "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 4, "learning_rate": 0.05, "optim": "sgd",
+    "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True,
+    "disable_tqdm": True, "save_strategy": "no", "gradient_checkpointing": False, "seed": 11, "max_completion_length": 7,
+    "beta": 0.1, "per_device_eval_batch_size": 4,
+}  # fmt: skip
+TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
+END = "w16"  # one that these models often say
+CLOCKS = ("step_time", "runtime", "per_second", "flos")
+
+
+def prompts(count: int = 11) -> Dataset:
+    """Prompts of different lengths, one of them three times."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(1, 9, (count,), generator=generator).tolist()
+    ids = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in lengths]
+    return Dataset.from_dict({"input_ids": [*ids, ids[0], ids[1], ids[0]]})
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The share of even tokens, and a little for length."""
+    return [sum(t % 2 == 0 for t in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
+
+
+def make(
+    method: str = "grpo", *, reward_funcs: Any = even_tokens, **settings: Any
+) -> tuple[Any, KeepGradients]:
+    """A trainer, and what will hold the gradients of its steps; `given` are further arguments of its constructor."""
+    keep, (config, trainer) = KeepGradients(), TRAINERS[method]
+    dtype, given = getattr(torch, settings.pop("dtype", "float64")), settings.pop("given", {})
+    data, architecture = settings.pop("data", None), settings.pop("architecture", "gpt2")
+    args = config(settings.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **settings})
+    words = given.pop("processing_class", None) or tokenizer()
+    words.eos_token = END
+    made = trainer(
+        given.pop("model", None) or tiny_model(architecture, dtype=dtype),
+        reward_funcs,
+        args,
+        train_dataset=prompts() if data is None else data,
+        processing_class=words,
+        callbacks=[keep, *given.pop("callbacks", [])],
+        **given,
+    )
+    return made, keep
+
+
+def run(method: str = "grpo", **settings: Any) -> tuple[Any, KeepGradients]:
+    """The same, trained."""
+    trainer, keep = make(method, **settings)
+    trainer.train()
+    return trainer, keep
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    """What was logged with a loss, without clocks."""
+    return [
+        {name: value for name, value in entry.items() if not any(word in name for word in CLOCKS)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def main(out: str, settings: str) -> None:
+    torch.set_num_threads(1)
+    trainer, keep = run(**json.loads(settings))
+    metrics = trainer.evaluate(prompts(4))  # seven prompts: the last batch has repeats
+    if trainer.is_world_process_zero():
+        found = {name: value for name, value in metrics.items() if not any(word in name for word in CLOCKS)}
+        torch.save({"gradients": keep.steps, "logs": logs(trainer), "eval": found}, out)
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,269 @@
+"""GRPOTrainer: groups of completions, what they are judged by, what is trained, logged, evaluated and resumed."""
+
+import asyncio
+
+import pandas as pd
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
+from trl.rollouts.sampling import SAMPLING_LOGPS
+from trl.trainer.group_trainer import ADVANTAGE, REF
+from trl.trainer.online_trainer import OLD, SCORES, TRAINED
+
+
+def constant(completions, **_):
+    return [1.0] * len(completions)
+
+
+def window(trainer, number=0):
+    return trainer.make_window(number)
+
+
+def test_each_prompt_stands_num_generations_times_in_the_order_of_the_data_set():
+    trainer, _ = make(shuffle_dataset=False)
+    rows = [row.tolist() for number in (0, 1) for row in window(trainer, number).prompts.split()]
+    expected = [ids for ids in prompts()["input_ids"][:4] for _ in range(4)]
+    assert rows == expected
+    first = window(trainer)
+    assert len({tuple(row.tolist()) for row in first.completions.split()[:4]}) > 1
+    again = window(trainer)
+    assert torch.equal(first.completions.values, again.completions.values)
+
+
+def test_the_old_and_the_reference_log_probs_are_those_of_the_policy_itself():
+    trainer, _ = make(num_iterations=2)
+    found = window(trainer).per_token
+    assert found[OLD] is found[SAMPLING_LOGPS]  # nobody asked again
+    torch.testing.assert_close(found[REF], found[OLD], rtol=0, atol=1e-10)
+    advantages = window(trainer).per_row[ADVANTAGE].view(-1, 4)
+    torch.testing.assert_close(advantages.sum(dim=1), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_a_cut_distribution_is_scored_again_and_corrected():
+    trainer, _ = run(num_iterations=2, top_k=20, max_steps=2)
+    found = window(trainer, 1).per_token
+    whole = found[SAMPLING_LOGPS] + found["sampling_kept"]
+    torch.testing.assert_close(found[OLD], whole, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found["correction"], torch.ones_like(found[OLD]), rtol=0, atol=1e-8)
+    assert logs(trainer)[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-8)
+
+
+def test_sources_of_every_kind_are_weighed():
+    async def halves(completion_ids, **_):
+        await asyncio.sleep(0)
+        return [len(ids) / 2 for ids in completion_ids]
+
+    model = tiny_classifier("llama", num_labels=1, seed=3)
+    funcs = [even_tokens, halves, model]
+    trainer, _ = run(reward_funcs=funcs, reward_weights=[1.0, 0.5, 2.0], max_steps=1)
+    first, names = logs(trainer)[0], trainer.rewards.names
+    total = sum(w * first[f"rewards/{n}/mean"] for w, n in zip((1.0, 0.5, 2.0), names, strict=True))
+    assert first["reward"] == pytest.approx(total, abs=1e-9)
+
+
+def test_sources_without_an_opinion():
+    def first_row_only(completions, **_):
+        return [1.0, *[None] * (len(completions) - 1)]
+
+    trainer, _ = run(reward_funcs=first_row_only, max_steps=1)
+    first = logs(trainer)[0]
+    assert first["reward"] == 1.0 and "rewards/first_row_only/std" not in first
+    assert first["grad_norm"] == 0.0
+    experience = window(trainer)
+    own = experience.per_token[TRAINED]
+    assert torch.equal(own, experience.completions.row_index == 0)
+    assert experience.per_row[SCORES].isnan().sum() == 7 and not experience.per_row[ADVANTAGE].any()
+
+
+def test_groups_whose_rewards_are_equal_teach_nothing():
+    trainer, keep = run(reward_funcs=constant, beta=0.0, max_steps=2)
+    for entry in logs(trainer):
+        assert entry["loss"] == 0 and entry["frac_reward_zero_std"] == 1 and entry["grad_norm"] == 0
+    assert not any(value.any() for step in keep.steps for value in step.values())
+
+
+def test_truncated_completions_are_not_trained():
+    trainer, _ = make(mask_truncated_completions=True, max_completion_length=3)
+    experience = window(trainer, 1)
+    stopped = experience.per_row["stopped"].bool()
+    assert 0 < stopped.sum() < len(stopped)
+    assert torch.equal(experience.per_token[TRAINED], stopped[experience.completions.row_index])
+    trainer, _ = run(mask_truncated_completions=True, max_completion_length=1, max_steps=2, loss_type="bnpo")
+    cut = [entry for entry in logs(trainer) if entry["completions/clipped_ratio"] == 1]
+    assert cut and all(e["grad_norm"] == 0 and "completions/mean_terminated_length" not in e for e in cut)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_completions_are_learned_from_as_often_as_asked(method):
+    trainer, _ = run(method, num_iterations=2, learning_rate=1e-3)
+    entries = logs(trainer)
+    tokens = [entry["num_tokens"] for entry in entries]
+    assert tokens[0] == tokens[1] < tokens[2] == tokens[3]
+    assert "reward" in entries[0] and "reward" not in entries[1]
+    assert entries[0]["clip_ratio/region_mean"] == 0
+    assert entries[-1]["epoch"] == pytest.approx(4 / 14)  # seven windows of two prompts, twice
+
+
+def test_of_long_prompts_the_end_is_kept():
+    trainer, _ = make(max_prompt_length=3)
+    longest = max(prompts()["input_ids"], key=len)
+    assert longest[-3:] in trainer.train_dataset["input_ids"]
+    assert max(map(len, trainer.train_dataset["input_ids"])) == 3
+
+
+def test_messages_are_answered_with_messages():
+    words = tiny_tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    seen = []
+
+    def look(prompts, completions, tag, trainer_state, **_):
+        seen.append((prompts, completions, tag, trainer_state.global_step))
+        return [float(len(c[0]["content"])) for c in completions]
+
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "tag": number} for number, text in enumerate("abcd")
+    ]
+    trainer, _ = run(
+        reward_funcs=look,
+        data=Dataset.from_list(rows),
+        given={"processing_class": words, "model": tiny_model("llama")},
+        chat_template_kwargs={"mark": "xyz"},
+        max_steps=1,
+    )
+    shown, completions, tags, step = seen[0]
+    assert shown[0][0]["role"] == "user" and completions[0][0]["role"] == "assistant"
+    assert len(tags) == 8 and len(set(tags)) == 2 and step == 0
+    assert words.decode(trainer.train_dataset[0]["input_ids"]).endswith("xyz")
+
+
+def test_an_adapter_is_trained_and_its_base_is_the_reference():
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer, _ = make(architecture="llama", given={"peft_config": adapter}, learning_rate=1.0)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    assert trainer.ref_model is None
+    trainer.train()
+    for name, value in trainer.model.named_parameters():
+        assert torch.equal(value, before[name]) == ("lora_" not in name or not value.requires_grad), name
+    assert logs(trainer)[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert logs(trainer)[-1]["kl"] > 1e-6
+
+
+def test_the_reference_follows_the_policy():
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer, _ = run(**settings)
+    assert all(entry["kl"] == pytest.approx(0, abs=1e-9) for entry in logs(trainer))
+    assert logs(run()[0])[-1]["kl"] > 1e-3
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_an_evaluation_does_not_depend_on_its_batches(method):
+    found = []
+    for size in (2, 8):
+        trainer, _ = make(method, num_generations_eval=2, per_device_eval_batch_size=size)
+        found.append(trainer.evaluate(prompts(6)))
+    names = [
+        n for n in found[0] if not any(w in n for w in ("runtime", "second", "min_", "max_", "std", "_max"))
+    ]
+    assert {"eval_loss", "eval_reward", "eval_kl", "eval_entropy", "eval_completions/mean_length"} <= set(
+        names
+    )
+    for name in names:
+        assert found[0][name] == pytest.approx(found[1][name], abs=1e-9), name
+
+
+def test_completions_are_written_and_shown(tmp_path, capsys):
+    run(folder=str(tmp_path), log_completions=True, num_completions_to_print=2, max_steps=2, logging_steps=2)
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert (
+        list(table.columns) == ["step", "prompt", "completion", "even_tokens", "advantage"]
+        and len(table) == 8
+    )
+    assert "Step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_run_that_stops_within_a_window_goes_on_to_the_same_bits(method, tmp_path):
+    settings = {
+        "steps_per_generation": 2, "num_iterations": 2, "max_steps": 7, "save_strategy": "steps", "save_steps": 3,
+        "logging_steps": 2, "learning_rate": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2,
+        "top_k": 30, "dtype": "float32",
+    }  # fmt: skip
+    whole, _ = run(method, folder=str(tmp_path / "whole"), **settings)
+    for step in (3, 6):
+        again, _ = make(method, folder=str(tmp_path / f"again{step}"), **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, again.model.state_dict()[name]), (step, name)
+        assert logs(again)[-1] == logs(whole)[-1]
+
+
+def test_a_function_may_generate():
+    def rollout(prompts, trainer):
+        count = len(prompts)
+        ends = trainer.sampling.stop_token_ids[-1]
+        ids = [[4, 5, ends] if row % 2 else [6, 7, 8] for row in range(count)]
+        return {
+            "prompt_ids": [[3, 9]] * count, "completion_ids": ids, "logprobs": [[-4.0] * 3] * count, "fit": list(range(count)),
+        }  # fmt: skip
+
+    def fit_for(fit, **_):
+        return [float(value) for value in fit]
+
+    trainer, _ = run(reward_funcs=fit_for, given={"rollout_func": rollout}, max_steps=1)
+    first = logs(trainer)[0]
+    assert first["reward"] == 3.5 and first["completions/clipped_ratio"] == 0.5
+    assert "sampling/sampling_logp_difference/mean" in first
+
+
+def rollouts(**changes):
+    def rollout(prompts, trainer):
+        count = len(prompts)
+        return {"prompt_ids": [[3]] * count, "completion_ids": [[4, 5]] * count, **changes}
+
+    return {"rollout_func": rollout}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (rollouts(completion_ids=[[4]]), ValueError, "1 completion_ids for 8 prompts"),
+        (rollouts(completion_ids=[[]] * 8), ValueError, "empty completion in row 0"),
+        (rollouts(logprobs=[[-1.0]] * 8), ValueError, "1 logprobs for the 2 tokens"),
+        ({"rollout_func": lambda prompts, trainer: [1]}, TypeError, "returned list"),
+    ],
+)
+def test_bad_rollouts_are_named(given, error, words):
+    with pytest.raises(error, match=words):
+        run(given=given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"reward_funcs": None}, "reward_funcs is None"),
+        ({"reward_funcs": []}, "reward_funcs is"),
+        ({"reward_weights": [1.0, 2.0]}, "2 weights for 1"),
+        ({"use_vllm": True}, "use_vllm=True"),
+        ({"data": Dataset.from_list([{"text": "a"}])}, "expected 'prompt'"),
+        ({"data": Dataset.from_list([{"input_ids": list(range(3, 60)) * 40}])}, "a prompt of"),
+        ({"generation_kwargs": {"temperature": 0.0}}, "temperature"),
+    ],
+)
+def test_bad_input_is_refused_before_the_first_step(settings, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make(**settings)
+
+
+def test_the_policy_learns_which_tokens_are_wanted():
+    trainer, _ = make(
+        max_steps=60, beta=0.0, learning_rate=0.02, optim="adamw_torch", max_completion_length=4,
+        per_device_train_batch_size=16, dtype="float32", max_grad_norm=1.0,
+    )  # fmt: skip
+    trainer.train()
+    rewards = [entry["reward"] for entry in logs(trainer)]
+    assert sum(rewards[:3]) < 3 * 0.75 and min(rewards[-5:]) > 0.95
