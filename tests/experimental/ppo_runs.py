@@ -21,7 +21,13 @@ SETTINGS = {
     "num_sample_generations": 0, "whiten_rewards": True,
 }  # fmt: skip
 END = "w16"
-VOLATILE = ("eps", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+VOLATILE = (
+    "eps",
+    "eval_model_preparation_time",
+    "eval_runtime",
+    "eval_samples_per_second",
+    "eval_steps_per_second",
+)
 
 
 def prompts(count: int = 11) -> Dataset:
