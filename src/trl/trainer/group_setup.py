@@ -12,7 +12,7 @@ from trl.rewards.source import RewardSources
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.policy import Policy, make_scorer
 from trl.trainer.prompt_sets import PromptSets
-from trl.trainer.reward_setup import tokenizer_for
+from trl.trainer.reward_setup import tokenizers_for
 
 
 def prompt_sets(args: GroupTraining, policy: Policy) -> PromptSets:
@@ -77,16 +77,10 @@ def reward_sources(
         raise ValueError(
             f"reward_funcs is {reward_funcs!r}, expected functions, reward models or their paths. Pass at least one."
         )
-    if not isinstance(processing_classes, (list, tuple)):
-        processing_classes = [processing_classes] * len(given)
-    if len(processing_classes) == len(given):
-        processing_classes = [
-            tokenizer_for(each, own, policy) for each, own in zip(given, processing_classes, strict=True)
-        ]
     return RewardSources(
         given,
         weights=args.reward_weights,
-        processing_classes=processing_classes,
+        processing_classes=tokenizers_for(given, processing_classes, policy),
         deadline=args.reward_deadline,
         on_failure=args.reward_failure,
         policy_tokenizer=policy.tokenizer,

@@ -23,6 +23,15 @@ def tokenizer_for(source: Any, given: Any, policy: Policy) -> Any:
     return None if saved and (has_files or not Path(saved).is_dir()) else policy.processing_class
 
 
+def tokenizers_for(sources: list[Any], given: Any, policy: Policy) -> Any:
+    """The tokenizer of each source: `given` is one for all or one for each; a wrong number of them is left as it is."""
+    if not isinstance(given, (list, tuple)):
+        given = [given] * len(sources)
+    if len(given) != len(sources):
+        return given
+    return [tokenizer_for(source, own, policy) for source, own in zip(sources, given, strict=True)]
+
+
 def place_reward_models(rewards: RewardSources, accelerator: Any) -> None:
     """Bring reward models to the device, or shard them as the run shards the policy."""
     for source in rewards.models:

@@ -100,8 +100,7 @@ class RLOOTrainer(GroupTrainer):
 
     def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
         """Rewards, cut and less the price of the divergence, and how far each is above the mean of the others."""
-        bounds = self.args.reward_clip_range
-        rewards = clipped_rewards(rows[SCORES], None if bounds is None else (bounds[0], bounds[1]))
+        rewards = clipped_rewards(rows[SCORES], self.args.reward_bounds)
         if self.reference is not None:
             rewards = penalized(rewards, rows[KL], beta=self.args.beta)
         advantages = leave_one_out(rewards, group_size)

@@ -24,7 +24,7 @@ from trl.models.setup import pad_token_id
 from trl.rewards.source import RewardSources
 from trl.rollouts.schedule import WindowSizes
 from trl.trainer.policy import Policy, report_fallbacks, set_up_policy
-from trl.trainer.reward_setup import tokenizer_for
+from trl.trainer.reward_setup import tokenizers_for
 
 logger = logging.getLogger(__name__)
 
@@ -253,17 +253,10 @@ def reward_sources(
         raise ValueError(
             "value_model is the reward model itself: training it would change the rewards. Load it a second time."
         )
-    if not isinstance(processing_classes, (list, tuple)):
-        processing_classes = [processing_classes] * len(given)
-    if len(processing_classes) == len(given):
-        processing_classes = [
-            tokenizer_for(each, own, parts.policy)
-            for each, own in zip(given, processing_classes, strict=True)
-        ]
     return RewardSources(
         given,
         weights=args.reward_weights,
-        processing_classes=processing_classes,
+        processing_classes=tokenizers_for(given, processing_classes, parts.policy),
         deadline=args.reward_deadline,
         on_failure=args.reward_failure,
         read="ids",
