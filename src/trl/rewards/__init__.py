@@ -1,4 +1,4 @@
-"""Where scores come from: functions, reward models, ready-made reward functions. Public names are lazy."""
+"""Where scores come from: functions, reward models, judges, ready-made reward functions. Public names are lazy."""
 
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ _NAMES = {
     "RewardInputs": "trl.rewards.inputs",
     "RewardResult": "trl.rewards.result",
     "RewardSources": "trl.rewards.source",
+    "JudgeSource": "trl.rewards.judge_source",
 }
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from trl.rewards.formats import think_format_reward as think_format_reward
     from trl.rewards.functions import FunctionSource as FunctionSource
     from trl.rewards.inputs import RewardInputs as RewardInputs
+    from trl.rewards.judge_source import JudgeSource as JudgeSource
     from trl.rewards.lengths import get_soft_overlong_punishment as get_soft_overlong_punishment
     from trl.rewards.models import ModelSource as ModelSource
     from trl.rewards.resolving import resolve_reward_funcs as resolve_reward_funcs

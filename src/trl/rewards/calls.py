@@ -50,7 +50,7 @@ class ThreadedCalls:
                 "expected them to end some day. Give what it waits for a timeout of its own."
             )
         future: Future[Any] = Future()
-        run = _resolved_by(function, future)
+        run = resolved_by(function, future)
         thread = threading.Thread(target=run, name=f"reward-{self.name}-{next(_numbers)}", daemon=True)
         thread.start()
         thread.join(seconds)
@@ -63,7 +63,7 @@ class ThreadedCalls:
         return future.result()
 
 
-def _resolved_by(function: Callable[[], Any], future: Future[Any]) -> Callable[[], None]:
+def resolved_by(function: Callable[[], Any], future: Future[Any]) -> Callable[[], None]:
     """`function` in the caller's context and grad mode, with its end put into `future`."""
     context, with_grad = contextvars.copy_context(), torch.is_grad_enabled()
 
@@ -80,7 +80,8 @@ def _resolved_by(function: Callable[[], Any], future: Future[Any]) -> Callable[[
 class AsyncCalls:
     """One event loop on a thread of its own, kept from call to call, so that clients which belong to a loop live on."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "reward") -> None:
+        self.name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -110,7 +111,7 @@ class AsyncCalls:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or self._thread is None or not self._thread.is_alive():
             self._loop = loop = asyncio.new_event_loop()
-            name = f"reward-event-loop-{next(_numbers)}"
+            name = f"{self.name}-event-loop-{next(_numbers)}"
             self._thread = threading.Thread(target=loop.run_forever, name=name, daemon=True)
             self._thread.start()
         return self._loop

@@ -37,7 +37,7 @@ class FunctionSource:
         self.deadline = deadline
         self.on_failure = on_failure
         self.is_async = _is_async(function)
-        self._parameters = _parameters(function)
+        self._parameters = parameters_of(function)
 
     def ask(self, inputs: RewardInputs) -> Any:
         """What the function gives: its answers, or something to be awaited for them."""
@@ -72,10 +72,16 @@ class FunctionSource:
             argument: field for argument, field in _ON_REQUEST.items() if argument in self._parameters
         }
         every |= {argument: list(getattr(inputs, field)) for argument, field in asked_for.items()}
-        kinds = {parameter.kind for parameter in self._parameters.values()}
-        if not self._parameters or inspect.Parameter.VAR_KEYWORD in kinds:
-            return every
-        return {name: value for name, value in every.items() if name in self._parameters}
+        return accepted(every, self._parameters)
+
+
+def accepted(every: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Of the arguments that there are, those that a function with these parameters takes; all where it takes any, or where
+    its parameters are not known."""
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not parameters or takes_any:
+        return dict(every)
+    return {name: value for name, value in every.items() if name in parameters}
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -96,7 +102,7 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Its parameters by name; none for one that cannot be looked at, which is given everything."""
     try:
         parameters = inspect.signature(function).parameters

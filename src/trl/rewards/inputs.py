@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,19 @@ class RewardInputs:
     def row_text(self, row: int) -> str:
         """A row's prompt and completion in a few words, for messages."""
         return f"{_shortened(self.prompts[row])} -> {_shortened(self.completions[row])}"
+
+
+def rows_by_prompt(prompts: Sequence[Any]) -> list[list[int]]:
+    """The rows of each prompt, text or messages, in the order in which prompts first come.
+
+    >>> rows_by_prompt(["a", "b", "a"])
+    [[0, 2], [1]]
+    """
+    groups: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        owner = prompt if isinstance(prompt, str) else json.dumps(prompt, default=repr)
+        groups.setdefault(owner, []).append(row)
+    return list(groups.values())
 
 
 def _check_count(name: str, values: Sequence[Any], expected: int) -> None:

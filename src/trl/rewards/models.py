@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -20,10 +19,10 @@ from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import REWARD_MODEL, load_classifier
 from trl.models.lending import in_eval_mode
 from trl.models.loading import get_config_model_id, load_processing_class
-from trl.models.parts import causal_core
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_processing_class, pad_token_id, table_of_positions
 from trl.rewards.answers import RewardError
-from trl.rewards.inputs import RewardInputs
+from trl.rewards.inputs import RewardInputs, rows_by_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class ModelSource:
         for fallback in self.scorer.fallbacks:
             logger.info("Reward model %r: %s.", self.name, fallback)
         self._longest = table_of_positions(core)
-        self._known_tokens = _embedding_rows(core)  # 0: sharded (ZeRO-3)
+        self._known_tokens = embedded_tokens(core)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """A model needs no columns."""
@@ -89,18 +88,20 @@ class ModelSource:
         sequences = self._sequences(inputs)
         for row, ids in enumerate(sequences):
             self._check_sequence(ids, row, inputs)
-        owners = [_identity(prompt) for prompt in inputs.prompts]
         rows = range(len(sequences))
         scores = torch.zeros(len(sequences))
         with in_eval_mode(self.model), torch.inference_mode():
             for chunk in (rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)):
-                groups = list(_grouped(chunk, owners))
+                rows_of = rows_by_prompt([inputs.prompts[row] for row in chunk])
+                groups = [[chunk[row] for row in group] for group in rows_of]
                 order = [row for group in groups for row in group]
                 scores[order] = self._scores([[sequences[row] for row in group] for group in groups])
         return scores.tolist()
 
     def _scores(self, groups: list[list[Tensor]]) -> Tensor:
-        batch = group_batch(groups, prefix_sharing=self.scorer.flat, pad_token_id=self.scorer.pad_token_id)
+        batch = group_batch(
+            groups, prefix_sharing=self.scorer.takes_trees, pad_token_id=self.scorer.pad_token_id
+        )
         device = next(self.model.parameters()).device
         logits = self.scorer.score(self.model, {name: value.to(device) for name, value in batch.items()})
         return logits[:, 0].float().cpu()
@@ -147,7 +148,7 @@ class ModelSource:
                 f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}: each position of the model has "
                 "a vector of its own. Shorten prompts or completions, or take another reward model."
             )
-        if self._known_tokens and int(ids.max()) >= self._known_tokens:
+        if int(ids.max()) >= self._known_tokens:
             raise RewardError(
                 f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), expected one of the "
                 f"{self._known_tokens} that the model knows. Pass the model's own tokenizer (reward_processing_classes)."
@@ -165,22 +166,6 @@ class ModelSource:
             self.name,
         )
         return False
-
-
-def _embedding_rows(core: Any) -> int:
-    return core.get_input_embeddings().weight.shape[0]
-
-
-def _grouped(rows: Sequence[int], owners: Sequence[str]) -> Iterator[list[int]]:
-    """Rows of one prompt together, in the order in which prompts first come."""
-    groups: dict[str, list[int]] = {}
-    for row in rows:
-        groups.setdefault(owners[row], []).append(row)
-    yield from groups.values()
-
-
-def _identity(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=repr)
 
 
 def _last_part(path: str) -> str:

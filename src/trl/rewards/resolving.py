@@ -11,17 +11,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trl.rewards.judges.bases import BaseJudge, BaseRankJudge
+
 READY_MADE = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 SOFT_OVERLONG = "get_soft_overlong_punishment"
 SOFT_OVERLONG_LENGTHS = {"max_completion_len": 1280, "soft_punish_cache": 256}
 
 
 def resolve_reward_funcs(names: Sequence[str]) -> list[Callable[..., Any] | str]:
-    """Reward functions by name or dotted path; a reward model's path or Hub name comes back as it is.
+    """Reward functions and judges by name or dotted path; a reward model's path or Hub name comes back as it is.
 
     Known names are those of `trl.rewards`; `get_soft_overlong_punishment` takes its lengths in brackets, for example
     `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)`, and 1280 and 256 without. A dotted path
-    names a function in a module that can be imported, also from the working directory.
+    names a function in a module that can be imported, also from the working directory, or a judge's class, which is called
+    without arguments.
 
     Raises: ValueError for a name that is none of these, with the known ones.
     """
@@ -71,10 +74,10 @@ def _model_name(name: str) -> str:
     return name
 
 
-def _function(path: str) -> Callable[..., Any]:
+def _function(path: str) -> Any:
     module_name, _, attribute = path.rpartition(".")
     module = _imported(module_name, path)
-    found = getattr(module, attribute, None)
+    found: Any = getattr(module, attribute, None)
     if found is None:
         others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise ValueError(
@@ -84,7 +87,8 @@ def _function(path: str) -> Callable[..., Any]:
         raise ValueError(
             f"reward function {path!r} is a {type(found).__name__}, expected a function. Name a function of {module_name!r}."
         )
-    return found
+    is_judge = isinstance(found, type) and issubclass(found, (BaseJudge, BaseRankJudge))
+    return found() if is_judge else found
 
 
 def _imported(module_name: str, path: str) -> Any:

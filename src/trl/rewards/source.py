@@ -22,6 +22,8 @@ from trl.rewards.answers import Answers, RewardError, describe_unusable, read_an
 from trl.rewards.calls import AsyncCalls, DeadlinePassed, ThreadedCalls, spoken_of_when_slow
 from trl.rewards.functions import FunctionSource
 from trl.rewards.inputs import RewardInputs
+from trl.rewards.judge_source import Judge, JudgeSource
+from trl.rewards.judges.bases import BaseJudge, BaseRankJudge
 from trl.rewards.models import ModelSource
 from trl.rewards.result import RewardResult
 
@@ -43,7 +45,7 @@ class RewardSource(Protocol):
     def check_columns(self, columns: Collection[str]) -> None: ...
 
 
-RewardFunc = str | os.PathLike[str] | nn.Module | Callable[..., Any] | RewardSource
+RewardFunc = str | os.PathLike[str] | nn.Module | Callable[..., Any] | Judge | RewardSource
 
 
 class RewardSources:
@@ -51,7 +53,7 @@ class RewardSources:
 
     Args:
         reward_funcs: one or several of: a function, an async function, a sequence-classification model with one label or
-            its name or path, a source (`FunctionSource`, `ModelSource`, or anything with their methods).
+            its name or path, a judge, a source (`FunctionSource`, `ModelSource`, `JudgeSource`, or anything with their methods).
         weights: of the sources in the sum, 1 by default.
         processing_classes: the tokenizers of the models among the sources: one for each source (None for a function, or
             for the tokenizer saved with the model), or one alone for all.
@@ -113,6 +115,26 @@ class RewardSources:
         """Raise ValueError where a function needs an argument that the data set has no column for: before the first step."""
         for source in self.sources:
             source.check_columns(columns)
+
+    def check_groups(self, completions: int, *, rows: int) -> None:
+        """Raise ValueError where a judge compares the completions of a prompt, and cannot: before the first step.
+
+        Each prompt has `completions` in a row, and a process has `rows` of them at once.
+        """
+        for judge in [
+            source for source in self.sources if isinstance(source, JudgeSource) and source.compares
+        ]:
+            if completions < 2:
+                raise ValueError(
+                    f"judge {judge.name!r} compares completions of one prompt, and each prompt is completed once here, expected "
+                    "at least twice. Take a binary judge, or a trainer of groups (GRPO, RLOO)."
+                )
+            if rows % completions:
+                raise ValueError(
+                    f"judge {judge.name!r} compares the {completions} completions of a prompt, and a process has {rows} rows at "
+                    f"once, expected a multiple of {completions}: it must see all of a prompt. Change the batch size per device or "
+                    "the number of completions."
+                )
 
     def score(self, inputs: RewardInputs) -> RewardResult:
         """Every source's scores of every rollout.
@@ -228,12 +250,18 @@ class RewardSources:
 def _source(given: Any, processing_class: Any, model_options: dict[str, Any]) -> RewardSource:
     if callable(getattr(given, "ask", None)):
         return given
+    if isinstance(given, type) and issubclass(given, (BaseJudge, BaseRankJudge)):
+        raise TypeError(
+            f"reward_funcs holds the class {given.__name__}, expected a judge. Make one: {given.__name__}()."
+        )
+    if isinstance(given, (BaseJudge, BaseRankJudge)):
+        return JudgeSource(given)  # type: ignore[arg-type]
     if isinstance(given, (str, os.PathLike, nn.Module)):
         return ModelSource(given, processing_class, **model_options)
     if callable(given):
         return FunctionSource(given)
     raise TypeError(
-        f"reward_funcs holds a {type(given).__name__}, expected functions, reward models, or their names or paths. Pass "
+        f"reward_funcs holds a {type(given).__name__}, expected functions, judges, reward models, or their names or paths. Pass "
         "what gives the rewards itself."
     )
 

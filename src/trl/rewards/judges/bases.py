@@ -1,0 +1,119 @@
+"""What judges answer: whether completions are good, which of two is better, or how several rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+_VERDICTS = (0, 1, -1)
+
+
+class BaseJudge(ABC):
+    """Judges completions of prompts; the base of judges that are of no kind below."""
+
+    @abstractmethod
+    def judge(self, prompts: list[str], completions: list[str], shuffle_order: bool = True) -> list:
+        """One answer for each prompt. `shuffle_order` is for judges that show completions in some order."""
+
+
+class BaseRankJudge(ABC):
+    """Ranks the completions of a prompt.
+
+    Example:
+        >>> class ShortestFirst(BaseRankJudge):
+        ...     def judge(self, prompts, completions, shuffle_order=True):
+        ...         return [sorted(range(len(texts)), key=lambda i: len(texts[i])) for texts in completions]
+        >>> ShortestFirst().judge(["The capital of France?"], [["It is Paris.", "Paris", "Paris."]])
+        [[1, 2, 0]]
+    """
+
+    @abstractmethod
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[list[int]]:
+        """The indices of each prompt's completions, the best one's first."""
+
+
+class BasePairwiseJudge(BaseJudge):
+    """Says which of two completions of a prompt is better.
+
+    Example:
+        >>> class Shorter(BasePairwiseJudge):
+        ...     def judge(self, prompts, completions, shuffle_order=False):
+        ...         return [int(len(second) < len(first)) for first, second in completions]
+        >>> Shorter().judge(["The capital of France?"], [["It is Paris.", "Paris"]])
+        [1]
+    """
+
+    @abstractmethod
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[int]:
+        """The index, 0 or 1, of the better completion of each pair; -1 where the judge has no answer.
+
+        `shuffle_order` shows some pairs the other way round, against judges that favour a position.
+        """
+
+
+class BaseBinaryJudge(BaseJudge):
+    """Says whether a completion is good: it keeps to a rule, or is as right as a known answer.
+
+    Example:
+        >>> class IsPolite(BaseBinaryJudge):
+        ...     def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
+        ...         return [int("please" in text) for text in completions]
+        >>> IsPolite().judge(["Ask for salt."], ["Salt, please."])
+        [1]
+    """
+
+    @abstractmethod
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        gold_completions: list[str] | None = None,
+        shuffle_order: bool = True,
+    ) -> list[int]:
+        """1 for each good completion, 0 for each other, -1 where the judge has no answer.
+
+        `gold_completions` are right answers, one for each prompt; `shuffle_order` is for judges that show both.
+        """
+
+
+class AllTrueJudge(BaseBinaryJudge):
+    """1 where every one of several binary judges says 1, 0 where any says 0, else -1 (one of them has no answer).
+
+    Source: the mixture of judges of Xu et al. 2024 (arXiv:2409.20370).
+    """
+
+    def __init__(self, judges: list[BaseBinaryJudge]) -> None:
+        if not judges:
+            raise ValueError(
+                "judges is empty, expected at least one binary judge. Pass those that must agree."
+            )
+        self.judges = judges
+
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        gold_completions: list[str] | None = None,
+        shuffle_order: bool = True,
+    ) -> list[int]:
+        """1, 0 or -1 for each completion.
+
+        Raises: ValueError for another answer of a judge, and for another number of them.
+        """
+        columns = [each.judge(prompts, completions, gold_completions, shuffle_order) for each in self.judges]
+        for each, column in zip(self.judges, columns, strict=True):
+            _check_verdicts(column, len(completions), type(each).__name__)
+        return [min(row, key=lambda verdict: (0, -1, 1).index(verdict)) for row in zip(*columns, strict=True)]
+
+
+def _check_verdicts(verdicts: Sequence[int], count: int, name: str) -> None:
+    wrong = [verdict for verdict in verdicts if verdict not in _VERDICTS]
+    if wrong or len(verdicts) != count:
+        raise ValueError(
+            f"{name} gave {len(verdicts)} answers for {count} completions{f', {wrong[0]!r} among them' if wrong else ''}; expected "
+            "1, 0 or -1 for each. Correct its judge method."
+        )

@@ -1,0 +1,306 @@
+"""The judges themselves: what they ask, how answers are read, and what becomes of failures."""
+
+import builtins
+import json
+import logging
+import math
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.rewards.judges_for_tests import IsLong
+from trl.experimental.judges import AllTrueJudge, BaseBinaryJudge, HfPairwiseJudge, OpenAIPairwiseJudge
+from trl.rewards.judges.pairs import shown_pairs
+
+TEMPLATE = "{prompt}|{response0}|{response1}"
+
+
+def reply(text):
+    return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=text))])
+
+
+class FakeClient:
+    """Both clients at once: `answer(content)` says what the model says."""
+
+    def __init__(self, answer):
+        self.asked, self.options, self._answer = [], [], answer
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.chat_completion))
+
+    def chat_completion(self, *, messages, **options):
+        [message] = messages
+        assert message["role"] == "user"
+        self.asked.append(message["content"])
+        self.options.append(options)
+        return reply(self._answer(message["content"]))
+
+
+def prefers_longer(content):
+    _, first, second = content.split("|")
+    return "0" if len(first) > len(second) else "1"
+
+
+def made(kind, answer, **options):
+    client = FakeClient(answer)
+    cls = {"hf": HfPairwiseJudge, "openai": OpenAIPairwiseJudge}[kind]
+    return cls(system_prompt=TEMPLATE, client=client, **options), client
+
+
+PAIRS = [[f"{'x' * (row + 1)}", "yy"] for row in range(64) if row != 1]
+PROMPTS = [f"question {row}" for row in range(len(PAIRS))]
+
+
+@pytest.mark.parametrize("kind", ["hf", "openai"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_answer_is_that_of_the_order_given(kind, shuffle):
+    judge, client = made(kind, prefers_longer)
+    assert judge.judge(PROMPTS, PAIRS, shuffle_order=shuffle) == [
+        int(len(b) > len(a)) for a, b in PAIRS
+    ]  # whatever was shown first
+    shown_first = {content.split("|")[0]: content.split("|")[1] for content in client.asked}
+    turned = sum(shown_first[prompt] == "yy" for prompt in PROMPTS)
+    assert turned == 0 if not shuffle else 20 <= turned <= 43  # 63 fair coins: 3 deviations of 4
+    assert client.options[0]["max_tokens"] == 1
+
+
+def test_one_who_always_says_the_same_wins_half_with_shuffling():
+    judge, _ = made("hf", lambda content: "0")
+    assert set(judge.judge(PROMPTS, PAIRS, shuffle_order=False)) == {0}
+    assert 20 <= sum(judge.judge(PROMPTS, PAIRS)) <= 43
+
+
+def test_the_order_follows_from_the_texts_alone():
+    pairs = shown_pairs(PROMPTS, PAIRS, shuffle=True)
+    assert pairs == shown_pairs(PROMPTS, PAIRS, shuffle=True)
+    backwards = shown_pairs(PROMPTS, [[b, a] for a, b in PAIRS], shuffle=True)
+    assert [(p.first, p.second) for p in pairs] == [(p.first, p.second) for p in backwards]
+    assert shown_pairs(PROMPTS[:3], PAIRS[:3], shuffle=True) == pairs[:3]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [(" 1\n", 1), ("0", 0), ("", -1), (None, -1), ("Response 1", -1)]
+)
+def test_answers_that_are_no_verdict_are_minus_one(answer, expected):
+    judge, _ = made("openai", lambda content: answer)
+    assert judge.judge(["q"], [["a", "b"]], shuffle_order=False) == [expected]
+
+
+def test_text_with_braces_is_shown_as_it_is():
+    judge, client = made("hf", lambda content: "1")
+    judge.judge(["{prompt} {x}"], [["{response1}", "{}"]], shuffle_order=False)
+    assert client.asked == ["{prompt} {x}|{response1}|{}"]
+    default = HfPairwiseJudge(client=client)
+    default.judge(["the prompt"], [["one", "another"]], shuffle_order=False)
+    text = client.asked[-1]
+    assert text.index("the prompt") < text.index("one") < text.index("another")
+
+
+def test_a_request_that_fails_is_minus_one_and_said_once(caplog):
+    def answer(content):
+        if content.startswith("question 1|"):
+            raise ConnectionError("gone")
+        return prefers_longer(content)
+
+    judge, _ = made("hf", answer)
+    with caplog.at_level(logging.WARNING):
+        first, again = (judge.judge(PROMPTS[:4], PAIRS[:4], shuffle_order=False) for _ in range(2))
+    assert first == again == [1, -1, 0, 0]
+    said = [record.getMessage() for record in caplog.records if "HfPairwiseJudge" in record.getMessage()]
+    assert len(said) == 1
+    assert "1 of 4 requests failed (ConnectionError: gone)" in said[0]
+
+
+def test_a_judge_of_which_every_request_fails_raises():
+    def answer(content):
+        raise PermissionError("no such key")
+
+    judge, _ = made("openai", answer)
+    with pytest.raises(PermissionError, match="no such key"):
+        judge.judge(PROMPTS[:3], PAIRS[:3])
+
+
+def test_requests_are_limited_which_is_said_once(caplog):
+    judge, client = made("openai", lambda content: "1", max_requests=5)
+    with caplog.at_level(logging.WARNING):
+        found = [judge.judge(PROMPTS[:4], PAIRS[:4], shuffle_order=False) for _ in range(3)]
+    assert found == [[1] * 4, [1, -1, -1, -1], [-1] * 4]
+    assert len(client.asked) == judge.num_requests == 5
+    assert sum("has made its 5 requests" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_requests_run_at_the_same_time():
+    together = threading.Barrier(4, timeout=10)  # breaks unless four wait at once
+    judge, _ = made("hf", lambda content: together.wait() * 0 or prefers_longer(content), max_workers=4)
+    assert judge.judge(PROMPTS[:8], PAIRS[:8], shuffle_order=False) == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_models_that_think_get_their_own_limit():
+    judge, client = made("openai", lambda content: "0", request_options={"max_completion_tokens": 99})
+    judge.judge(["q"], [["a", "b"]])
+    assert client.options == [{"model": "gpt-4-turbo-preview", "max_completion_tokens": 99}]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: made("hf", None)[0].judge(["q"], [["a", "b"], ["c", "d"]]), "prompts has 1 entries and completions 2"),
+        (lambda: made("hf", None)[0].judge(["q"], [["a"]]), "prompt 0 comes with 1 completions, expected a list of two"),
+        (lambda: made("hf", None)[0].judge(["q"], ["ab"]), "prompt 0 comes with a text"),
+        (lambda: HfPairwiseJudge(system_prompt="{prompt} {response0}", client=1), "system_prompt has the placeholders"),
+        (lambda: HfPairwiseJudge(system_prompt="{prompt} {", client=1), "system_prompt cannot be read"),
+        (lambda: OpenAIPairwiseJudge(max_requests=-1, client=1), "max_requests must be >= 0, got -1"),
+        (lambda: HfPairwiseJudge(max_workers=0, client=1), "max_workers must be >= 1, got 0"),
+        (lambda: AllTrueJudge([]), "judges is empty"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class Constant(BaseBinaryJudge):
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
+        return self.answers
+
+
+def test_all_must_say_yes_and_one_no_is_no():
+    both = AllTrueJudge([Constant(1, 1, 1, 0, 0, -1), Constant(1, 0, -1, -1, 0, -1)])
+    assert both.judge(["q"] * 6, ["a"] * 6) == [1, 0, -1, 0, 0, -1]
+    assert AllTrueJudge([IsLong(), IsLong()]).judge(["q"] * 2, ["abcd", "abcd"], ["abc", "abcdef"]) == [1, 0]
+
+
+@pytest.mark.parametrize("answers", [(1, 2), (1,)])
+def test_a_judge_of_all_true_that_answers_something_else(answers):
+    with pytest.raises(ValueError, match="expected 1, 0 or -1 for each"):
+        AllTrueJudge([Constant(*answers)]).judge(["q"] * 2, ["a"] * 2)
+
+
+# ---- a real client over a loopback server
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Chat completions of a model that prefers the longer response; it fails where it is asked to."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, self.headers["Authorization"], body["model"], body["max_tokens"]))
+        content = body["messages"][0]["content"]
+        status = 400 if "fail" in content else 200
+        message = {"role": "assistant", "content": prefers_longer(content)}
+        found = {
+            "id": "1", "object": "chat.completion", "created": 0, "model": body["model"],
+            "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
+        }  # fmt: skip
+        answer = json.dumps(found if status == 200 else {"error": {"message": "refused"}}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args):
+        """Say nothing."""
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        found.seen = []
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+def test_openai_over_http(server, monkeypatch):
+    pytest.importorskip("openai", reason="the judges extra is not installed")
+    monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "a-key")
+    judge = OpenAIPairwiseJudge("a-model", system_prompt=TEMPLATE)
+    found = judge.judge(["q", "fail", "q"], [["long", "x"], ["a", "bb"], ["x", "long"]])
+    assert found == [0, -1, 1]
+    assert set(server.seen) == {("/v1/chat/completions", "Bearer a-key", "a-model", 1)}
+
+
+def test_hugging_face_over_http(server, monkeypatch):
+    monkeypatch.setattr(
+        "huggingface_hub.constants.is_offline_mode", lambda: False
+    )  # it refuses loopback, too
+    address = f"http://127.0.0.1:{server.server_port}/v1"
+    judge = HfPairwiseJudge(address, token="a-token", system_prompt=TEMPLATE)
+    assert judge.judge(["q", "fail", "q"], [["long", "x"], ["a", "bb"], ["x", "long"]]) == [0, -1, 1]
+    assert {seen[:2] for seen in server.seen} == {("/v1/chat/completions", "Bearer a-token")}
+
+
+def test_a_missing_key_or_package_is_said(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))
+    with pytest.raises(ValueError, match="OPENAI_API_KEY is not set"):
+        OpenAIPairwiseJudge()
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ImportError, match=r"pip install trl\[judges\]"):
+        OpenAIPairwiseJudge()
+
+
+# ---- PairRM
+
+
+class FakeBlender:
+    """Scores a completion by its length."""
+
+    def loadranker(self, name, device):
+        self.loaded = (name, device)
+
+    def rank(self, prompts, pairs, *, return_scores, disable_tqdm):
+        assert disable_tqdm
+        scores = np.array([[float(len(text)) for text in pair] for pair in pairs])
+        return scores if return_scores else np.array([[1, 2] if a >= b else [2, 1] for a, b in scores])
+
+
+@pytest.fixture
+def pair_rm(monkeypatch):
+    from trl.experimental.judges import PairRMJudge
+
+    fake = ModuleType("llm_blender")
+    fake.Blender = FakeBlender
+    monkeypatch.setitem(sys.modules, "llm_blender", fake)
+    return PairRMJudge()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_pair_rm(pair_rm, shuffle):
+    assert pair_rm.blender.loaded[0] == "llm-blender/PairRM"
+    assert pair_rm.judge(PROMPTS, PAIRS, shuffle_order=shuffle) == [int(len(b) > len(a)) for a, b in PAIRS]
+    found = pair_rm.judge(PROMPTS, PAIRS, shuffle_order=shuffle, return_scores=True, temperature=2.0)
+    expected = [1 / (1 + math.exp((len(b) - len(a)) / 2)) for a, b in PAIRS]
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert pair_rm.judge([], []) == []
+    with pytest.raises(ValueError, match="temperature must be > 0, got 0"):
+        pair_rm.judge(["q"], [["a", "b"]], temperature=0)
+
+
+def test_pair_rm_without_its_package(monkeypatch):
+    from trl.experimental.judges import PairRMJudge
+
+    monkeypatch.setitem(sys.modules, "llm_blender", None)
+    with pytest.raises(ImportError, match="pip install llm-blender"):
+        PairRMJudge()
+
+
+def test_judges_need_nothing_of_their_extras_to_be_imported(monkeypatch):
+    real = builtins.__import__
+
+    def no_extras(name, *args, **kwargs):
+        assert name.partition(".")[0] not in ("openai", "llm_blender")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_extras)
+    for name in [name for name in sys.modules if name.startswith("trl.rewards.judges")]:
+        monkeypatch.delitem(sys.modules, name)
+    import trl.rewards.judges.chat
+    import trl.rewards.judges.pair_rm  # noqa: F401
