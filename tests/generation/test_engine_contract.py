@@ -336,6 +336,16 @@ def test_lengths_by_window_and_max_length(make_engine):
     assert [len(c.ids) for c in found] == [16 - len(prompt) for prompt in prompts]
     found = make_engine(model).generate(prompts, Sampling(max_length=14, stop_token_ids=(), seed=0))
     assert [len(c.ids) for c in found] == [14 - len(prompt) for prompt in prompts]
+    sampling, own = (
+        Sampling(max_new_tokens=6, stop_token_ids=(), seed=0),
+        [1 + n % 7 for n in range(len(prompts))],
+    )
+    limited = make_engine(model).generate(prompts, sampling, limits=own)
+    rooms = [min(6, 16 - len(prompt), limit) for prompt, limit in zip(prompts, own, strict=True)]
+    whole = make_engine(model).generate(prompts, sampling)
+    assert [c.ids for c in limited] == [c.ids[:room] for c, room in zip(whole, rooms, strict=True)]
+    with pytest.raises(ValueError, match="limits must be one number >= 1 per prompt"):
+        make_engine(model).generate(prompts[:1], sampling, limits=[0])
 
 
 # ---- bad input

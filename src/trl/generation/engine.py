@@ -123,15 +123,30 @@ class Generated:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Turns prompt ids into completion ids."""
+    """Turns prompt ids into completion ids.
+
+    `exact`: whether log-probs of 32 bits are those of the scoring forward up to rounding, as it computes them too.
+    `together`: whether this process generates only at the same time as others, which hold parts of the weights.
+    """
+
+    exact: bool
+
+    @property
+    def together(self) -> bool: ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, streams: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        streams: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Generated]:
         """One completion per prompt, in order; equal prompts are copies of one and are prefilled once.
 
         `streams[i]` names the random stream of request i (default: i): what it becomes depends on its prompt,
-        the seed and its stream, never on the other requests.
+        the seed and its stream, never on the other requests. `limits[i]` is a greatest number of new tokens of
+        its own, beside those of `sampling`.
         """
         ...
 
@@ -187,14 +202,22 @@ def _token_ids(prompt: Sequence[int] | Tensor) -> tuple[int, ...]:
     return tuple(prompt.tolist() if isinstance(prompt, Tensor) else map(int, prompt))
 
 
-def completion_limits(starts: Sequence[int], sampling: Sampling, window: int | None) -> list[int]:
-    """The most tokens each completion may have: by `max_new_tokens`, `max_length` and the model's window.
+def completion_limits(
+    starts: Sequence[int], sampling: Sampling, window: int | None, own: Sequence[int] | None = None
+) -> list[int]:
+    """The most tokens each completion may have: by `max_new_tokens`, `max_length`, the model's window and its
+    `own` limit.
 
     `starts` are the tokens that a completion goes on from: its prompt's, or those that an encoder-decoder
     begins with.
 
-    Raises: ValueError for a prompt that fills `max_length`.
+    Raises: ValueError for a prompt that fills `max_length`, and for own limits that are none.
     """
+    if own is not None and (len(own) != len(starts) or min(own, default=1) < 1):
+        raise ValueError(
+            f"limits must be one number >= 1 per prompt ({len(starts)}), got {list(own)}. Leave out prompts "
+            "that nothing may follow."
+        )
     limits, new_tokens = [], sampling.new_tokens
     for index, start in enumerate(starts):
         rooms = [bound - start for bound in (window, sampling.max_length) if bound is not None]
@@ -204,5 +227,5 @@ def completion_limits(starts: Sequence[int], sampling: Sampling, window: int | N
                 f"prompts[{index}] has {start} tokens, max_length is {sampling.max_length} and must leave "
                 "room for a completion. Use max_new_tokens, or truncate the prompt."
             )
-        limits.append(limit)
+        limits.append(limit if own is None else min(limit, own[index]))
     return limits

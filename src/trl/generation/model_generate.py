@@ -1,7 +1,7 @@
 """The fallback: the model's own `generate`, with our draws in place of its sampling.
 
 For encoder-decoders, models whose attention does not take flat rows and prompt learning. Finished rows stay
-in the batch; an encoder reads each distinct prompt once.
+in the batch; an encoder reads each distinct prompt once, and so does a decoder that is shown images.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
+from trl.generation.prefill_once import MoreInputs, with_more
 from trl.generation.request_state import Requests
 from trl.models.parts import causal_core, prompt_learning_obstacle
 
@@ -21,8 +22,9 @@ from trl.models.parts import causal_core, prompt_learning_obstacle
 class _OurDraws(LogitsProcessor):
     """Leaves one token per row: the one that the request draws; rows that are done repeat the pad token."""
 
-    def __init__(self, requests: Requests, members: Tensor, pad: int) -> None:
+    def __init__(self, requests: Requests, members: Tensor, pad: int, more: MoreInputs | None = None) -> None:
         self.requests, self.members, self.pad = requests, members, pad
+        self.unread, self.blank = ((), 0) if more is None else (tuple(more.unread), more.blank)
         self.done = torch.zeros(len(members), dtype=torch.bool, device=members.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -30,6 +32,8 @@ class _OurDraws(LogitsProcessor):
         active = (~self.done).nonzero()[:, 0]
         logits = scores[active].to(torch.promote_types(scores.dtype, torch.float32), copy=True)
         tokens[active], self.done[active] = self.requests.extend(self.members[active], logits)
+        if self.unread:
+            tokens = tokens.masked_fill(torch.isin(tokens, tokens.new_tensor(self.unread)), self.blank)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def all_done(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -38,16 +42,25 @@ class _OurDraws(LogitsProcessor):
 
 
 def generate_with_model(
-    model: Any, requests: Requests, *, max_rows: int, pad: int, synced: bool = False
+    model: Any,
+    requests: Requests,
+    *,
+    max_rows: int,
+    pad: int,
+    synced: bool = False,
+    more_inputs: MoreInputs | None = None,
 ) -> None:
     """Run requests through `model.generate`, `max_rows` at once; `synced` keeps ZeRO-3's ranks in step."""
     for batch in _batches(requests, max_rows, level=prompt_learning_obstacle(model) is not None):
         members = torch.tensor(batch, device=requests.device)
-        ours = _OurDraws(requests, members, pad)
+        ours = _OurDraws(requests, members, pad, more_inputs)
+        inputs = _inputs(model, requests, members, pad)
         longest = max(requests.limits[request] for request in members.tolist())
         with _generation_config(model, _config(model, longest, pad)):
+            if more_inputs is not None:
+                inputs = with_more(model, inputs, more_inputs, batch, synced_gpus=synced)
             model.generate(
-                **_inputs(model, requests, members, pad),
+                **inputs,
                 logits_processor=LogitsProcessorList([ours]),
                 stopping_criteria=StoppingCriteriaList([ours.all_done]),  # pyright: ignore[reportArgumentType]
                 synced_gpus=synced,

@@ -32,14 +32,16 @@ class Requests:
         strings: StopStrings | None,
         device: torch.device,
         begin: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> None:
-        """`begin` is what an encoder-decoder's completions go on from; a decoder's go on from prompts."""
+        """`begin` is what an encoder-decoder's completions go on from; a decoder's go on from prompts. `limits` are further
+        ones of each request, in new tokens."""
         self.sampling, self.device = sampling, device
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         self.prompts = list(numbers)
         self.prompt_of = [numbers[prompt] for prompt in prompts]
         starts = [len(prompt if begin is None else begin) for prompt in prompts]
-        self.limits = completion_limits(starts, sampling, window)
+        self.limits = completion_limits(starts, sampling, window, limits)
         self.longest = max(self.limits)
         self.stops = StopRule(self._tensor(self.limits), self._tensor(ends), strings)
         self.keys = stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, streams).to(device)

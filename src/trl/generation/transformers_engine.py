@@ -18,16 +18,17 @@ from trl.generation.fused import FusedDecoder, fused_obstacle
 from trl.generation.model_generate import generate_with_model
 from trl.generation.own_forward import OwnForward
 from trl.generation.phase import generating
+from trl.generation.prefill_once import MoreInputs
 from trl.generation.request_state import Requests, fresh_seed
 from trl.generation.rollout_loop import RolloutLoop, bytes_per_row, default_rows
 from trl.generation.stopping import StopStrings, end_tokens
 from trl.models.attention import flat_obstacle
 from trl.models.distributed import is_sharded
-from trl.models.parts import causal_core, head_obstacle, logit_rule, prompt_learning_obstacle
+from trl.models.parts import causal_core, embedded_tokens, head_obstacle, logit_rule, prompt_learning_obstacle
 
 logger = logging.getLogger(__name__)
 
-_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Route = Literal["auto", "fused", "forward", "generate"]
 
 
@@ -46,6 +47,8 @@ class TransformersEngine:
         >>> engine = TransformersEngine(model, tokenizer=tokenizer)  # doctest: +SKIP
         >>> engine.generate([[5, 6, 7]] * 8, Sampling(max_new_tokens=64, seed=0))[0].ids  # doctest: +SKIP
     """
+
+    exact = True
 
     def __init__(
         self,
@@ -74,9 +77,15 @@ class TransformersEngine:
         self._looked_at: tuple[Any, str | None] | None = None  # a model, and why it cannot run over our cache
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, streams: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        streams: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+        more_inputs: MoreInputs | None = None,
     ) -> list[Generated]:
-        """One completion per prompt, in order; see `Engine.generate`.
+        """One completion per prompt, in order; see `Engine.generate`. With `more_inputs` the route is `"generate"`.
 
         Sampled ids depend on prompt, seed and stream alone; in float32 up to draws that fall on a rounding
         error.
@@ -90,14 +99,23 @@ class TransformersEngine:
             core = causal_core(model)
             window = context_window(model)
             found, names = check_requests(
-                prompts, streams, window=window, vocabulary=_vocabulary(core), room=0 if _begin(core) else 1
+                prompts,
+                streams,
+                window=window,
+                vocabulary=embedded_tokens(core),
+                room=0 if _begin(core) else 1,
             )
             if not found:
                 return []
-            requests = self._requests(core, found, names, sampling, window, seed)
+            requests = self._requests(core, found, names, sampling, window, seed, limits)
             with _autocast(core.device.type, dtype):
-                self._run(model, core, requests, dtype)
+                self._run(model, core, requests, dtype, more_inputs)
         return requests.results()
+
+    @property
+    def together(self) -> bool:
+        """Whether other processes hold parts of the weights, which are gathered for each call."""
+        return is_sharded(self.model)
 
     def sync_weights(self, model: nn.Module, step: int) -> None:
         """Generate from `model` from now on; its weights are read anew at the start of each `generate`."""
@@ -113,7 +131,7 @@ class TransformersEngine:
             return None if first.dtype == torch.float64 else self.autocast_dtype
         if torch.is_autocast_enabled(first.device.type):
             return torch.get_autocast_dtype(first.device.type)
-        return _MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
+        return MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
 
     def _requests(
         self,
@@ -123,6 +141,7 @@ class TransformersEngine:
         sampling: Sampling,
         window: int | None,
         seed: int,
+        limits: Sequence[int] | None,
     ) -> Requests:
         ends = end_tokens(sampling.stop_token_ids, core)
         if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
@@ -132,18 +151,25 @@ class TransformersEngine:
             )
         return Requests(
             prompts, streams, replace(sampling, seed=seed), window=window, ends=ends,
-            strings=self._stop_strings(sampling, core), device=core.device, begin=_begin(core),
+            strings=self._stop_strings(sampling, core), device=core.device, begin=_begin(core), limits=limits,
         )  # fmt: skip
 
     def _stop_strings(self, sampling: Sampling, core: Any) -> StopStrings | None:
         if not sampling.stop_strings:
             return None
         if self._strings is None or self._strings.texts != sampling.stop_strings:
-            self._strings = StopStrings(sampling.stop_strings, self.tokenizer, _vocabulary(core))
+            self._strings = StopStrings(sampling.stop_strings, self.tokenizer, embedded_tokens(core))
         return self._strings
 
-    def _run(self, model: Any, core: Any, requests: Requests, dtype: torch.dtype | None) -> None:
-        route = self._route(model, core)
+    def _run(
+        self,
+        model: Any,
+        core: Any,
+        requests: Requests,
+        dtype: torch.dtype | None,
+        more_inputs: MoreInputs | None,
+    ) -> None:
+        route = "generate" if more_inputs is not None else self._route(model, core)
         item = (dtype or core.dtype).itemsize
         share = sum(map(len, requests.prompts)), len(requests.prompt_of)
         config = core.config.get_text_config()
@@ -151,7 +177,10 @@ class TransformersEngine:
         rows = self.max_batch or default_rows(row, core.device)
         if route == "generate":
             synced = not self.gather_zero3 and is_sharded(model)
-            generate_with_model(model, requests, max_rows=rows, pad=_pad(core, self.tokenizer), synced=synced)
+            pad = _pad(core, self.tokenizer)
+            generate_with_model(
+                model, requests, max_rows=rows, pad=pad, synced=synced, more_inputs=more_inputs
+            )
             return
         cache = RolloutCache(config.num_hidden_layers)
         with rollout_attention_of(core, cache):
@@ -208,11 +237,6 @@ def context_window(model: Any) -> int | None:
     if window is None or prompt_learning_obstacle(model) is None:
         return window
     return window - (getattr(model.active_peft_config, "num_virtual_tokens", None) or 0)
-
-
-def _vocabulary(core: Any) -> int:
-    weight = core.get_input_embeddings().weight
-    return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 empties the tensors of sharded weights
 
 
 def _pad(core: Any, tokenizer: Any | None) -> int:

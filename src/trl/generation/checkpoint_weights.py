@@ -1,0 +1,64 @@
+"""The weights of a policy under the names of its checkpoints, for an engine that holds a copy of its own."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from trl.generation.fused import readable_weight
+from trl.models.parts import causal_core, prompt_learning_obstacle
+
+
+@torch.no_grad()
+def checkpoint_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers as a checkpoint of the model without adapters has them; the model itself is not changed.
+
+    Active LoRA adapters are added to copies of the weights they belong to; all other tensors are the model's own, not
+    copies. Weights must be whole (see `generating`).
+
+    Raises: ValueError for adapters that are more than such a sum.
+    """
+    obstacle = prompt_learning_obstacle(model)
+    if obstacle is not None:
+        raise ValueError(f"{obstacle}, which no weight can stand for. Use LoRA, or leave use_vllm out.")
+    core = causal_core(model)
+    found: dict[str, Tensor] = dict(core.state_dict())
+    for name, module in _adapted(core):
+        own = f"{name}."
+        for key in [key for key in found if key.startswith(own)]:
+            del found[key]
+        found |= {own + part: value for part, value in _summed(name, module).items()}
+    return revert_weight_conversion(core, found)
+
+
+def _adapted(core: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that PEFT put in the place of the model's own."""
+    if find_spec("peft") is None:
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
+    return [(name, module) for name, module in core.named_modules() if isinstance(module, kinds)]  # pyright: ignore
+
+
+def _summed(name: str, module: nn.Module) -> dict[str, Tensor]:
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        active: Any = module.original_module
+        if not module.disable_adapters and module.active_adapters:
+            active = module.modules_to_save[module.active_adapters[0]]
+        return dict(active.state_dict())
+    pair = readable_weight(module)
+    if pair is None:
+        raise ValueError(
+            f"the adapter of {name} ({type(module).__module__}.{type(module).__name__}) is no sum of weights that can be sent "
+            "to vLLM, expected LoRA on linear layers, without DoRA. Use plain LoRA, or leave use_vllm out."
+        )
+    weight, bias = pair
+    return {"weight": weight.detach()} | ({} if bias is None else {"bias": bias.detach()})

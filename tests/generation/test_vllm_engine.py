@@ -1,0 +1,201 @@
+"""vLLM as the engine: what it is asked, with a stand-in; and, where it is installed, what it answers."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.generation.vllm_runs import adapted, model
+from trl.generation import vllm_engine
+from trl.generation.checkpoint_weights import checkpoint_weights
+from trl.generation.engine import Sampling
+from trl.generation.vllm_engine import VLLMEngine, VLLMSettings
+
+INSTALLED = find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is an extra: `make test-vllm` installs it apart")
+SMALL = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+# ---- with a stand-in
+
+
+class StandIn:
+    """Says what it was asked, and answers each request with its prompt's first token and a stop token."""
+
+    calls: list = []  # noqa: RUF012
+
+    def __init__(self, **settings):
+        self.calls.append(("made", settings))
+
+    def generate(self, prompts, settings, use_tqdm):
+        self.calls.append(("generate", prompts, settings))
+        step = [{prompt["prompt_token_ids"][0]: SimpleNamespace(logprob=-0.5)} for prompt in prompts]
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=list(each), logprobs=[each], finish_reason="stop")]
+            )
+            for each in step
+        ]
+
+    def collective_rpc(self, name, kwargs):
+        self.calls.append((name, dict(kwargs["weights_iterator"])))
+
+    def reset_prefix_cache(self):
+        self.calls.append(("reset",))
+
+    def sleep(self, level):
+        self.calls.append(("sleep", level))
+
+    def wake_up(self):
+        self.calls.append(("wake",))
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    package, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    package.LLM, package.SamplingParams = StandIn, dict  # type: ignore[attr-defined]
+    params.StructuredOutputsParams = lambda regex: ("regex", regex)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: True)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # put back afterwards: the engine sets it
+    StandIn.calls = []
+    return StandIn.calls
+
+
+def test_requests_say_what_the_sampling_says(stand_in):
+    engine = VLLMEngine(model(), settings=VLLMSettings(window=16, regex="[0-9]+"))
+    sampling = Sampling(
+        max_new_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2, min_new_tokens=2,
+        stop_token_ids=(7, 3), stop_strings=("end",), seed=1,
+    )  # fmt: skip
+    found = engine.generate([[5, 6], [8] * 10], sampling, streams=[4, 9], limits=[3, 9])
+    assert [one.ids for one in found] == [[5], [8]] and [one.logps.tolist() for one in found] == [[-0.5]] * 2
+    settings = stand_in[-1][2]
+    assert [each["max_tokens"] for each in settings] == [
+        3,
+        6,
+    ]  # their own limit; what the window of 16 leaves
+    assert settings[0]["seed"] != settings[1]["seed"]
+    shared = {name: value for name, value in settings[0].items() if name not in ("max_tokens", "seed")}
+    assert shared == {
+        "min_tokens": 2, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
+        "stop_token_ids": [3, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True, "stop": ["end"],
+        "include_stop_str_in_output": True, "structured_outputs": ("regex", "[0-9]+"),
+    }  # fmt: skip
+    engine.generate([[8] * 10], sampling, streams=[9])
+    assert stand_in[-1][2][0]["seed"] == settings[1]["seed"]  # by the stream, whoever else is asked for
+
+
+def test_weights_are_sent_when_they_changed(stand_in):
+    policy = model()
+    engine = VLLMEngine(policy, settings=VLLMSettings(sleeps=True))
+    engine.sync_weights(policy, 0)
+    engine.sync_weights(policy, 0)
+    assert [call[0] for call in stand_in] == ["made", "reload_weights", "reset", "sleep"]
+    assert stand_in[0][1]["load_format"] == "dummy" and stand_in[0][1]["dtype"] == "float32"
+    torch.testing.assert_close(stand_in[1][1], dict(policy.state_dict()), rtol=0, atol=0)
+    engine.generate([[5]], Sampling(max_new_tokens=1, seed=0))
+    policy.lm_head.weight.data.mul_(2)
+    engine.sync_weights(policy, 1)
+    assert [call[0] for call in stand_in[4:]] == ["wake", "generate", "sleep", "wake", "reload_weights", "reset", "sleep"]  # fmt: skip
+
+
+def test_adapters_are_added_in_copies():
+    policy = adapted()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    found = checkpoint_weights(policy)
+    assert found.keys() == model().state_dict().keys()
+    layer = policy.base_model.model.model.layers[1].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = layer.base_layer.weight + layer.scaling["default"] * (b @ a)
+    torch.testing.assert_close(found["model.layers.1.self_attn.q_proj.weight"], expected, rtol=0, atol=1e-6)
+    head = policy.base_model.model.lm_head.modules_to_save["default"].weight
+    assert torch.equal(found["lm_head.weight"], head)
+    torch.testing.assert_close(dict(policy.state_dict()), before, rtol=0, atol=0)
+    with policy.disable_adapter():
+        torch.testing.assert_close(checkpoint_weights(policy), dict(model().state_dict()), rtol=0, atol=0)
+
+
+def test_adapters_that_are_no_sum_are_refused():
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    with pytest.raises(ValueError, match=r"q_proj .*is no sum of weights"):
+        checkpoint_weights(get_peft_model(model(), LoraConfig(target_modules=["q_proj"], use_dora=True)))
+    with pytest.raises(ValueError, match="no weight can stand for"):
+        checkpoint_weights(
+            get_peft_model(model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        )
+
+
+@pytest.mark.skipif(INSTALLED, reason="vLLM is installed")
+def test_a_missing_package_is_named():
+    with pytest.raises(ImportError, match=r"pip install trl\[vllm\]"):
+        VLLMEngine(model())
+
+
+def test_a_copy_cannot_be_split_over_more_processes_than_there_are(stand_in):
+    with pytest.raises(
+        ValueError, match=r"vllm_tensor_parallel_size=2 must divide .* 1\. Set it to one of \[1\]"
+    ):
+        VLLMEngine(model(), settings=VLLMSettings(parallel=2))
+
+
+# ---- with vLLM itself
+
+
+def ran(kind, folder, processes=0):
+    """What `vllm_runs` found, in a process of its own or in several."""
+    out, launcher = folder / "found.json", [sys.executable, "-m"]
+    if processes:
+        launcher += [
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(processes),
+            "--master_port",
+            "29771",
+            "-m",
+        ]
+    command = [*launcher, "tests.generation.vllm_runs", str(out), kind]
+    done = subprocess.run(command, env=os.environ | SMALL, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("found.json*"))]
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+def test_completions_are_the_policys_own(kind, tmp_path):
+    (found,) = ran(kind, tmp_path)
+    assert all(map(all, found["same"])) and found["gap"] < 1e-4  # float32, other kernels
+    assert found["moved"] and all(found["turned"]) and found["copies"]
+    assert found["scored"] < 1e-4 and all(found["stopped"]) and all(found["inner"])
+    assert found["limits"] == [1, 4]
+    assert len(found["changed"]) == 1  # what the test changed itself
+
+
+@needs_vllm
+def test_grpo_learns_from_it(tmp_path):
+    (found,) = ran("trained", tmp_path)
+    rewards = [entry["reward"] for entry in found]
+    assert rewards[0] < 0.7 and min(rewards[-3:]) > 0.9
+    gaps = [entry["sampling/sampling_logp_difference/max"] for entry in found]
+    assert max(gaps) < 1e-3  # weights arrive before each rollout: the sampler is the policy, up to rounding
+    assert all(entry["num_tokens"] > 0 for entry in found)
+
+
+@needs_vllm
+def test_one_copy_over_two_processes(tmp_path):
+    found = ran("shared", tmp_path, processes=2)
+    assert len(found) == 2 and [len(each["ids"]) for each in found] == [2, 3]
+    assert all(each["ids"] == each["expected"] for each in found)
+    assert found[1]["ids"][0] == found[0]["ids"][0] and found[1]["expected"][2] == found[1]["expected"][0]
