@@ -1,9 +1,10 @@
 """Dropout switched off stays off in training mode."""
 
+import pytest
 import torch
 
 from tests.tiny import tiny_model
-from trl.models.dropout import disable_dropout_in_model
+from trl.models.dropout import disable_dropout_in_model, has_noise
 
 
 def test_training_mode_becomes_deterministic():
@@ -12,3 +13,15 @@ def test_training_mode_becomes_deterministic():
     assert not torch.equal(model(ids).logits, model(ids).logits)
     disable_dropout_in_model(model)
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dropout"),
+    [("llama", {"attention_dropout": 0.5}), ("opt", {"dropout": 0.5}), ("gpt2", {"attn_pdrop": 0.5})],
+)
+def test_dropout_that_is_no_module_is_switched_off_too(architecture, dropout):
+    model = tiny_model(architecture, **dropout).train()
+    ids = torch.tensor([[1, 2, 3]])
+    assert has_noise(model) and not torch.equal(model(ids).logits, model(ids).logits)
+    disable_dropout_in_model(model)
+    assert not has_noise(model) and torch.equal(model(ids).logits, model(ids).logits)

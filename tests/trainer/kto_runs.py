@@ -1,6 +1,5 @@
 """KTO on eight fixed rows, with a reference that is not the policy."""
 
-import tempfile
 from typing import Any
 
 import torch
@@ -8,8 +7,7 @@ from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.trainer.dpo_runs import policy_and_reference
-from tests.trainer.one_step import SETTINGS, KeepGradients
-from tests.trainer.resume_worker import tokenizer
+from tests.trainer.one_step import trainer_of
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
@@ -32,24 +30,13 @@ def rows(seed: int = 2, count: int = len(LENGTHS)) -> list[dict[str, Any]]:
 
 
 def make_any(trainer_class: type, config_class: type, out: str | None, settings: dict[str, Any]) -> Any:
-    """A trainer with `settings` over the defaults; its callback `keep` holds the gradients of every step."""
-    arguments = (
-        "model", "ref_model", "train_dataset", "eval_dataset", "data_collator", "compute_metrics", "peft_config",
-        "callbacks", "embedding_func", "embedding_tokenizer", "model_adapter_name", "ref_adapter_name",
-    )  # fmt: skip
-    given = {name: settings.pop(name) for name in arguments if name in settings}
+    """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
     copied = settings.pop("copied_reference", False)
-    if "model" not in given:
-        given["model"], reference = policy_and_reference()
+    if "model" not in settings:
+        settings["model"], reference = policy_and_reference()
         if not copied:
-            given.setdefault("ref_model", reference)
-    keep = KeepGradients()
-    given["callbacks"] = [keep, *given.get("callbacks", [])]
-    given.setdefault("train_dataset", Dataset.from_list(rows()))
-    args = config_class(out or tempfile.mkdtemp(), **{**SETTINGS, **settings})
-    trainer = trainer_class(args=args, processing_class=tokenizer(), **given)
-    trainer.keep = keep
-    return trainer
+            settings.setdefault("ref_model", reference)
+    return trainer_of(trainer_class, config_class, out, settings, train_dataset=Dataset.from_list(rows()))
 
 
 def make(out: str | None = None, **settings: Any) -> KTOTrainer:

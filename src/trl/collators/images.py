@@ -95,16 +95,7 @@ class ImageCollator:
         """Raises ValueError or TypeError for settings and processors that no batch can be made with."""
         check_multiple(self.pad_to_multiple_of)
         self.limits.check()
-        name = type(self.processor).__name__
-        if not hasattr(self.processor, "image_processor"):
-            raise TypeError(
-                f"processor must have an image_processor, got {name}. Load it with AutoProcessor.from_pretrained."
-            )
-        if name in _PREFIX_ATTENTION:
-            raise ValueError(
-                f"processor is a {name}, whose model lets tokens see those they should predict, expected one of a causal "
-                "model. Train it with a data_collator of your own that passes the processor a suffix."
-            )
+        check_processor(self.processor)
 
     def collate(self, sequences: Illustrated, *, completions_only: bool) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask`, `labels` `(B, T)`, padded on the right, and whatever else the model takes.
@@ -112,7 +103,9 @@ class ImageCollator:
         Raises: ValueError naming the place where an image would lose tokens.
         """
         texts = ["".join(half) for half in sequences.halves]
-        batch, is_image = self._processed(texts, sequences.images, sequences.adds_special)
+        batch, is_image = processed(
+            self.processor, texts, sequences.images, adds_special=sequences.adds_special
+        )
         starts = torch.zeros(len(texts), dtype=torch.int64)
         if completions_only:
             starts = torch.tensor(self._completion_starts(batch, sequences))
@@ -120,28 +113,6 @@ class ImageCollator:
         is_padding = batch["attention_mask"] == 0
         batch["labels"] = batch["input_ids"].masked_fill(is_image | is_padding | is_prompt, IGNORED)
         return self._rounded(self._cut(batch, is_image, starts, sequences.places))
-
-    def _processed(
-        self, texts: list[str], images: Sequence[list[Any]], adds_special: bool
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """What the model takes, and which positions `(B, T)` belong to images."""
-        processor: Any = self.processor
-        made = dict(
-            processor(
-                text=texts,
-                **({"images": list(images)} if any(images) else {}),
-                padding=True,
-                padding_side="right",
-                add_special_tokens=adds_special,
-                return_mm_token_type_ids=True,
-                return_tensors="pt",
-            )
-        )
-        made.pop("labels", None)
-        types = made.get("mm_token_type_ids")
-        if "mm_token_type_ids" not in processor.model_input_names:
-            made.pop("mm_token_type_ids", None)
-        return made, _image_positions(processor, made["input_ids"]) if types is None else types != 0
 
     def _completion_starts(self, batch: dict[str, Tensor], sequences: Illustrated) -> list[int]:
         """Where each completion begins: at the first token that the prompt alone does not have.
@@ -160,7 +131,9 @@ class ImageCollator:
             start = len(ids) - len(tail)
             if ids[start:] != tail:  # images in the completion: the prompt goes through the processor
                 shown = sequences.images[index][: half.prompt.count(placeholder)]
-                alone, _ = self._processed([half.prompt], [shown], sequences.adds_special)
+                alone, _ = processed(
+                    self.processor, [half.prompt], [shown], adds_special=sequences.adds_special
+                )
                 start = common_prefix_length(alone["input_ids"][0].tolist(), ids)
             starts.append(start)
         return starts
@@ -186,7 +159,7 @@ class ImageCollator:
         rows = torch.arange(len(order))[:, None]
         shorter = {
             name: _filled(value[rows, order], is_filler, self._fill(name))
-            if _is_per_token(name, value, batch)
+            if is_per_token(name, value, batch)
             else value
             for name, value in batch.items()
         }
@@ -225,7 +198,7 @@ class ImageCollator:
             return batch
         return {
             name: pad(value, (0, 0) * (value.ndim - 2) + (0, missing), value=self._fill(name))
-            if _is_per_token(name, value, batch)
+            if is_per_token(name, value, batch)
             else value
             for name, value in batch.items()
         }
@@ -235,6 +208,43 @@ class ImageCollator:
         if name == "input_ids":
             return getattr(text_tokenizer(self.processor), "pad_token_id", None) or 0
         return IGNORED if name == "labels" else 0
+
+
+def check_processor(processor: Any) -> None:
+    """Raises ValueError or TypeError for a processor that no batch can be made with."""
+    name = type(processor).__name__
+    if not hasattr(processor, "image_processor"):
+        raise TypeError(
+            f"processor must have an image_processor, got {name}. Load it with AutoProcessor.from_pretrained."
+        )
+    if name in _PREFIX_ATTENTION:
+        raise ValueError(
+            f"processor is a {name}, whose model lets tokens see those they should predict, expected one of a causal "
+            "model. Take another model, or, with SFTTrainer and DPOTrainer, a data_collator of your own that passes the processor "
+            "a suffix."
+        )
+
+
+def processed(
+    processor: Any, texts: list[str], images: Sequence[list[Any]], *, adds_special: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What a processor makes of texts, padded on the right, and their images; and which positions `(B, T)` are images'."""
+    made = dict(
+        processor(
+            text=texts,
+            **({"images": list(images)} if any(images) else {}),
+            padding=True,
+            padding_side="right",
+            add_special_tokens=adds_special,
+            return_mm_token_type_ids=True,
+            return_tensors="pt",
+        )
+    )
+    made.pop("labels", None)
+    types = made.get("mm_token_type_ids")
+    if "mm_token_type_ids" not in processor.model_input_names:
+        made.pop("mm_token_type_ids", None)
+    return made, _image_positions(processor, made["input_ids"]) if types is None else types != 0
 
 
 def check_examples(examples: Sequence[Row]) -> None:
@@ -252,7 +262,7 @@ def _filled(value: Tensor, is_filler: Tensor, fill: int) -> Tensor:
     return value.masked_fill(is_filler.view(*is_filler.shape, *[1] * (value.ndim - 2)), fill)
 
 
-def _is_per_token(name: str, value: Any, batch: dict[str, Tensor]) -> bool:
+def is_per_token(name: str, value: Any, batch: dict[str, Tensor]) -> bool:
     """Whether a value belongs to the tokens `(B, T, ...)`, not to images."""
     is_of_images = name.startswith(("pixel_", "image_")) and not name.endswith("token_type_ids")
     return isinstance(value, Tensor) and not is_of_images and value.shape[:2] == batch["input_ids"].shape

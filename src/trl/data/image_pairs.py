@@ -21,6 +21,7 @@ from trl.data.image_rows import (
 from trl.data.preference_rows import SIDES, PairReader, PairRowType, pair_row_type
 from trl.data.rendering import Chat, template_source, text_tokenizer
 from trl.data.tokenization import read_chat
+from trl.data.unread_tools import warn_of_unread_tools
 from trl.data.validation import Place, SFTRowType, accepted_roles, check_text
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,8 @@ def check_pair_image_rows(
     row_type = image_pair_type(columns, first_texts(dataset, column, name=name), name=name)
     pairs = ImagePairs(processor, row_type, column, lambda row, of: Place(name, row, of), tools=tools)
     check_every_row(dataset, pairs.check, column, name=name)
+    is_chat = row_type.kind == "messages"
+    warn_of_unread_tools(dataset, processor, name=name, is_chat=is_chat, tools=tools)
     if pairs.equal_rows:
         seen = "" if is_stored(dataset) else "first "
         logger.warning(

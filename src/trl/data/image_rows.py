@@ -28,6 +28,7 @@ from trl.data.rendering import (
     template_source,
     text_tokenizer,
 )
+from trl.data.unread_tools import warn_of_unread_tools
 from trl.data.validation import Place, SFTRowType, accepted_roles, check_messages, check_text, sft_row_type
 
 IMAGE_COLUMNS = ("images", "image")
@@ -267,6 +268,8 @@ def check_image_rows(
     )
     rows = ImageRows(processor, row_type, column, lambda index, column: Place(name, index, column))
     check_every_row(dataset, rows.check, column, name=name)
+    if row_type.is_conversational:
+        warn_of_unread_tools(dataset, processor, name=name)
     return row_type
 
 

@@ -20,6 +20,7 @@ from trl.data.preference_tokens import (
 from trl.data.preparation import AnyDataset, allowed_ids, with_eos
 from trl.data.rendering import ProcessingClass
 from trl.data.row_counters import count_rows_by, map_rows
+from trl.data.unread_tools import warn_of_unread_tools
 from trl.data.validation import Place, check_chat_template, check_eos
 
 __all__ = [
@@ -153,6 +154,8 @@ def _checked(
         check_chat_template(processing_class, place)
     if row_type.kind == "text" or (row_type.kind == "messages" and not for_reward):
         check_eos(processing_class, place, remedy="Set tokenizer.eos_token to a token of its vocabulary.")
+    is_chat = row_type.kind == "messages"
+    warn_of_unread_tools(dataset, processing_class, name=name, is_chat=is_chat, tools=settings.tools)
     return row_type, processing_class
 
 

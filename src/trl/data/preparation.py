@@ -26,6 +26,7 @@ from trl.data.packing import pack_dataset
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.tokenization import COUNTED, SFTTokenizer
 from trl.data.truncation import truncate_dataset
+from trl.data.unread_tools import warn_of_unread_tools
 from trl.data.validation import (
     SFT_TYPES,
     SFTRowType,
@@ -104,6 +105,8 @@ def prepare_sft_dataset(
         is_formatted=settings.formatting_func is not None,
     )
     check_tokenizer(processing_class, row_type, name=settings.dataset_name)
+    if row_type.is_conversational:
+        warn_of_unread_tools(dataset, processing_class, name=settings.dataset_name)
     if row_type.kind == "tokens":
         tokenized = _only_tokens(dataset, columns, settings)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ from trl.data.rendering import (
     text_tokenizer,
 )
 from trl.data.tokenization import encode_open, read_chat
+from trl.data.unread_tools import warn_of_unread_tools
 from trl.data.validation import Place, accepted_roles, check_chat_template, check_text
 
 PROMPT_IDS = "input_ids"
+IMAGE_KEY = "image_key"  # of a prompt with images: where they are found again
 _MARKS = ("attention_mask", "token_type_ids")
-_OF_PROMPTS = frozenset([PROMPT_IDS, "prompt"])
+_OF_PROMPTS = frozenset([PROMPT_IDS, "prompt", IMAGE_KEY])
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class PromptPreparation:
     """How prompts are tokenised.
 
     `longest` (tokens) is the longest prompt allowed, `vocabulary` the number of token ids. Of prompts of more than `keep`
-    tokens the last ones are kept. `template_kwargs` are for the chat template; those of a row go before them.
+    tokens the last ones are kept. `template_kwargs` are for the chat template; those of a row go before them. `tools` are the
+    schemas of what may be called, which only conversations can show.
     """
 
     longest: int | None = None
@@ -37,6 +40,7 @@ class PromptPreparation:
     num_proc: int | None = None
     keep: int | None = None
     template_kwargs: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 def prepare_prompts(
@@ -59,8 +63,11 @@ def prepare_prompts(
     if not len(dataset):
         raise ValueError(f"{name} dataset has no rows, expected at least 1. Check how it was filtered.")
     tokenize = _Prompts(processing_class, settings, name, tokenized, _is_chat(dataset))
+    if settings.tools:
+        _check_tools(dataset, name, carried=tokenize.chat and not tokenized)
     if tokenize.chat:
         check_chat_template(processing_class, Place(name, 0, "prompt"))
+        warn_of_unread_tools(dataset, processing_class, name=name)
     used = [name for name in _MARKS if name in dataset.column_names]
     kept = {name: kind for name, kind in dataset.features.items() if name not in used}
     return dataset.with_format(None).map(
@@ -72,6 +79,20 @@ def prepare_prompts(
         num_proc=settings.num_proc,
         desc=f"Tokenizing {name} prompts",
     )
+
+
+def _check_tools(dataset: Dataset, name: str, *, carried: bool) -> None:
+    """Raise ValueError for prompts that do not show tools, or show others than may be called."""
+    if not carried:
+        raise ValueError(
+            f"{name} dataset has prompts without messages (columns {dataset.column_names}), expected conversations: the chat template "
+            'tells the model of its tools. Write prompts as [{"role": "user", "content": ...}], or leave tools out.'
+        )
+    if "tools" in dataset.column_names:
+        raise ValueError(
+            f"{name} dataset has a column 'tools' beside the trainer's own tools, expected one of them. Remove the column: calls "
+            "are answered by the trainer's tools alone."
+        )
 
 
 def columns_for_rewards(dataset: Dataset) -> list[str]:
@@ -100,7 +121,8 @@ class _Prompts:
         if self.settings.keep is not None:
             ids = [prompt[-self.settings.keep :] for prompt in ids]
         for index, prompt in zip(indices, ids, strict=True):
-            self._check(prompt, Place(self.name, index, PROMPT_IDS if self.tokenized else "prompt"))
+            place = Place(self.name, index, PROMPT_IDS if self.tokenized else "prompt")
+            check_prompt_ids(prompt, self.settings, place)
         return {PROMPT_IDS: ids}
 
     def _given(self, rows: list[dict[str, Any]]) -> list[list[int]]:
@@ -124,26 +146,29 @@ class _Prompts:
             return check_text(row["prompt"], place)
         roles = accepted_roles(template_source(self.processing_class))
         try:
-            chat = read_chat(self.processing_class, row, place, roles=roles)
+            tools: Any = None if self.settings.tools is None else list(self.settings.tools)
+            chat = read_chat(self.processing_class, row, place, roles=roles, tools=tools)
             kwargs = {**(self.settings.template_kwargs or {}), **chat.template_kwargs}
             return render_prompt(self.processing_class, chat._replace(template_kwargs=kwargs))
         except TemplateRefusal as error:
             raise ValueError(f"{place}: {error}") from error
 
-    def _check(self, prompt: list[int], place: Place) -> None:
-        longest, vocabulary = self.settings.longest, self.settings.vocabulary
-        if not prompt:
-            raise ValueError(
-                f"{place}: a prompt without tokens, expected at least 1. Begin it with the tokenizer's bos token."
-            )
-        if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
-            wrong = next(token for token in prompt if token < 0 or token >= (vocabulary or token + 1))
-            raise ValueError(
-                f"{place}: token id {wrong}, expected 0 to {(vocabulary or 0) - 1} (the rows of the model's embedding). "
-                "Tokenize with the tokenizer that belongs to the model."
-            )
-        if longest is not None and len(prompt) > longest:
-            raise ValueError(
-                f"{place}: a prompt of {len(prompt)} tokens, expected at most {longest}, so that the longest response fits "
-                "into the model's window. Shorten or filter out such prompts, or ask for shorter responses."
-            )
+
+def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Place) -> None:
+    """Raise ValueError for a prompt without tokens, with ids that are none of the model's, or of too many."""
+    longest, vocabulary = settings.longest, settings.vocabulary
+    if not prompt:
+        raise ValueError(
+            f"{place}: a prompt without tokens, expected at least 1. Begin it with the tokenizer's bos token."
+        )
+    if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
+        wrong = next(token for token in prompt if token < 0 or token >= (vocabulary or token + 1))
+        raise ValueError(
+            f"{place}: token id {wrong}, expected 0 to {(vocabulary or 0) - 1} (the rows of the model's embedding). "
+            "Tokenize with the tokenizer that belongs to the model."
+        )
+    if longest is not None and len(prompt) > longest:
+        raise ValueError(
+            f"{place}: a prompt of {len(prompt)} tokens, expected at most {longest}: the model's window holds the "
+            "response too. Shorten or filter out such prompts."
+        )

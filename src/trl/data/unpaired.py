@@ -28,6 +28,7 @@ from trl.data.unpaired_tokens import (
     UnpairedTokenizer,
     row_kind,
 )
+from trl.data.unread_tools import warn_of_unread_tools
 from trl.data.validation import Place, check_chat_template, check_eos
 
 logger = logging.getLogger(__name__)
@@ -203,6 +204,7 @@ def _checked(
     place = Place(name, 0, column)
     if kind == "messages":
         check_chat_template(processing_class, place)
+        warn_of_unread_tools(dataset, processing_class, name=name)
     check_eos(processing_class, place, remedy="Set tokenizer.eos_token to a token of its vocabulary.")
     return UnpairedReader(processing_class, kind, name, pairs)
 

@@ -3,8 +3,9 @@
 The row holds real tokens only. Its segments travel through a model's own forward as the attention mask: an int64
 table of shape `(1, 1, S, 4)` (`Segments.to_table`), which transformers hands to every attention layer unchanged,
 also when gradient checkpointing runs a layer again. Each segment then attends to (its prompt | itself) in a call of
-PyTorch's own kernel: no mask as large as the row, no padding, no prompt computed twice. Calls that carry no table
-(generation, evaluation of padded rows) go to transformers' SDPA unchanged.
+PyTorch's own kernel: no mask as large as the row, no padding, no prompt computed twice. The row's first segments may be
+there as keys alone, from an earlier forward (kept_keys.py). Calls that carry no table (generation, evaluation of padded
+rows) go to transformers' SDPA unchanged.
 """
 
 from __future__ import annotations
@@ -81,20 +82,27 @@ class _Call(NamedTuple):
 class _Plan:
     """What the kernels need to know of a segment table, worked out once per table.
 
-    A prompt and the branch right behind it are one plain sequence, so they take one call together.
+    A prompt and the branch right behind it are one plain sequence, so they take one call together, unless there are keys
+    of the prompt alone: those calls have no queries.
     """
 
     segments: Segments
+    known: int  # the row's first tokens, whole segments, of which there are keys alone
     calls: tuple[_Call, ...]
     masks: dict[tuple[int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
 
     @classmethod
-    def of(cls, table: Tensor) -> _Plan:
+    def of(cls, table: Tensor, known: int) -> _Plan:
         plan = _PLANS.get(table)
         if plan is None:
             segments = Segments.from_table(table)
-            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {})
+            plan = _PLANS[table] = cls(segments, known, tuple(_calls(segments, known)), {})
         return plan
+
+    @property
+    def first_asked(self) -> int:
+        """The first segment, and so the first call, that has queries."""
+        return sum(start < self.known for start in self.segments.start) if self.known else 0
 
     def mask(self, number: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What the queries of a call see: bool, or in a floating dtype 0 and -inf. Layers share it, backward too."""
@@ -110,11 +118,11 @@ class _Plan:
         return self.masks[key]
 
 
-def _calls(segments: Segments) -> list[_Call]:
+def _calls(segments: Segments, known: int) -> list[_Call]:
     calls: list[_Call] = []
     trees: dict[int, int] = {}  # start of a plain segment -> its call
     for start, length, prefix_start, prefix in segments:
-        if prefix and prefix_start + prefix == start:
+        if prefix and prefix_start + prefix == start != known:
             calls[-1] = calls[-1]._replace(length=prefix + length)
         elif prefix:
             calls.append(_Call(length, trees[prefix_start], prefix))
@@ -142,8 +150,8 @@ def flat_attention(
 ) -> tuple[Tensor, None]:
     """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
 
-    Without a segment table this is transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the
-    same written out.
+    Where there are more keys than queries, the row's first segments are keys alone. Without a segment table this is
+    transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the same written out.
     """
     if attention_mask is None or not is_segment_table(attention_mask):
         if softcap is None:
@@ -155,7 +163,7 @@ def flat_attention(
         capped = _soft_capped(query, key, value, attention_mask, dropout, scaling, softcap)
         return capped.transpose(1, 2).contiguous(), None
 
-    plan = _Plan.of(attention_mask)
+    plan = _Plan.of(attention_mask, key.shape[2] - query.shape[2])
     # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
     window = _binding_window(plan.segments, sliding_window or getattr(module, "sliding_window", None))
     query, key, value = _in_autocast_dtype(query, key, value)
@@ -165,11 +173,11 @@ def flat_attention(
     if groups > 1 and (softcap is not None or query.device.type != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    lengths = [call.length for call in plan.calls]
-    queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
+    first, lengths = plan.first_asked, [call.length for call in plan.calls]
+    keys, values = (part.split(lengths, dim=2) for part in (key, value))
     outputs = []
-    for number, (_, tree, prompt) in enumerate(plan.calls):
-        q, k, v = queries[number], keys[number], values[number]
+    for number, q in enumerate(query.split(lengths[first:], dim=2), first):
+        (_, tree, prompt), k, v = plan.calls[number], keys[number], values[number]
         if prompt:
             k = torch.cat([keys[tree][:, :, :prompt], k], dim=2)
             v = torch.cat([values[tree][:, :, :prompt], v], dim=2)
@@ -304,13 +312,13 @@ def _causal_option(kernel: Callable[..., Any], window: int | None) -> dict[str, 
 
 
 def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]:
-    segments = plan.segments
-    lengths = torch.tensor(segments.length)
-    seen = lengths + torch.tensor(segments.prefix_length)
+    asked = list(plan.segments)[plan.first_asked :]
+    lengths = torch.tensor([length for _, length, _, _ in asked])
+    seen = lengths + torch.tensor([prefix_length for *_, prefix_length in asked])
     gather = None
-    if segments.has_branches:
+    if plan.segments.has_branches:
         spans = []
-        for start, length, prefix_start, prefix_length in segments:
+        for start, length, prefix_start, prefix_length in asked:
             spans.append(torch.arange(prefix_start, prefix_start + prefix_length))
             spans.append(torch.arange(start, start + length))
         gather = torch.cat(spans).to(device)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from trl.models.distributed import gathered_parameters
+from trl.models.parts import embedded_tokens
 
 
 @dataclass
@@ -126,7 +127,7 @@ def _add_missing_tokens(tokenizer: Any, source: Any) -> list[int]:
 def _grow_embeddings(
     model: PreTrainedModel, vocabulary: int, vocabulary_before: int, added: list[int], multiple: int | None
 ) -> None:
-    rows_before = _rows(model)
+    rows_before = embedded_tokens(model)
     rows = max(rows_before, -(-vocabulary // (multiple or 1)) * (multiple or 1))
     if rows > rows_before:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -149,11 +150,6 @@ def _start_at_mean(model: PreTrainedModel, new_rows: list[int], known: int) -> N
         for tensor in unique:
             index = torch.tensor(new_rows, device=tensor.device)
             tensor.data[index] = tensor.data[:known].float().mean(dim=0).to(tensor.dtype)
-
-
-def _rows(model: PreTrainedModel) -> int:
-    embeddings: Any = model.get_input_embeddings()
-    return embeddings.num_embeddings
 
 
 def _sync_special_tokens(model: Any, tokenizer: Any, fields: tuple[str, ...]) -> None:

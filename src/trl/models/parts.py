@@ -30,6 +30,12 @@ def causal_core(model: nn.Module) -> PreTrainedModel:
     return core
 
 
+def embedded_tokens(model: nn.Module) -> int:
+    """How many token ids a model embeds: the rows of its input embedding, whole also where ZeRO-3 shards it."""
+    weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
+    return getattr(weight, "ds_shape", weight.shape)[0]
+
+
 def decoder_of(core: PreTrainedModel) -> nn.Module:
     """The part of a causal model that turns its inputs into hidden states."""
     if core.config.get_text_config() is not core.config:

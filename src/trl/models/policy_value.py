@@ -77,6 +77,11 @@ class PolicyValueScorer:
         return self.policy.flat and self.value.flat
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether branches may stand behind one copy of their prompt in both."""
+        return self.policy.takes_trees and self.value.takes_trees
+
+    @property
     def neftune_alpha(self) -> float | None:
         """Noise on the policy's embeddings."""
         return self.policy.neftune_alpha

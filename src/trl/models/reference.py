@@ -21,7 +21,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
 from trl.models.lending import peft_model_in, same_trainable, undisturbed, without_adapter, without_ddp
 from trl.models.loading import create_model_from_path
-from trl.models.parts import causal_core
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.quantization import forbid_inference_packing, is_quantized
 from trl.models.reference_state import (
@@ -328,7 +328,7 @@ def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
             "frozen copy of the model as it is now, or load it a second time."
         )
     core, other = causal_core(policy), causal_core(reference)
-    ours, theirs = _vocabulary(core), _vocabulary(other)
+    ours, theirs = embedded_tokens(core), embedded_tokens(other)
     if ours != theirs:
         raise ValueError(
             f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be the same. Choose a "
@@ -340,11 +340,6 @@ def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
             f"ref_model is {kinds[other.config.is_encoder_decoder]} and the model {kinds[core.config.is_encoder_decoder]}; "
             "they must be of one kind. Choose a reference of the same kind."
         )
-
-
-def _vocabulary(core: Any) -> int:
-    rows = getattr(core.get_input_embeddings(), "num_embeddings", None)
-    return rows if isinstance(rows, int) else core.config.get_text_config().vocab_size
 
 
 def _shards(policy: nn.Module) -> bool:

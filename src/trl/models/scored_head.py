@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trl.models.head_precision import as_the_head_wants
 from trl.models.layout import ModelBatch
 from trl.models.parts import replaced_forward
 from trl.tensors.any_head import AnyHead, local_loss_through, token_scores_through
@@ -58,7 +59,10 @@ def call_head(
     plain = plain_linear(head)
     if plain is None:
         return score_hidden(head, hidden, batch, rule, options, bias=bias)
-    with replaced_forward(plain, lambda states: score_hidden(plain, states, batch, rule, options, bias=bias)):
+    scored = replaced_forward(
+        plain, lambda states: score_hidden(plain, states, batch, rule, options, bias=bias)
+    )
+    with as_the_head_wants(plain, hidden.device.type), scored:
         return plain(hidden)
 
 

@@ -42,6 +42,11 @@ class ScorerBase:
             self.fallbacks.append(f"its batches are padded, because {obstacle}")
         self._needs_table = self.flat and use_flat_attention(core)
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether branches may stand behind one copy of their prompt: flash attention tells plain sequences alone apart."""
+        return self.flat and self._needs_table
+
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""
         if self.flat:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,10 +23,47 @@ from trl.models.value_head import (
     last_hidden,
 )
 
+if TYPE_CHECKING:
+    _Scorer = Scorer
+else:
+    _Scorer = object
+
 ModelWithValueHead = AutoModelForCausalLMWithValueHead | AutoModelForSeq2SeqLMWithValueHead
 
 
-class ValueScorer(Scorer):
+class _AddsValues(_Scorer):
+    """Mixin in front of a scorer: its results also have `values` `(K,)`, float32, with gradient."""
+
+    wrapper: ModelWithValueHead
+
+    def score(
+        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
+    ) -> Scored:
+        """Score the trained labels of a batch with `model` (the scorer's model, maybe wrapped by DDP and its kin)."""
+        with _as_language_model(self.wrapper, self.uses_head):
+            return super().score(model, batch, options)
+
+    def score_with_logits(
+        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
+    ) -> tuple[Scored, Tensor]:
+        """The same, and the model's own logits: `(B, T, V)` of padded rows, or `(S, T, V)` of completions."""
+        with _as_language_model(self.wrapper, uses_head=False):
+            return super().score_with_logits(model, batch, options)
+
+    def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
+        """Log-probs and values of the decoder's hidden states `(tokens, H)`."""
+        found = super().through_head(hidden, batch, options)
+        return found | {"values": values_at(self.wrapper, hidden, batch)}
+
+    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
+        """Score padded rows from the model's own outputs, hidden states among them."""
+        scored = super().score_outputs(outputs, rows, options)
+        own = rows.inputs.get("decoder_input_ids", rows.inputs["input_ids"]).shape[1]
+        hidden = last_hidden(outputs)[:, -own:].flatten(0, 1)
+        return scored._replace(values=values_at(self.wrapper, hidden, rows))
+
+
+class ValueScorer(_AddsValues, Scorer):
     """A `Scorer` whose results also have `values` `(K,)`, float32, with gradient.
 
     Example:
@@ -41,59 +78,13 @@ class ValueScorer(Scorer):
         super().__init__(model.pretrained_model, pad_token_id=pad_token_id, flat=flat)
         self.wrapper = model
 
-    def score(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> Scored:
-        """`Scorer.score` of `model` (the scorer's model, maybe wrapped by DDP and its kin), with values."""
-        with _as_language_model(self.wrapper, self.uses_head):
-            return super().score(model, batch, options)
 
-    def score_with_logits(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> tuple[Scored, Tensor]:
-        """The same, and the model's own logits `(B, T, V)` of the padded rows."""
-        with _as_language_model(self.wrapper, uses_head=False):
-            return super().score_with_logits(model, batch, options)
-
-    def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
-        """Log-probs and values of the decoder's hidden states `(tokens, H)`."""
-        found = super().through_head(hidden, batch, options)
-        return found | {"values": values_at(self.wrapper, hidden, batch)}
-
-    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
-        """Score padded rows from the model's own outputs, hidden states among them."""
-        return _with_values(super().score_outputs(outputs, rows, options), self.wrapper, outputs, rows)
-
-
-class Seq2SeqValueScorer(Seq2SeqScorer):
+class Seq2SeqValueScorer(_AddsValues, Seq2SeqScorer):
     """A `Seq2SeqScorer` whose results also have `values` `(K,)`, of the decoder's states."""
 
     def __init__(self, model: AutoModelForSeq2SeqLMWithValueHead, *, pad_token_id: int = 0) -> None:
         super().__init__(model.pretrained_model, pad_token_id=pad_token_id)
         self.wrapper = model
-
-    def score(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> Scored:
-        """`Seq2SeqScorer.score` of `model`, with values."""
-        with _as_language_model(self.wrapper, self.uses_head):
-            return super().score(model, batch, options)
-
-    def score_with_logits(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> tuple[Scored, Tensor]:
-        """The same, and the model's own logits `(S, T, V)` of the completions."""
-        with _as_language_model(self.wrapper, uses_head=False):
-            return super().score_with_logits(model, batch, options)
-
-    def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
-        """Log-probs and values of the decoder's hidden states `(tokens, H)`."""
-        found = super().through_head(hidden, batch, options)
-        return found | {"values": values_at(self.wrapper, hidden, batch)}
-
-    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
-        """Score completions from the model's own outputs, hidden states among them."""
-        return _with_values(super().score_outputs(outputs, rows, options), self.wrapper, outputs, rows)
 
 
 def value_scorer(
@@ -108,12 +99,6 @@ def value_scorer(
 def values_at(wrapper: ModelWithValueHead, hidden: Tensor, batch: ModelBatch) -> Tensor:
     """The head's values of the states `(tokens, H)` that predict the scored tokens, `(K,)`."""
     return wrapper.v_head(hidden[batch.scored.source]).squeeze(-1)
-
-
-def _with_values(scored: Scored, wrapper: ModelWithValueHead, outputs: Any, rows: ModelBatch) -> Scored:
-    own = rows.inputs.get("decoder_input_ids", rows.inputs["input_ids"]).shape[1]
-    hidden = last_hidden(outputs)[:, -own:].flatten(0, 1)
-    return scored._replace(values=values_at(wrapper, hidden, rows))
 
 
 @contextmanager

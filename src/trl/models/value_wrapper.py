@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -274,3 +276,21 @@ def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
     if is_quantized(model):
         model = prepare_model_for_kbit_training(model)
     return get_peft_model(model, peft_config)
+
+
+@contextmanager
+def under_module_names(accelerator: Any) -> Iterator[None]:
+    """A block in which, under FSDP, the `state_dict` of prepared models names weights as `named_parameters` does.
+
+    `torch.distributed.checkpoint`, through which FSDP2's weights and optimiser states come and go, takes both for one list
+    of names.
+    """
+    sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
+    models: list[Any] = [accelerator.unwrap_model(model) for model in accelerator._models] if sharded else []
+    for model in models:
+        model.state_dict = partial(nn.Module.state_dict, model)
+    try:
+        yield
+    finally:
+        for model in models:
+            del model.state_dict

@@ -31,6 +31,7 @@ from trl.collators.unpaired import (
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import Older, move_onto_config
 from trl.models.forward import Scored
+from trl.models.parts import embedded_tokens
 from trl.models.reference import InitialPolicy, Reference, make_reference
 from trl.models.scored_head import ScoreOptions
 from trl.models.setup import pad_token_id
@@ -195,19 +196,29 @@ class UnpairedTrainer(PreferenceTrainer):
     def policy_logps(self, model: nn.Module, batch: Mapping[str, Any], number: int) -> Tensor:
         """The policy's log-probs `(B,)` of each row's completion `number`, without gradient, dropout or noise."""
         alone = single_completions(batch, number, of=self.completions_per_row)
+        return self.logps_without_gradient(model, alone, row_count(batch))
 
-        def forward(scorer: Any, model: nn.Module, alone: Mapping[str, Any]) -> Tensor:
+    def logps_without_gradient(self, model: nn.Module, batch: Mapping[str, Any], count: int) -> Tensor:
+        """The policy's log-probs `(count,)` of each sequence of a batch, without gradient, dropout or noise."""
+
+        def forward(scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             with self.accelerator.autocast():
-                scored = scorer.score(model, alone, ScoreOptions())
-            return sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
+                scored = scorer.score(model, batch, ScoreOptions())
+            return sum_by_sequence(scored.logps, scored.positions.sequence, count)
 
         assert self.model is not None
-        return InitialPolicy(self.model, self.scorer).score(model, alone, forward)
+        return InitialPolicy(self.model, self.scorer).score(model, batch, forward)
 
-    def completion_scores(self, model: nn.Module, batch: dict[str, Any]) -> tuple[UnpairedScores, Scored]:
-        """Log-probs of policy, with gradient, and reference of a batch's own completions."""
+    def completion_scores(
+        self, model: nn.Module, batch: dict[str, Any], **inputs: Any
+    ) -> tuple[UnpairedScores, Scored]:
+        """Log-probs of policy, with gradient, and reference of a batch's own completions.
+
+        `inputs` are further arguments of the policy's forward.
+        """
         self.ask_reference(model, batch)
-        scored = self.score(model, self.own_completions(batch), ScoreOptions(mean_logits=True))
+        own = {**self.own_completions(batch), **inputs}
+        scored = self.score(model, own, ScoreOptions(mean_logits=True))
         logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
         return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"]), scored
 
@@ -278,7 +289,7 @@ def unpaired_sets(args: Any, policy: Policy, **settings: Any) -> PreparedSets:
         truncation_mode=args.truncation_mode,
         is_encoder_decoder=bool(policy.scorer.core.config.is_encoder_decoder),
         num_proc=args.dataset_num_proc,
-        vocab_size=policy.model.get_input_embeddings().weight.shape[0] or None,  # 0: sharded already (ZeRO-3)
+        vocab_size=embedded_tokens(policy.model),
         **settings,
     )
     completions = completion_columns(mismatched=preparation.mismatch_group is not None)

@@ -1,0 +1,37 @@
+"""Hidden parts of images: how much, where, and that they follow from the draws alone."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trl.data.image_masks import masked_image
+
+WHITE = Image.fromarray(np.full((28, 42, 3), 255, dtype=np.uint8))
+
+
+def hidden(kind, ratio, seed=0, image=WHITE):
+    found = masked_image(image, kind, ratio, np.random.default_rng(seed))
+    assert found.size == image.size and found.mode == "RGB"
+    return (np.array(found) == 0).all(axis=2)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
+def test_shares(ratio):
+    assert hidden("random", ratio).mean() == ratio
+    squares = hidden("patch", ratio).reshape(2, 14, 3, 14)
+    assert (squares.all(axis=(1, 3)) == squares.any(axis=(1, 3))).all(), "whole squares"
+    assert squares.all(axis=(1, 3)).sum() == round(6 * ratio)
+    assert hidden("blackout", ratio).all()
+
+
+def test_draws_decide_and_something_is_always_hidden():
+    assert (hidden("patch", 0.5, seed=1) == hidden("patch", 0.5, seed=1)).all()
+    assert (hidden("patch", 0.5, seed=1) != hidden("patch", 0.5, seed=3)).any()
+    assert hidden("random", 1e-9).sum() == 1 and hidden("patch", 1e-9).sum() == 14 * 14
+
+
+def test_sizes_that_are_no_multiples_and_other_modes():
+    grey = Image.fromarray(np.full((15, 20), 200, dtype=np.uint8))
+    assert hidden("patch", 1.0, image=grey).all()
+    array = np.full((16, 16, 3), 9, dtype=np.uint8)
+    assert np.array(masked_image(array, "random", 0.5, np.random.default_rng(0))).any(axis=2).mean() == 0.5

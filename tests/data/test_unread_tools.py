@@ -1,0 +1,100 @@
+"""Tools that a chat template does not show are said once, with the number of rows, by every kind of preparation."""
+
+import json
+import logging
+
+import pytest
+from datasets import Dataset, IterableDataset
+from tests.models.words import word_tokenizer
+
+from trl.data.preference import (
+    PreferencePreparation,
+    RewardPreparation,
+    prepare_preference_dataset,
+    prepare_reward_dataset,
+)
+from trl.data.preparation import SFTPreparation, prepare_sft_dataset
+from trl.data.prompts import PromptPreparation, prepare_prompts
+from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+
+SPOKEN = (
+    "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
+)
+SHOWING = "{% if tools %}{{ 'tools ' }}{% endif %}" + SPOKEN
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+HAVE = (json.dumps([TOOL]), "[]", None, json.dumps([TOOL]))  # two of four
+
+
+def tokenizer(template=SPOKEN):
+    found = word_tokenizer(eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+    found.chat_template = template
+    return found
+
+
+def said(text, role="assistant"):
+    return [{"role": role, "content": text}]
+
+
+def with_tools(**columns):
+    return Dataset.from_list([{**columns, "tools": own} for own in HAVE])
+
+
+ASKED = said("the cat", "user")
+PAIRS = {"prompt": ASKED, "chosen": said("sat"), "rejected": said("on the mat")}
+KINDS = {
+    "sft": (
+        {"messages": ASKED + said("sat")},
+        lambda rows, words: prepare_sft_dataset(rows, words, SFTPreparation(max_length=None)),
+    ),
+    "pairs": (PAIRS, lambda rows, words: prepare_preference_dataset(rows, words, PreferencePreparation())),
+    "reward": (PAIRS, lambda rows, words: prepare_reward_dataset(rows, words, RewardPreparation())),
+    "unpaired": (
+        {"prompt": ASKED, "completion": said("sat"), "label": True},
+        lambda rows, words: prepare_unpaired_dataset(rows, words, UnpairedPreparation()),
+    ),
+    "prompts": (
+        {"prompt": ASKED},
+        lambda rows, words: prepare_prompts(rows, words, PromptPreparation(), name="train"),
+    ),
+}
+
+
+def warnings_of(caplog, prepare, rows, template=SPOKEN):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        prepare(rows, tokenizer(template))
+    return [record.getMessage() for record in caplog.records if "tools" in record.getMessage()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_whose_tools_the_template_leaves_out(kind, caplog):
+    columns, prepare = KINDS[kind]
+    (warning,) = warnings_of(caplog, prepare, with_tools(**columns))
+    assert "train dataset: 2 of 4 rows have tools that their prompts do not show" in warning
+    assert "the chat template reads none" in warning and "leave tools out" in warning
+    assert not warnings_of(caplog, prepare, with_tools(**columns), SHOWING)
+    assert not warnings_of(caplog, prepare, with_tools(**columns).remove_columns("tools"))
+    named = {"default": SPOKEN, "tool_use": SHOWING}
+    assert not warnings_of(caplog, prepare, with_tools(**columns), named)
+
+
+def test_tools_given_for_all_rows(caplog):
+    def prepare(rows, words):
+        return prepare_preference_dataset(rows, words, PreferencePreparation(tools=[TOOL]))
+
+    rows = Dataset.from_list([PAIRS] * 2)
+    (warning,) = warnings_of(caplog, prepare, rows)
+    assert (
+        "all rows have tools that their prompts do not show, because the chat template reads none" in warning
+    )
+    assert not warnings_of(caplog, prepare, rows, SHOWING)
+    text = Dataset.from_list([{"prompt": "the cat", "chosen": " sat", "rejected": " on"}])
+    (warning,) = warnings_of(caplog, prepare, text, SHOWING)
+    assert "only conversations are rendered with tools" in warning
+
+
+def test_a_stream_is_judged_by_its_first_row(caplog):
+    columns, prepare = KINDS["sft"]
+    stream = IterableDataset.from_generator(lambda: iter(with_tools(**columns)))
+    (warning,) = warnings_of(caplog, prepare, stream)
+    assert "train dataset: rows have tools" in warning

@@ -1,0 +1,52 @@
+"""An output head in float32 on a model of lower precision."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from trl.models.forward import Scorer
+from trl.models.head_precision import cast_head_to_float32
+
+ROWS = {
+    "input_ids": torch.tensor([[5, 9, 3, 17, 30, 2]]),
+    "labels": torch.tensor([[-100, -100, 3, 17, 30, 2]]),
+    "position_ids": torch.arange(6)[None],
+}
+
+
+def scored(model, *, autocast=False):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        return Scorer(model).score(model, ROWS).logps
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_log_probs_are_those_of_the_whole_head(autocast):
+    """Hidden states stay in bfloat16; everything behind them is float32, also under autocast."""
+    model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=False)
+    before = scored(model)
+    with torch.no_grad():
+        hidden = model.get_decoder()(input_ids=ROWS["input_ids"]).last_hidden_state[0]
+    logits = hidden.float() @ model.lm_head.weight.float().T
+    expected = logits.log_softmax(-1)[1:-1].gather(1, ROWS["labels"][0, 2:, None])[:, 0]
+    cast_head_to_float32(model)
+    assert model.lm_head.weight.dtype == torch.float32
+    assert {part.dtype for part in model.get_decoder().parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(scored(model, autocast=autocast), expected, rtol=0, atol=1e-5)
+    assert (before - expected).abs().max() > 1e-4
+    torch.testing.assert_close(scored(copy.deepcopy(model)), expected, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        assert model(input_ids=ROWS["input_ids"]).logits.dtype == torch.float32
+
+
+def test_a_wide_head_stays_as_it_is():
+    model = tiny_model("llama", dtype=torch.float64, tie_word_embeddings=False)
+    cast_head_to_float32(model)
+    assert model.lm_head.weight.dtype == torch.float64 and not model.lm_head._forward_pre_hooks
+
+
+def test_a_head_that_is_the_input_embedding_is_refused():
+    model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="whose head is its input embedding"):
+        cast_head_to_float32(model)
