@@ -63,6 +63,13 @@ def test_leave_one_out_of_two_is_plus_and_minus_their_difference():
     close(found[1::2], -gap)
 
 
+def test_equal_rewards_leave_no_rounding_behind():
+    tenths = torch.full((3,), 0.1, dtype=torch.float64)
+    assert not torch.equal(tenths - tenths.mean(), torch.zeros(3, dtype=torch.float64))
+    for advantages in (leave_one_out(tenths, 3), group_relative(tenths, 3, scale="none")):
+        assert torch.equal(advantages, torch.zeros(3, dtype=torch.float64))
+
+
 def test_leave_one_out_is_the_unscaled_advantage_times_g_over_g_minus_1():
     rewards = torch.randn(24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     close(leave_one_out(rewards, 8), group_relative(rewards, 8, scale="none") * 8 / 7)

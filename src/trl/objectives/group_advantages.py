@@ -68,7 +68,8 @@ def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") 
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """What each reward is above the mean of the others of its group, `(N,) -> (N,)`; 0 where there are no others.
+    """What each reward is above the mean of the others of its group, `(N,) -> (N,)`; 0 where there are no others, and where all
+    rewards of a group are equal.
 
     Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740).
 
@@ -77,7 +78,10 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """
     found = group_moments(rewards, group_size)
     others = (found.count - 1).clamp(min=1)
-    return _known(rewards, (rewards - found.mean) * found.count / others)
+    above = (rewards - found.mean) * found.count / others
+    return _known(
+        rewards, torch.where(found.std <= _SAME, 0.0, above)
+    )  # not the rounding of a mean, which Adam enlarges
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
@@ -142,6 +146,22 @@ def has_no_variance(rewards: Tensor, group_size: int) -> Tensor:
     tensor([ True, False])
     """
     return group_moments(rewards, group_size).std.view(-1, group_size)[:, 0] <= _SAME
+
+
+def best_of_groups(scores: Tensor, group_size: int, keep: int) -> Tensor:
+    """The `keep` completions of each group whose scores are largest, bool `(N,)`; of equal scores the earlier comes first.
+
+    Raises ValueError for scores that are no numbers. Source: Shrivastava et al. 2025, GFPO, section 3 (arXiv:2508.09726).
+
+    >>> best_of_groups(torch.tensor([1.0, 3.0, 3.0, -2.0, -1.0, -3.0]), group_size=3, keep=2)
+    tensor([False,  True,  True,  True,  True, False])
+    """
+    if scores.isnan().any():
+        rows = scores.isnan().nonzero()[:, 0].tolist()
+        raise ValueError(f"scores must be numbers, got NaN in rows {rows}. Give every completion a score.")
+    groups = _groups(scores, group_size)
+    ranks = groups.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return (ranks < keep).view(-1)
 
 
 def reward_statistics(rewards: Tensor, group_size: int, *, scale: Scale = "group") -> dict[str, Weighted]:

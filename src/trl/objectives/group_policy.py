@@ -5,7 +5,7 @@ Everything per token is flat, `(K,)`, with the row of each token in `sequence`; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -147,7 +147,9 @@ LOSS_TYPES: dict[str, LossType] = {
     "dr_grpo": LossType(clipped, "longest"),  # Liu et al. 2025 (arXiv:2503.20783)
     "cispo": LossType(weighted_likelihood, "window_tokens"),
     "sapo": LossType(soft_gated, "rows"),
-    "luspo": LossType(clipped, "rows", row_sums=True),  # Liu et al. 2026 (arXiv:2602.05261)
+    "luspo": LossType(
+        clipped, "rows", row_sums=True
+    ),  # LUSPO, 2026: a sequence's loss in GSPO times its length
 }
 
 
@@ -166,7 +168,38 @@ def group_policy_loss(
     tensor([-1.,  1.], dtype=torch.float64)
     """
     check_shapes(tokens.mask, logps=logps)
-    kind, mask = LOSS_TYPES[options.loss_type], tokens.mask
+    mask = tokens.mask
+    values, ratios, divergence = _judged(logps, tokens, options)
+    metrics = clip_metrics(ratios, where_counted(tokens.advantages, mask), tokens, options)
+    if divergence is not None:
+        metrics["kl"] = weighted(divergence, mask)
+    if entropies is not None:
+        metrics["entropy"] = weighted(entropies, mask)
+    return terms_of_tokens(values, tokens, options.loss_type, metrics)
+
+
+def terms_of_tokens(
+    values: Tensor, tokens: GroupTokens, loss_type: str, metrics: Mapping[str, Weighted]
+) -> LossTerms:
+    """Losses of tokens `(K,)` as the terms that a loss type's mean is over: of tokens, or of rows `(B,)`."""
+    kind = LOSS_TYPES[loss_type]
+    if kind.over != "rows":
+        return LossTerms(values, (tokens.mask != 0).to(values.dtype), kind.unit, metrics)
+    rows = row_sums(values, tokens)
+    rows = rows if kind.row_sums else rows / row_tokens(tokens).clamp(min=1)
+    return LossTerms(rows, torch.ones_like(rows), "sequence", metrics)
+
+
+class _Judged(NamedTuple):
+    """What a token's loss is, `(K,)`, with the ratio and the divergence (with a beta) behind it."""
+
+    values: Tensor
+    ratios: Tensor
+    divergence: Tensor | None
+
+
+def _judged(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> _Judged:
+    kind, mask, divergence = LOSS_TYPES[options.loss_type], tokens.mask, None
     logps = where_counted(logps, mask)
     advantages = where_counted(tokens.advantages, mask).detach().to(logps.dtype)
     ratios = RATIOS[options.importance_sampling_level](logps, tokens)
@@ -174,18 +207,32 @@ def group_policy_loss(
     for factor in (tokens.chosen, tokens.correction):
         if factor is not None:
             values = values * where_counted(factor.detach().to(values.dtype), mask)
-    metrics = clip_metrics(ratios, advantages, tokens, options)
     if options.beta:
         divergence = _divergence(logps, ratios, tokens, options)
-        metrics["kl"] = weighted(divergence, mask)
         values = values + options.beta * divergence
-    if entropies is not None:
-        metrics["entropy"] = weighted(entropies, mask)
-    if kind.over != "rows":
-        return LossTerms(values, (mask != 0).to(values.dtype), kind.unit, metrics)
-    rows = row_sums(values, tokens)
-    rows = rows if kind.row_sums else rows / row_tokens(tokens).clamp(min=1)
-    return LossTerms(rows, torch.ones_like(rows), "sequence", metrics)
+    return _Judged(values, ratios, divergence)
+
+
+def token_losses(tokens: GroupTokens, options: GroupOptions) -> Callable[[Tensor, slice], Tensor] | None:
+    """`(log-probs of some tokens (C,), which of them) -> what each adds, (C,)`, to the sum of `group_policy_loss`'s terms.
+
+    None where a token's ratio is that of its sequence: then its loss does not follow from its own log-prob.
+
+    >>> tokens = GroupTokens(torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), torch.tensor([0, 0, 1]), count=2)
+    >>> token_losses(tokens, GroupOptions("grpo"))(torch.zeros(2), slice(1, 3))
+    tensor([-0.5000,  1.0000])
+    """
+    kind, weights = LOSS_TYPES[options.loss_type], (tokens.mask != 0).double()
+    if options.importance_sampling_level != "token":
+        return None
+    if kind.over == "rows" and not kind.row_sums:
+        weights = weights / row_tokens(tokens).clamp(min=1)[tokens.sequence]
+
+    def losses(logps: Tensor, which: slice) -> Tensor:
+        values = _judged(logps, tokens.part(which), options).values
+        return where_counted(values, weights[which]) * weights[which].to(values.dtype)
+
+    return losses
 
 
 def sequence_policy_loss(

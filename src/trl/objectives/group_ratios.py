@@ -6,8 +6,8 @@ Everything per token is flat, `(K,)`, with the row of each token in `sequence`; 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,17 +20,20 @@ from trl.tensors.statistics import cap_exp
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 
 
+_BESIDE_MASK = ("old_logps", "advantages", "sequence", "ref_logps", "correction", "chosen")
+
+
 @dataclass(frozen=True, slots=True)
 class GroupTokens:
     """What is known of a micro-batch's K completion tokens, in B = `count` rows, before the policy scores them.
 
-    `old_logps`: under the policy that the ratio is taken to; `advantages`; `mask`: not 0 where a token is trained;
-    `sequence`: int64, its row. All `(K,)`, as are, where they are wanted, `ref_logps`, `correction` (the factor of each token
-    that makes up for another sampler, `sampler_correction.correction`) and `chosen` (bool: the tokens whose surrogate counts;
-    the others keep their KL and their place in the mean).
+    `old_logps`: under the policy that the ratio is taken to, None for the one that is being scored; `advantages`; `mask`: not
+    0 where a token is trained; `sequence`: int64, its row. All `(K,)`, as are, where they are wanted, `ref_logps`,
+    `correction` (the factor of each token that makes up for another sampler, `sampler_correction.correction`) and `chosen`
+    (bool: the tokens whose surrogate counts; the others keep their KL and their place in the mean).
     """
 
-    old_logps: Tensor
+    old_logps: Tensor | None
     advantages: Tensor
     mask: Tensor
     sequence: Tensor
@@ -40,14 +43,25 @@ class GroupTokens:
     chosen: Tensor | None = None
 
     def __post_init__(self) -> None:
-        columns = ("old_logps", "advantages", "sequence", "ref_logps", "correction", "chosen")
-        given = {name: getattr(self, name) for name in columns}
-        check_shapes(self.mask, **{name: value for name, value in given.items() if value is not None})
+        check_shapes(self.mask, **self._beside_mask())
+
+    def part(self, tokens: slice) -> GroupTokens:
+        """Some of the tokens; rows keep their numbers."""
+        cut: dict[str, Any] = {name: value[tokens] for name, value in self._beside_mask().items()}
+        return replace(self, mask=self.mask[tokens], **cut)
+
+    def old(self, logps: Tensor) -> Tensor:
+        """The old policy's log-probs of tokens that score `logps`, as constants."""
+        return (logps if self.old_logps is None else self.old_logps).detach().to(logps.dtype)
+
+    def _beside_mask(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in _BESIDE_MASK}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
     """`p / p_old` of each token with gradient, 1 outside of the mask. Source: Schulman et al. 2017 (arXiv:1707.06347)."""
-    return probability_ratio(logps, tokens.old_logps.detach().to(logps.dtype), tokens.mask)
+    return probability_ratio(logps, tokens.old(logps), tokens.mask)
 
 
 def sequence_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
@@ -76,7 +90,7 @@ RATIOS: dict[str, Callable[[Tensor, GroupTokens], Tensor]] = {
 
 def log_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
     """`log p - log p_old` of trained tokens, 0 elsewhere."""
-    return where_counted(logps - tokens.old_logps.detach().to(logps.dtype), tokens.mask)
+    return where_counted(logps - tokens.old(logps), tokens.mask)
 
 
 def mean_log_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
@@ -92,8 +106,7 @@ def row_sums(values: Tensor, tokens: GroupTokens) -> Tensor:
 
 def row_tokens(tokens: GroupTokens) -> Tensor:
     """Trained tokens of each row, `(B,)`."""
-    trained = (tokens.mask != 0).to(tokens.old_logps.dtype)
-    return sum_by_sequence(trained, tokens.sequence, tokens.count)
+    return sum_by_sequence((tokens.mask != 0).float(), tokens.sequence, tokens.count)
 
 
 def row_means(values: Tensor, tokens: GroupTokens) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl.options.checks import check_at_least
+from trl.options.checks import check_at_least, warn_caller
 from trl.options.groups import OptionGroup
 
 
@@ -48,6 +48,37 @@ class PromptGroups(OptionGroup):
         check_at_least("generation_batch_size", self.generation_batch_size, minimum=1)
         check_at_least("steps_per_generation", self.steps_per_generation, minimum=1)
         check_at_least("num_iterations", self.num_iterations, minimum=1, optional=False)
+
+
+@dataclass
+class DynamicSampling(OptionGroup):
+    """What becomes of groups that teach nothing."""
+
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "help": "Sample other prompts, drawn from the whole data set, in the place of those whose completions all have the "
+            "same reward (DAPO)."
+        },
+    )
+    max_resampling_rounds: int = field(
+        default=10,
+        metadata={
+            "help": "How often that is tried for a batch of completions, >= 1. Groups that are left then stay as they are."
+        },
+    )
+
+    def check(self) -> None:
+        super().check()
+        hint = "Set dynamic_sampling=False to sample every prompt once."
+        check_at_least(
+            "max_resampling_rounds", self.max_resampling_rounds, minimum=1, optional=False, hint=hint
+        )
+        if self.max_resampling_rounds != 10 and not self.dynamic_sampling:
+            warn_caller(
+                f"max_resampling_rounds={self.max_resampling_rounds} has no effect with dynamic_sampling=False. Leave it out, or "
+                "set dynamic_sampling=True."
+            )
 
 
 @dataclass

@@ -62,3 +62,40 @@ class OlderTrainingArguments(OptionGroup):
         target = _MOVED[name]
         if target is not None:
             setattr(self, target, value)
+
+
+# Older name of RLOO's settings -> the field that took its place.
+_OF_RLOO = {
+    "rloo_k": "num_generations",
+    "cliprange": "epsilon",
+    "kl_coef": "beta",
+    "exp_name": "run_name",
+    "normalize_reward": "normalize_advantages",
+    "num_ppo_epochs": "num_iterations",
+    "num_mini_batches": "steps_per_generation",
+    "response_length": "max_completion_length",
+}
+
+
+@dataclass
+class OlderRLOO(OptionGroup):
+    """Names that programs of 0.21 and before give RLOO's settings."""
+
+    rloo_k: int | None = _older("now num_generations.")
+    cliprange: float | None = _older("now epsilon.")
+    kl_coef: float | None = _older("now beta.")
+    exp_name: str | None = _older("now run_name.")
+    normalize_reward: bool | None = _older("now normalize_advantages; it never normalised rewards.")
+    num_ppo_epochs: int | None = _older("now num_iterations.")
+    num_mini_batches: int | None = _older("now steps_per_generation.")
+    response_length: int | None = _older("now max_completion_length.")
+
+    def check(self) -> None:
+        given = {name: value for name in _OF_RLOO if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            setattr(self, _OF_RLOO[name], value)
+            setattr(self, name, None)
+        if given:
+            places = "; ".join(f"{name} -> {_OF_RLOO[name]}" for name in given)
+            warn_caller(f"these settings of RLOO have other names since 0.22: {places}.", FutureWarning)
+        super().check()
