@@ -1,5 +1,7 @@
 """Experience: columns follow their rows through taking, joining and files, and the batch scores what they run along."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -76,6 +78,14 @@ def same(one, other):
         torch.equal(value, other.state()[name]) and value.dtype == other.state()[name].dtype
         for name, value in one.state().items()
     )
+
+
+def test_only_like_rollouts_are_joined():
+    one = experience()
+    with pytest.raises(
+        ValueError, match=r"columns \['token', 'logps', 'row'\] and \['row'\], expected the same"
+    ):
+        concatenate([one, replace(one, per_token={})])
 
 
 def test_files_keep_every_bit_and_are_shared_out_anew(tmp_path):

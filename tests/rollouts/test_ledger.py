@@ -8,18 +8,18 @@ from trl.rollouts.ledger import BUCKETS, token_ledger
 
 def test_the_first_bucket_that_claims_a_token_has_it():
     claims = {
-        name: torch.tensor([True] * (number + 1) + [False] * (5 - number))
-        for number, name in enumerate(BUCKETS[:4])
+        name: torch.tensor([True] * (number + 1) + [False] * (6 - number))
+        for number, name in enumerate(BUCKETS[:5])
     }
-    found = token_ledger(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, -1.0]), **claims)
+    found = token_ledger(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, -1.0]), **claims)
     assert tuple(found) == BUCKETS
-    assert [int(count) for count in found.values()] == [1] * 6
+    assert [int(count) for count in found.values()] == [1] * 7
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sums_match_whatever_overlaps(seed):
     generator = torch.Generator().manual_seed(seed)
-    claims = {name: torch.rand(500, generator=generator) < 0.3 for name in BUCKETS[:4]}
+    claims = {name: torch.rand(500, generator=generator) < 0.3 for name in BUCKETS[:5]}
     advantages = torch.randint(-1, 2, (500,), generator=generator).float()
     found = token_ledger(advantages, **claims)
     assert sum(int(count) for count in found.values()) == 500

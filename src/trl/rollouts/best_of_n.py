@@ -16,6 +16,7 @@ from trl.generation.request_state import fresh_seed
 from trl.generation.transformers_engine import TransformersEngine
 from trl.models.parts import causal_core
 from trl.rewards.answers import read_scores
+from trl.rollouts.streams import first_stream
 
 Queries = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
@@ -26,7 +27,8 @@ class BestOfNSampler:
     `queries_to_scores(texts)` scores the texts of one query: query and completion, the completion alone from
     an encoder-decoder. `length_sampler()` draws the most new tokens, once for each query. `generation_config`
     and the keywords of `generate` are settings of `Sampling`. Calls of a sampler with a `seed` follow from it
-    and from their number; without one from torch's global generator. `engine` (default: a
+    and from their number; without one from torch's global generator. Processes with one seed draw each their
+    own. `engine` (default: a
     `TransformersEngine` around `model`) generates.
 
     Raises: ValueError for counts that are not 1 <= n_candidates <= sample_size.
@@ -99,7 +101,8 @@ class BestOfNSampler:
         if "max_new_tokens" in generation_kwargs:
             lengths = [sampling.max_new_tokens or max(lengths)] * len(queries)
         prompts = [query for query in queries for _ in range(self.sample_size)]
-        found = self.engine.generate(prompts, sampling)
+        first = first_stream()
+        found = self.engine.generate(prompts, sampling, streams=range(first, first + len(prompts)))
         return [done.ids[: lengths[at // self.sample_size]] for at, done in enumerate(found)]
 
     def _texts(

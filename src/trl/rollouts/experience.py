@@ -107,8 +107,17 @@ class Experience:
 
 
 def concatenate(parts: Sequence[Experience]) -> Experience:
-    """The rows of several experiences that have the same columns, one after another."""
+    """The rows of several experiences that have the same columns, one after another.
+
+    Raises: ValueError where they have not.
+    """
     first = parts[0]
+    for part in parts:
+        if (part.per_token.keys(), part.per_row.keys()) != (first.per_token.keys(), first.per_row.keys()):
+            raise ValueError(
+                f"rollouts to be joined have the columns {[*first.per_token, *first.per_row]} and {[*part.per_token, *part.per_row]}, "
+                "expected the same. Let a rollout_func return logprobs each time, or never."
+            )
     return Experience(
         Ragged.joined([part.prompts for part in parts]),
         Ragged.joined([part.completions for part in parts]),

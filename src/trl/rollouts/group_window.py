@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from trl.rollouts.schedule import WindowSizes
 
@@ -76,6 +79,35 @@ def group_window(settings: GroupSettings) -> GroupWindow:
     return GroupWindow(sizes, generated, steps)
 
 
+def kept_window(sizes: WindowSizes, keep: int) -> WindowSizes:
+    """How the `keep` best completions of each of a window's groups are cut into the same optimiser steps.
+
+    Raises ValueError where a process has parts of groups, or the kept do not divide into its micro-batches, with the numbers
+    that would.
+
+    >>> sizes = WindowSizes(rows=16, mini_batches=2, passes=1, micro_batches=1, processes=1, group=8)
+    >>> kept_window(sizes, 3).rows
+    6
+    """
+    if sizes.own_rows % sizes.group:
+        whole = math.lcm(sizes.mini_batches * sizes.micro_batches, sizes.group) * sizes.processes
+        raise ValueError(
+            f"each of {sizes.processes} processes generates {sizes.own_rows} completions at once, expected a multiple of "
+            f"num_generations={sizes.group}: a group is filtered where it is generated. "
+            f"{_nearest('Set generation_batch_size to', sizes.rows, whole)}."
+        )
+    groups, cuts = sizes.own_rows // sizes.group, sizes.mini_batches * sizes.micro_batches
+    if groups * keep % cuts:
+        would = [str(number) for number in range(2, sizes.group) if groups * number % cuts == 0]
+        choice = f"Set num_remains_in_group to {' or '.join(would)}, or " if would else "Set "
+        raise ValueError(
+            f"num_remains_in_group={keep} leaves {groups * keep} completions of {groups} groups to each process, expected a "
+            f"multiple of its {cuts} micro-batches of one generation. {choice}per_device_train_batch_size to a multiple of "
+            f"num_generations={sizes.group}."
+        )
+    return replace(sizes, rows=groups * keep * sizes.processes, group=keep)
+
+
 def check_evaluation(rows: int, num_generations: int) -> None:
     """Raise ValueError where an evaluation batch of all processes, in rows, does not hold whole groups."""
     if rows % num_generations:
@@ -84,6 +116,15 @@ def check_evaluation(rows: int, num_generations: int) -> None:
             f"multiple of num_generations_eval={num_generations}. Set num_generations_eval to {_divisors(rows, least=1)}, or "
             "another per_device_eval_batch_size."
         )
+
+
+def rows_of_groups(groups: Tensor, size: int) -> Tensor:
+    """The rows of some groups of `size` that stand one after another, in order.
+
+    >>> rows_of_groups(torch.tensor([2, 0]), 2)
+    tensor([4, 5, 0, 1])
+    """
+    return (groups[:, None] * size + torch.arange(size)).flatten()
 
 
 def _steps(settings: GroupSettings) -> int:

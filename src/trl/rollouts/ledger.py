@@ -5,7 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BUCKETS = ("tool_output", "reward_failed", "truncated", "masked", "zero_advantage", "trained")
+TOOL_OUTPUT = "tool_output"
+"""The column per token (bool) of what tools answered; absent without tools."""
+
+FILTERED = "filtered"
+"""The column per row (bool) of completions that a method chose against; absent where it chooses none."""
+
+REPLAYED = "replayed"
+"""The column per row (bool) of completions that were sampled, and counted, for an earlier window; absent without a buffer."""
+
+TRUNCATED = "truncated"
+BUCKETS: tuple[str, ...] = (
+    TOOL_OUTPUT,
+    "reward_failed",
+    TRUNCATED,
+    FILTERED,
+    "masked",
+    "zero_advantage",
+    "trained",
+)
 """In the order in which they are asked: a token counts in the first that claims it."""
 
 
@@ -15,22 +33,25 @@ def token_ledger(
     tool_output: Tensor | None = None,
     reward_failed: Tensor | None = None,
     truncated: Tensor | None = None,
+    filtered: Tensor | None = None,
     masked: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """How many of K completion tokens are in each of `BUCKETS`, int64 0-dim each; the counts add up to K.
 
     All `(K,)`, bool but for `advantages`; None: no token. `truncated`: of completions that are left out as they were cut off;
-    `masked`: left out for another reason (a low entropy, a sampler's ratio above its cap). What is left is trained where its
-    advantage is not 0. Raises ValueError for unlike shapes, and for an advantage that is NaN where it would count.
+    `filtered`: of completions that were chosen against; `masked`: left out for another reason (a low entropy, a sampler's
+    ratio above its cap). What is left is trained where its advantage is not 0. Raises ValueError for unlike shapes, and for
+    an advantage that is NaN where it would count.
 
     >>> found = token_ledger(torch.tensor([1.0, 0.0, 0.0, -2.0]), truncated=torch.tensor([False, False, True, True]))
     >>> {name: int(count) for name, count in found.items() if count}
     {'truncated': 2, 'zero_advantage': 1, 'trained': 1}
     """
     claims = {
-        "tool_output": tool_output,
+        TOOL_OUTPUT: tool_output,
         "reward_failed": reward_failed,
-        "truncated": truncated,
+        TRUNCATED: truncated,
+        FILTERED: filtered,
         "masked": masked,
     }
     left = torch.ones_like(advantages, dtype=torch.bool)

@@ -16,6 +16,7 @@ from trl.rollouts.experience import Experience
 from trl.tensors.ragged import Ragged
 
 SAMPLING_LOGPS = "sampling_logps"
+SAMPLING_KEPT = "sampling_kept"
 STOPPED = "stopped"
 
 
@@ -31,7 +32,7 @@ def sample(
     per_token = {SAMPLING_LOGPS: torch.cat([one.logps for one in found])}
     kept = [one.kept for one in found]
     if all(part is not None for part in kept):
-        per_token["sampling_kept"] = torch.cat([part for part in kept if part is not None])
+        per_token[SAMPLING_KEPT] = torch.cat([part for part in kept if part is not None])
     stopped = torch.tensor([one.finish_reason == "stop" for one in found])
     return Experience(
         Ragged.of(prompts), Ragged.of([one.ids for one in found]), per_token, {STOPPED: stopped}

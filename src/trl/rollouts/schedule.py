@@ -6,13 +6,15 @@ Nothing here is a state: a run that resumes, or that has another number of proce
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_PROMPTS, _MINI_BATCHES = 0, 1  # random streams of their own
+_PROMPTS, _MINI_BATCHES, _REFILLS, _REPLAYS = 0, 1, 2, 3  # random streams of their own
+_ROUND = 2**48  # above the streams of windows and of evaluations
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,56 @@ def window_rows(window: int, rows: int, *, dataset: int, seed: int, shuffle: boo
     found: list[int] = []
     position = window * rows
     while len(found) < rows:
-        order = np.arange(dataset)
-        if shuffle:
-            order = _generator(seed, _PROMPTS, position // dataset).permutation(dataset)
-        found += order[position % dataset :][: rows - len(found)].tolist()
+        order = pass_order(position // dataset, dataset, seed=seed, shuffle=shuffle)
+        found += order[position % dataset :][: rows - len(found)]
         position = window * rows + len(found)
     return found
+
+
+def pass_order(number: int, dataset: int, *, seed: int, shuffle: bool = True) -> list[int]:
+    """The order of the data set's rows in pass `number` over them.
+
+    >>> pass_order(3, 4, seed=0, shuffle=False)
+    [0, 1, 2, 3]
+    """
+    if not shuffle:
+        return list(range(dataset))
+    return _generator(seed, _PROMPTS, number).permutation(dataset).tolist()
+
+
+def refill_rows(
+    window: int, first: int, count: int, *, taken: Sequence[int], dataset: int, seed: int
+) -> list[int]:
+    """`count` rows of the data set that refill window number `window`, after the `first` ones drawn for it already.
+
+    In random order all rows that are not `taken` (by the window itself) and, once they are used up, all rows again and again.
+
+    >>> found = [refill_rows(0, first, 2, taken=[1], dataset=5, seed=0) for first in (0, 2)]
+    >>> sorted(found[0] + found[1])
+    [0, 2, 3, 4]
+    """
+    found: list[int] = []
+    number = 0
+    while len(found) < first + count:
+        order = _generator(seed, _REFILLS, window, number).permutation(dataset).tolist()
+        used = set(taken) if number == 0 else set()
+        found += [row for row in order if row not in used]
+        number += 1
+    return found[first : first + count]
+
+
+def refill_streams(turn: int, rows: Sequence[int], sizes: WindowSizes, *, window: int) -> list[int]:
+    """Random streams for rows of a window that are sampled again, in refill `turn` 1, 2, ... of it: no other row has them."""
+    return [turn * _ROUND + window * sizes.rows + row for row in rows]
+
+
+def replayed_groups(window: int, count: int, *, among: int, seed: int) -> list[int]:
+    """Which `count` of `among` groups of earlier windows take part in window number `window` again, none twice.
+
+    >>> sorted(replayed_groups(7, 3, among=3, seed=0))
+    [0, 1, 2]
+    """
+    return _generator(seed, _REPLAYS, window).permutation(among)[:count].tolist()
 
 
 def step_rows(step: int, sizes: WindowSizes, *, window: int, process: int, seed: int) -> list[Tensor]:

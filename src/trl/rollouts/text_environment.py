@@ -15,10 +15,9 @@ from trl.generation.transformers_engine import TransformersEngine, context_windo
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
 from trl.rewards.answers import read_scores
+from trl.rollouts.streams import first_stream
 from trl.rollouts.text_history import TextHistory
 from trl.rollouts.tools import CALL, REQUEST, RESPONSE, SUBMIT, answer, named_tools, parse_call
-
-_STREAMS = 2**32  # of one process
 
 
 class Episodes(NamedTuple):
@@ -142,9 +141,7 @@ class TextEnvironment:
         """Let the model write in every history that is not completed."""
         active = [index for index, history in enumerate(histories) if not history.completed]
         prompts = [histories[index].tokens.tolist() for index in active]
-        found = self.engine.generate(
-            prompts, self.sampling, streams=[_first_stream() + one for one in active]
-        )
+        found = self.engine.generate(prompts, self.sampling, streams=[first_stream() + one for one in active])
         for index, completion in zip(active, found, strict=True):
             histories[index].append_segment(self._text(completion.ids), completion.ids, system=False)
         return histories
@@ -222,12 +219,6 @@ class TextEnvironment:
         for history, reward in zip(histories, found, strict=True):
             history.reward = torch.tensor(reward)
         return histories
-
-
-def _first_stream() -> int:
-    """Where this process's random streams begin: those that share a seed would else draw the same for the same query."""
-    ready = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_rank() * _STREAMS if ready else 0
 
 
 def _window(model: Any) -> int | None:

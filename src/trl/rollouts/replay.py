@@ -1,0 +1,70 @@
+"""Groups of completions that are kept to be learned from again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trl.rollouts.experience import Experience, concatenate
+from trl.rollouts.group_window import rows_of_groups
+
+_FILE = "replay_buffer.safetensors"
+_SCORES = "replay_scores"
+
+
+class ReplayBuffer:
+    """The `size` groups of `group_size` completions with the largest scores so far; of equal ones the newest stay.
+
+    >>> from trl.tensors.ragged import Ragged
+    >>> rows = Experience(Ragged.of([[1]] * 4), Ragged.of([[2], [3], [4], [5]]))
+    >>> buffer = ReplayBuffer(size=1, group_size=2)
+    >>> buffer.add(rows, torch.tensor([0.5, 0.7]))
+    >>> len(buffer), buffer.rows([0]).completions.values.tolist()
+    (1, [4, 5])
+    """
+
+    def __init__(self, size: int, group_size: int) -> None:
+        self.size, self.group_size = size, group_size
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def clear(self) -> None:
+        """Keep nothing any more."""
+        self._rows: Experience | None = None
+        self._scores = torch.zeros(0, dtype=torch.float64)
+
+    def add(self, rows: Experience, scores: Tensor) -> None:
+        """Keep groups, one after another in `rows`, where their `scores (g,)` are among the largest."""
+        if not len(scores):
+            return
+        found = [rows] if self._rows is None else [rows, self._rows]
+        self._scores = torch.cat([scores.double(), self._scores])
+        best = self._scores.argsort(descending=True, stable=True)[: self.size].sort().values
+        self._rows, self._scores = concatenate(found), self._scores[best]
+        self._rows = self.rows(best.tolist())
+
+    def rows(self, groups: list[int]) -> Experience:
+        """The completions of some groups, in this order."""
+        assert self._rows is not None
+        return self._rows.take(rows_of_groups(torch.tensor(groups), self.group_size))
+
+    def save(self, folder: str | Path) -> None:
+        """Write everything into a checkpoint."""
+        if self._rows is not None:
+            save_file({**self._rows.state(), _SCORES: self._scores}, Path(folder) / _FILE)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from what `save` wrote; a checkpoint without groups empties the buffer."""
+        self.clear()
+        file = Path(folder) / _FILE
+        if not file.is_file():
+            return
+        with safe_open(file, "pt") as opened:
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        self.add(Experience.from_state(state), state.pop(_SCORES))

@@ -1,0 +1,256 @@
+"""An assistant's turn in token ids -> its message and the calls in it; the answers -> the token ids that come next.
+
+What the model sampled is only read, never tokenised again: of the answers the chat template's text is made within a fixed
+conversation, cut where the assistant's turn ends, and tokenised alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trl.data.formats import common_prefix_length
+from trl.data.rendering import (
+    Chat,
+    Message,
+    ProcessingClass,
+    TemplateRefusal,
+    render,
+    render_prompt,
+    split_rendering,
+    template_source,
+    text_tokenizer,
+)
+from trl.data.spans import encode
+from trl.data.templates import QWEN_RESPONSE_TEMPLATE
+from trl.rollouts.tool_runs import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_BLOCK = re.compile(rf"\s*{OPEN}(.*?)(?:{CLOSE}\s*|\Z)", re.DOTALL)
+_SHAPE = f'{OPEN}{{"name": <tool>, "arguments": {{<name>: <value>}}}}{CLOSE}'
+_MARK, _ANSWER = "trl-mark-{}.", "trl-answer"
+_QUESTION: Message = {"role": "user", "content": "What colour is the sky?"}
+
+
+class Turn(NamedTuple):
+    """What an assistant said, as a message, and the calls in it, those that cannot be read too."""
+
+    message: Message
+    calls: list[ToolCall]
+
+
+class TurnReader:
+    """Reads turns by the tokenizer's `response_template` (transformers), or else as `<tool_call>{JSON}</tool_call>` blocks.
+
+    Blocks within `<think>` are no calls; the thought stays in the message's content, as it does where there are no tools.
+    """
+
+    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
+        self.tokenizer: Any = text_tokenizer(processing_class)
+        self.schemas = list(schemas)
+        template = getattr(self.tokenizer, "response_template", None)
+        self.template = (
+            None if template == QWEN_RESPONSE_TEMPLATE else template
+        )  # whose broken calls we read one by one
+        marks = {OPEN, CLOSE, "<think>", "</think>"}
+        special = [re.escape(token) for token in self.tokenizer.all_special_tokens if token not in marks]
+        self._special = re.compile("|".join(special) or r"\b\B")
+
+    def read(self, ids: Sequence[int], *, context: Sequence[int], ends: Collection[int]) -> Turn:
+        """The turn that `ids` are, sampled after `context`; its last token may be one of `ends`."""
+        if self.template is not None:
+            return self.of_text(self._decode(ids), self._decode(context))
+        closed = bool(ids) and ids[-1] in ends
+        return self.of_text(self._decode(ids[:-1] if closed else ids), "")
+
+    def of_text(self, text: str, context: str) -> Turn:
+        """The same of texts."""
+        return self._by_blocks(text) if self.template is None else self._by_template(text, context)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _by_template(self, text: str, context: str) -> Turn:
+        try:
+            message = self.tokenizer.parse_response(text, prefix=context, tools=self.schemas)
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:  # what transformers raises for text that is not in the format
+            plain = self._special.sub("", text).strip()
+            wrong = ToolCall("", error=f"the call cannot be read ({error}).")
+            return Turn({"role": "assistant", "content": plain}, [wrong])
+        found = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or []]
+        return Turn({"role": "assistant", "content": "", **message}, found)
+
+    def _by_blocks(self, text: str) -> Turn:
+        thought = ""
+        if "</think>" in text or text.lstrip().startswith("<think>"):
+            thought = text[: text.find("</think>") + len("</think>")] if "</think>" in text else text
+        rest, calls, content = text[len(thought) :], [], [thought]
+        place = 0
+        for block in _BLOCK.finditer(rest):
+            call = _read_json(block[1], closed=CLOSE in block[0])
+            content.append(rest[place : block.start() if call.error is None else block.end()])
+            calls.append(call)
+            place = block.end()
+        content.append(rest[place:])
+        message: Message = {"role": "assistant", "content": self._special.sub("", "".join(content)).strip()}
+        if known := [call for call in calls if call.error is None]:
+            message["tool_calls"] = [_as_message(call) for call in known]
+        return Turn(message, calls)
+
+
+def _read_json(text: str, *, closed: bool) -> ToolCall:
+    if not closed:
+        return ToolCall("", error=f"the call is not closed, expected {_SHAPE}.")
+    try:
+        return _read_call(json.loads(text))
+    except ValueError as error:
+        return ToolCall("", error=f"the call is not JSON ({error}), expected {_SHAPE}.")
+
+
+def _read_call(given: Any) -> ToolCall:
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        return ToolCall("", error=f"the call names no tool, expected {_SHAPE}.")
+    arguments = given.get("arguments", {})
+    if isinstance(arguments, str):  # some models write JSON within JSON
+        with contextlib.suppress(ValueError):  # text, which fits no signature: the tool's check says so
+            arguments = json.loads(arguments)
+    return ToolCall(given["name"], arguments)
+
+
+def _as_message(call: ToolCall) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class ReplyWriter:
+    """Token ids of tools' answers, from the end of the assistant's turn to the start of its next one."""
+
+    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
+        self.processing_class, self.schemas = processing_class, list(schemas)
+        self.tokenizer: Any = text_tokenizer(processing_class)
+        self._closed: dict[tuple[int, str], str] = {}
+
+    def ids(
+        self,
+        replies: Sequence[Message],
+        *,
+        last: int,
+        ends: Collection[int],
+        template_kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """What follows a turn whose last token is `last` (one of the tokens `ends`, or any, where a stop string ended it):
+        messages of the role `tool`, and the generation prompt.
+
+        Raises: TemplateRefusal where the chat template does not take them.
+        """
+        stop = self._text(last) if last in ends else None
+        text = self._tail(replies, template_kwargs)
+        cut = self._end_of_turn(text, self._closed_tail(len(replies), template_kwargs), stop, ends)
+        if stop is None:
+            return encode(self.tokenizer, [text[cut:]])[0]
+        found = encode(self.tokenizer, [stop + text[cut:]])[
+            0
+        ]  # so that no tokenizer takes it for the start of a text
+        return found[1:] if found[:1] == [last] else encode(self.tokenizer, [text[cut:]])[0]
+
+    def _end_of_turn(self, text: str, closed: str, stop: str | None, ends: Collection[int]) -> int:
+        """Where in `text` the turn ends that the model has closed with the text `stop`, or has left open."""
+        shared = common_prefix_length(closed, text)
+        if stop is None:
+            own = [at for token in ends if (at := text.find(self._text(token), 0, shared)) >= 0]
+            return min(own, default=shared)
+        if (at := text.find(stop, 0, shared)) >= 0:
+            return at + len(stop)
+        return shared + len(stop) if text.startswith(stop, shared) else shared
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _tail(self, replies: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
+        """The rendering of a call and its answers from the end of the last argument on."""
+        asked = _asking([reply.get("name") or "" for reply in replies])
+        messages = [_QUESTION, asked, *(dict(r, tool_call_id=_id(n)) for n, r in enumerate(replies))]
+        text = render(
+            self.processing_class,
+            Chat(messages, self.schemas, template_kwargs),
+            add_generation_prompt=True,
+        )
+        return _after_mark(text, len(replies))
+
+    def _closed_tail(self, count: int, template_kwargs: Mapping[str, Any]) -> str:
+        """The same where nobody answers."""
+        key = count, repr(template_kwargs)
+        if key not in self._closed:
+            chat = Chat([_QUESTION, _asking([""] * count)], self.schemas, template_kwargs)
+            self._closed[key] = _after_mark(render(self.processing_class, chat), count)
+        return self._closed[key]
+
+
+def _id(number: int) -> str:
+    return f"call{number:05d}"  # Mistral's templates want nine letters or digits
+
+
+def _asking(names: Sequence[str]) -> Message:
+    """An assistant's message that calls tools, with an argument whose end can be found again."""
+    calls = [
+        {
+            "id": _id(n),
+            "type": "function",
+            "function": {"name": name or "tool", "arguments": {"x": _MARK.format(n)}},
+        }
+        for n, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _after_mark(text: str, count: int) -> str:
+    mark = _MARK.format(count - 1)
+    if mark not in text:
+        raise TemplateRefusal(
+            "the chat template leaves the arguments of tool calls out. Use one that writes them, as those of models trained to use "
+            "tools do."
+        )
+    return text[text.index(mark) + len(mark) :]
+
+
+def check_tool_template(
+    processing_class: ProcessingClass,
+    schemas: Sequence[Any],
+    *,
+    template_kwargs: Mapping[str, Any],
+) -> None:
+    """Raise ValueError, before the first step, where a chat template cannot carry a conversation with tools: it does not show
+    them, leaves their answers out, or writes calls in a form that `TurnReader` does not read."""
+    if not template_source(processing_class):
+        raise ValueError("tools need a chat template, the tokenizer has none. Set tokenizer.chat_template.")
+    prompt, name = Chat([_QUESTION], list(schemas), template_kwargs), schemas[0]["function"]["name"]
+    try:
+        shown = render_prompt(processing_class, prompt)
+        if shown == render_prompt(processing_class, prompt._replace(tools=None)):
+            raise ValueError(
+                "the chat template reads no tools: its text is the same with them and without, expected one that shows the model "
+                "what it may call. Use the template of a model that was trained to use tools (Qwen3's, say)."
+            )
+        writer, asked = ReplyWriter(processing_class, schemas), _asking([name])
+        answered = writer._tail([{"role": "tool", "name": name, "content": _ANSWER}], template_kwargs)
+        opened, spoken = split_rendering(processing_class, prompt, [asked])
+    except TemplateRefusal as error:
+        raise ValueError(f"tools: {error}") from error
+    if _ANSWER not in answered:
+        raise ValueError(
+            "the chat template leaves messages of the role 'tool' out, expected one that shows a tool's answer. Use the template "
+            "of a model that was trained to use tools."
+        )
+    calls = TurnReader(processing_class, schemas).of_text(spoken, opened).calls
+    if calls != [ToolCall(name, asked["tool_calls"][0]["function"]["arguments"])]:
+        raise ValueError(
+            f"the calls that the chat template writes cannot be read back: {spoken[:200]!r} was read as {calls}, expected {_SHAPE} "
+            "or a form that the tokenizer's response template reads. Set tokenizer.response_template (see "
+            "trl.chat_template_utils.add_response_schema), or change the template."
+        )
