@@ -68,6 +68,18 @@ _NAMES = {
     "BestOfNSampler": "trl.rollouts.best_of_n",
     "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
     "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
+    "GRPOConfig": "trl.trainer.grpo_config",
+    "GRPOTrainer": "trl.trainer.grpo_trainer",
+    "RLOOConfig": "trl.trainer.rloo_config",
+    "RLOOTrainer": "trl.trainer.rloo_trainer",
+    "AllTrueJudge": "trl.rewards.judges.bases",
+    "BaseBinaryJudge": "trl.rewards.judges.bases",
+    "BaseJudge": "trl.rewards.judges.bases",
+    "BasePairwiseJudge": "trl.rewards.judges.bases",
+    "BaseRankJudge": "trl.rewards.judges.bases",
+    "HfPairwiseJudge": "trl.rewards.judges.chat",
+    "OpenAIPairwiseJudge": "trl.rewards.judges.chat",
+    "PairRMJudge": "trl.rewards.judges.pair_rm",
 }
 
 if TYPE_CHECKING:
@@ -101,6 +113,14 @@ if TYPE_CHECKING:
     from trl.models.value_head import AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead
     from trl.models.value_wrapper import PreTrainedModelWrapper as PreTrainedModelWrapper
     from trl.options.model import ModelConfig as ModelConfig
+    from trl.rewards.judges.bases import AllTrueJudge as AllTrueJudge
+    from trl.rewards.judges.bases import BaseBinaryJudge as BaseBinaryJudge
+    from trl.rewards.judges.bases import BaseJudge as BaseJudge
+    from trl.rewards.judges.bases import BasePairwiseJudge as BasePairwiseJudge
+    from trl.rewards.judges.bases import BaseRankJudge as BaseRankJudge
+    from trl.rewards.judges.chat import HfPairwiseJudge as HfPairwiseJudge
+    from trl.rewards.judges.chat import OpenAIPairwiseJudge as OpenAIPairwiseJudge
+    from trl.rewards.judges.pair_rm import PairRMJudge as PairRMJudge
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
     from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
     from trl.rollouts.text_history import TextHistory as TextHistory
@@ -120,6 +140,8 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
     from trl.trainer.dpo_config import FDivergenceType as FDivergenceType
     from trl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig as GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
     from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
     from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
     from trl.trainer.kto_config import KTOConfig as KTOConfig
@@ -132,6 +154,8 @@ if TYPE_CHECKING:
     from trl.trainer.prm_trainer import PRMTrainer as PRMTrainer
     from trl.trainer.reward_config import RewardConfig as RewardConfig
     from trl.trainer.reward_trainer import RewardTrainer as RewardTrainer
+    from trl.trainer.rloo_config import RLOOConfig as RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
 

@@ -136,6 +136,15 @@ PRM_ARGUMENTS: Mapping[str, Older] = {
     "train_on_last_step_only": Older("config", "train_on_last_step_only"),
 }
 
+RLOO_ARGUMENTS: Mapping[str, Older] = {
+    "config": Older("argument", "args"),
+    "policy": Older("argument", "model"),
+    "reward_model": Older("argument", "reward_funcs"),
+    "tokenizer": Older("argument", "processing_class"),
+    "ref_policy": Older("ignored", "the reference is the policy as it is at the start"),
+    "data_collator": Older("ignored", "prompts are tokenised by the trainer"),
+}
+
 
 class Moved(NamedTuple):
     """A trainer's arguments after the move."""
@@ -168,6 +177,28 @@ def move_onto_config(
     if processing_class is None:
         processing_class = older.get("tokenizer")
     return Moved(model, args, processing_class)
+
+
+def move_arguments(
+    table: Mapping[str, Older], config_class: type, given: Mapping[str, Any], older: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that were `given` under today's names, with those that were given under `older` ones.
+
+    Raises: TypeError for an argument that no level of the interface knows, ValueError for one given under both names.
+    """
+    _check_known(table, older, config_class)
+    found = dict(given)
+    for name, value in older.items():
+        if table[name].kind == "ignored":
+            continue
+        if found[table[name].to] is not None:
+            raise ValueError(
+                f"{name} and {table[name].to} were both given, expected one. Leave out {name}, the older of the two."
+            )
+        found[table[name].to] = value
+    if older:
+        warnings.warn(_advice(table, older, config_class), FutureWarning, stacklevel=3)
+    return found
 
 
 def _check_known(table: Mapping[str, Older], older: Mapping[str, Any], config_class: type) -> None:

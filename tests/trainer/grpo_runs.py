@@ -40,12 +40,21 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(t % 2 == 0 for t in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
 
 
+def first_is_rare(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Whether a completion begins with one of some tokens: often the same for a whole group."""
+    return [float(ids[0] % 3 == 0) for ids in completion_ids]
+
+
+REWARDS = {"even_tokens": even_tokens, "first_is_rare": first_is_rare}
+
+
 def make(
     method: str = "grpo", *, reward_funcs: Any = even_tokens, **settings: Any
 ) -> tuple[Any, KeepGradients]:
     """A trainer, and what will hold the gradients of its steps; `given` are further arguments of its constructor."""
     keep, (config, trainer) = KeepGradients(), TRAINERS[method]
     dtype, given = getattr(torch, settings.pop("dtype", "float64")), settings.pop("given", {})
+    reward_funcs = REWARDS[settings.pop("reward")] if "reward" in settings else reward_funcs
     data, architecture = settings.pop("data", None), settings.pop("architecture", "gpt2")
     args = config(settings.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **settings})
     words = given.pop("processing_class", None) or tokenizer()

@@ -87,7 +87,25 @@ RLOO = {
     "normalize_advantages": False,
     "reward_clip_range": None,
 }
-OURS = {"prefix_sharing": "auto", "reward_deadline": None, "reward_failure": "error"}
+OLDER_RLOO = {
+    "rloo_k": ("num_generations", 4),
+    "cliprange": ("epsilon", 0.1),
+    "kl_coef": ("beta", 0.2),
+    "exp_name": ("run_name", "mine"),
+    "normalize_reward": ("normalize_advantages", True),
+    "num_ppo_epochs": ("num_iterations", 3),
+    "num_mini_batches": ("steps_per_generation", 2),
+    "response_length": ("max_completion_length", 53),
+}  # the table of the documents' migration guide
+OURS = {
+    "prefix_sharing": "auto",
+    "reward_deadline": None,
+    "reward_failure": "error",
+    "dynamic_sampling": False,
+    "max_resampling_rounds": 10,
+    "max_tool_calling_iterations": None,  # newer than 0.26
+    "tool_deadline": 60.0,
+}
 
 
 def config(kind=GRPOConfig, **given):
@@ -95,7 +113,11 @@ def config(kind=GRPOConfig, **given):
 
 
 @pytest.mark.parametrize(
-    ("kind", "defaults"), [(GRPOConfig, {**GRPO, "base_model_attribute_name": "model"}), (RLOOConfig, RLOO)]
+    ("kind", "defaults"),
+    [
+        (GRPOConfig, {**GRPO, "base_model_attribute_name": "model"}),
+        (RLOOConfig, {**RLOO, **dict.fromkeys(OLDER_RLOO)}),
+    ],
 )
 def test_every_default(kind, defaults):
     base = declared(TrainingArguments)
@@ -153,31 +175,12 @@ def test_the_loss_gets_its_settings():
     assert config(RLOOConfig).reward_bounds is None
 
 
+# What GRPO and RLOO share of it stands in test_group_bad_input.py.
 REFUSED = {
-    "loss": ({"loss_type": "gspo"}, "unknown loss_type 'gspo'; known are 'bnpo', 'cispo', 'dapo'"),
-    "level": ({"importance_sampling_level": "row"}, "unknown importance_sampling_level 'row'"),
-    "scale": ({"scale_rewards": "std"}, "unknown scale_rewards 'std'; known are 'batch', 'group', 'none'"),
-    "group of one": (
-        {"num_generations": 1},
-        "num_generations must be a whole number >= 2, got 1. A completion is judged",
-    ),
-    "no groups": (
-        {"num_generations": 3},
-        "multiple of num_generations=3. Set num_generations to 2 or 4 or 8",
-    ),
-    "half a micro-batch": ({"generation_batch_size": 12}, "must be a multiple of 8.*Set it to 8 or 16"),
-    "evaluation": (
-        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
-        "an evaluation batch has 4 completions .*Set num_generations_eval to 1 or 2 or 4",
-    ),
     "epsilon": ({"epsilon": 0}, "epsilon must be > 0, got 0"),
     "beta": ({"beta": -1.0}, "beta must be >= 0, got -1.0"),
     "delta": ({"delta": 0.9}, "delta must be >= 1 or None, got 0.9"),
     "quantile": ({"top_entropy_quantile": 20}, r"top_entropy_quantile must be in \[0, 1\], got 20"),
-    "correction": (
-        {"vllm_importance_sampling_mode": "mask"},
-        "must be one of 'token_truncate', 'token_mask'",
-    ),
     "cap": ({"vllm_importance_sampling_cap": 0.0}, "vllm_importance_sampling_cap must be > 0, got 0.0"),
     "longest": (
         {"loss_type": "dr_grpo", "max_completion_length": None},
@@ -194,7 +197,10 @@ REFUSED = {
     "penalty": ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0, got 0.0"),
     "json": ({"generation_kwargs": "top_k=3"}, "generation_kwargs must be a JSON object, got 'top_k=3'"),
     "vllm mode": ({"vllm_mode": "local"}, "vllm_mode must be one of 'server', 'colocate', got 'local'"),
-    "passes": ({"num_iterations": 0}, "num_iterations must be a whole number >= 1, got 0"),
+    "rounds": (
+        {"dynamic_sampling": True, "max_resampling_rounds": 0},
+        "max_resampling_rounds must be a whole number >= 1, got 0. Set dynamic_sampling=False",
+    ),
 }
 
 
@@ -212,6 +218,7 @@ def test_reward_limits_are_two_and_in_order(bounds):
 
 IGNORED = {
     "delta": {"delta": 2.0, "loss_type": "cispo"},
+    "max_resampling_rounds": {"max_resampling_rounds": 3},
     "sapo_temperature_pos": {"sapo_temperature_pos": 0.5},
     "use_bias_correction_kl": {"use_bias_correction_kl": True},
     "use_transformers_paged": {"use_transformers_paged": True},
@@ -224,6 +231,15 @@ def test_what_has_no_effect_is_said_once(name, given):
     with pytest.warns(Warning, match=f"{name}=.* has no effect") as caught:
         config(**given)
     assert len([warning for warning in caught if name in str(warning.message)]) == 1
+
+
+def test_older_names_of_rloo_move_with_one_warning():
+    older = {name: value for name, (_, value) in OLDER_RLOO.items()}
+    with pytest.warns(FutureWarning, match="rloo_k -> num_generations; cliprange -> epsilon") as caught:
+        args = config(RLOOConfig, **older)
+    assert len([warning for warning in caught if "RLOO" in str(warning.message)]) == 1
+    for name, (place, value) in OLDER_RLOO.items():
+        assert getattr(args, place) == value and getattr(args, name) is None, name
 
 
 def test_older_names_move():

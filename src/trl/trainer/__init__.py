@@ -43,6 +43,10 @@ _NAMES = {
     "PPOTrainer": "trl.trainer.ppo_trainer",
     "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
     "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
+    "GRPOConfig": "trl.trainer.grpo_config",
+    "GRPOTrainer": "trl.trainer.grpo_trainer",
+    "RLOOConfig": "trl.trainer.rloo_config",
+    "RLOOTrainer": "trl.trainer.rloo_trainer",
 }
 
 if TYPE_CHECKING:
@@ -71,6 +75,8 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
     from trl.trainer.dpo_config import FDivergenceType as FDivergenceType
     from trl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig as GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
     from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig
     from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
     from trl.trainer.kto_config import KTOConfig as KTOConfig
@@ -84,6 +90,8 @@ if TYPE_CHECKING:
     from trl.trainer.prm_trainer import PRMTrainer as PRMTrainer
     from trl.trainer.reward_config import RewardConfig as RewardConfig
     from trl.trainer.reward_trainer import RewardTrainer as RewardTrainer
+    from trl.trainer.rloo_config import RLOOConfig as RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
 

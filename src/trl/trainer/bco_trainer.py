@@ -115,7 +115,7 @@ class BCOTrainer(UnpairedTrainer):
 
     def prepare_step(self, batches: list[Any]) -> None:
         """Count the rewards of the whole step, on all processes; those of a single micro-batch come with its loss."""
-        self._counts_own_batch = len(batches) == 1 and self.accelerator.num_processes == 1
+        self._counts_own_batch = len(batches) == 1
         if self._counts_own_batch:
             return
         model: Any = self.model_wrapped
@@ -131,7 +131,7 @@ class BCOTrainer(UnpairedTrainer):
     def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
         """BCO's loss of each completion; delta is the run's, also in an evaluation, which does not move it."""
         if self.mode == "train" and self._counts_own_batch:
-            self._rewards.add(reward_sum(scores, self.args.beta))
+            self._rewards.add(self.over_processes(reward_sum(scores, self.args.beta)))
             self._counts_own_batch = False
         delta = scores.logps.new_tensor(self._rewards.value)
         weights = self._undesirable_weights(batch)

@@ -15,7 +15,7 @@ from trl.reporting.trackers import log_table
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience
 from trl.trainer.callbacks.sampling import tensorboard_writer
-from trl.trainer.group_measures import SCORE_OF
+from trl.trainer.source_scores import source_table
 
 TABLE, FOLDER = "completions", "completions"
 
@@ -24,23 +24,21 @@ class ShownCompletions:
     """The newest batch of completions, of all processes, until it is shown."""
 
     def __init__(self) -> None:
-        self._inputs: RewardInputs | None = None
+        self.texts: list[tuple[Any, Any]] = []  # prompt and completion of each row of this process
         self._rows: list[dict[str, Any]] = []
         self._names: tuple[str, ...] = ()
 
     def note(self, inputs: RewardInputs) -> None:
         """Keep what reward sources were asked."""
-        self._inputs = inputs
+        self.texts = list(zip(inputs.prompts, inputs.completions, strict=True))
 
     def gather(self, experience: Experience, names: Sequence[str], *, advantages: Tensor) -> None:
         """Bring the rows of all processes together, with scores and advantages; all must call it."""
-        assert self._inputs is not None
-        scores = [experience.per_row[f"{SCORE_OF}{number}"].tolist() for number in range(len(names))]
+        scores = [column.tolist() for column in source_table(experience.per_row, names)]
         rows = [
             {"prompt": prompt, "completion": completion, "scores": list(own), "advantage": advantage}
-            for prompt, completion, own, advantage in zip(
-                self._inputs.prompts,
-                self._inputs.completions,
+            for (prompt, completion), own, advantage in zip(
+                self.texts,
                 zip(*scores, strict=True),
                 advantages.tolist(),
                 strict=True,

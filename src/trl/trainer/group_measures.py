@@ -13,23 +13,34 @@ from trl.objectives.group_advantages import Scale, reward_statistics
 from trl.objectives.group_policy import EXTREMES
 from trl.rewards.result import reward_metrics
 from trl.rollouts.experience import Experience
+from trl.rollouts.ledger import TOOL_OUTPUT
 from trl.rollouts.sampling import STOPPED
 from trl.tensors.reduce import Weighted, weighted
+from trl.trainer.source_scores import source_means, source_table
 
-LENGTH, REWARD = "length", "reward"
-SCORE_OF = "score_of_"
+LENGTH, REWARD, ADVANTAGE, CORRECTION = "length", "reward", "advantage", "correction"
 
 
 def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tensor]:
-    """The columns per row, and `length` in completion tokens, of all processes: float64 `(N,)` on the CPU.
+    """The columns per row, and `length` in completion tokens that the policy sampled, of all processes: float64 `(N,)` on the
+    CPU.
 
     Every process must have as many rows.
     """
-    columns = {**experience.per_row, LENGTH: experience.completions.lengths}
+    columns = {**experience.per_row, LENGTH: sampled_lengths(experience)}
     table = torch.stack([column.double() for column in columns.values()], dim=1)
     if accelerator.num_processes > 1:
         table = accelerator.gather(table.to(accelerator.device)).cpu()
     return dict(zip(columns, table.unbind(dim=1), strict=True))
+
+
+def sampled_lengths(experience: Experience) -> Tensor:
+    """The tokens of each completion that are not a tool's: int64 `(B,)`."""
+    lengths = experience.completions.lengths
+    if TOOL_OUTPUT not in experience.per_token:
+        return lengths
+    from_tool = experience.per_token[TOOL_OUTPUT].long()
+    return lengths - torch.zeros_like(lengths).index_add_(0, experience.completions.row_index, from_tool)
 
 
 def measured_groups(
@@ -41,11 +52,8 @@ def measured_groups(
     records a `share` of them.
     """
     found = _lengths(rows[LENGTH], rows[STOPPED] != 0)
-    scores = torch.stack([rows[f"{SCORE_OF}{number}"] for number in range(len(sources))], dim=1)
-    for number, name in enumerate(sources):
-        column = scores[:, number]
-        found[f"rewards/{name}/mean"] = weighted(column, ~column.isnan())
-    for name, value in reward_metrics(sources, scores).items():
+    found |= source_means(rows, sources)
+    for name, value in reward_metrics(sources, torch.stack(source_table(rows, sources), dim=1)).items():
         if name.endswith("/std") and not math.isnan(value):
             found[name] = _once(value)
     found |= reward_statistics(rows[REWARD], group_size, scale=scale)

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl.generation.engine import Sampling
+from trl.generation.engine import Engine, Sampling
 from trl.generation.stopping import end_tokens
+from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.vllm_engine import VLLMEngine, VLLMSettings, check_vllm
 from trl.models.parts import causal_core
 from trl.models.reference import Reference, make_reference
 from trl.rewards.source import RewardSources
+from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.policy import Policy, make_scorer
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import tokenizers_for
+from trl.trainer.sft_images import has_images
 
 
-def prompt_sets(args: GroupTraining, policy: Policy) -> PromptSets:
-    """How data sets are prepared."""
-    return PromptSets(
+def prompt_sets(args: GroupTraining, policy: Policy, *datasets: Any, tools: Any = None) -> PromptSets:
+    """How data sets are prepared; with images where one of `datasets` (or of dicts of them) has some. `tools` are the schemas
+    that prompts show.
+
+    Raises: ImportError, TypeError or ValueError for what rows with images cannot be trained with.
+    """
+    kind = ImagePromptSets if has_images(*datasets) else PromptSets
+    return kind(
         policy,
         ("max_completion_length", args.max_completion_length),
         keep=args.max_prompt_length,
         template_kwargs=args.chat_template_kwargs,
+        tools=tools,
     )
 
 
@@ -52,6 +62,41 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
     return sampling
 
 
+def check_engine(args: GroupTraining) -> None:
+    """Raise for vLLM where it is missing (ImportError), and for a way of running it that there is not (ValueError)."""
+    if not args.use_vllm:
+        return
+    if args.vllm_mode != "colocate":
+        raise ValueError(
+            f"vllm_mode={args.vllm_mode!r}, expected 'colocate': this version runs vLLM in the processes that train. Set "
+            "vllm_mode='colocate', or ask a server in a rollout_func."
+        )
+    check_vllm()
+
+
+def engine_of(
+    args: GroupTraining, model: Any, policy: Policy, accelerator: Any, *, own: bool = True
+) -> Engine:
+    """What generates: the policy itself, or vLLM if that is asked for; always the former where it is not its `own` rollouts
+    that are learned from."""
+    parts = {
+        "tokenizer": policy.tokenizer,
+        "accelerator": accelerator,
+        "gather_zero3": args.ds3_gather_for_generation,
+    }
+    if not (args.use_vllm and own):
+        return TransformersEngine(model, **parts)
+    settings = VLLMSettings(
+        memory=args.vllm_gpu_memory_utilization,
+        window=getattr(args, "vllm_max_model_length", None),
+        implementation=args.vllm_model_impl,
+        sleeps=args.vllm_enable_sleep_mode,
+        regex=args.vllm_guided_decoding_regex,
+        parallel=args.vllm_tensor_parallel_size,
+    )
+    return VLLMEngine(model, settings=settings, **parts)
+
+
 def reference_of(args: GroupTraining, policy: Policy, model: Any) -> Reference | None:
     """What the divergence is measured from: the policy as it is now, or the base of its adapter; None for beta = 0."""
     if args.beta == 0:
@@ -70,14 +115,14 @@ def reward_sources(
 ) -> RewardSources:
     """Where rewards come from.
 
-    Raises: ValueError where there is no source.
+    Raises: ValueError where there is no source, and for a judge that would not see all completions of a prompt.
     """
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     if not given or any(each is None for each in given):
         raise ValueError(
             f"reward_funcs is {reward_funcs!r}, expected functions, reward models or their paths. Pass at least one."
         )
-    return RewardSources(
+    sources = RewardSources(
         given,
         weights=args.reward_weights,
         processing_classes=tokenizers_for(given, processing_classes, policy),
@@ -86,3 +131,8 @@ def reward_sources(
         policy_tokenizer=policy.tokenizer,
         batch_size=args.per_device_train_batch_size,
     )
+    generations: Any = args.num_generations
+    sources.check_groups(generations, rows=args.window_sizes().own_rows)
+    if args.eval_strategy != "no":
+        sources.check_groups(args.num_generations_eval or generations, rows=args.eval_batch_size)
+    return sources

@@ -12,46 +12,50 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from trl.generation.transformers_engine import TransformersEngine
 from trl.models.lending import without_ddp
 from trl.models.parts import causal_core, check_decoder_only
-from trl.models.reference import FrozenModel
 from trl.models.scored_head import ScoreOptions
-from trl.objectives.group_advantages import Scale
+from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupTokens
 from trl.rewards.inputs import RewardInputs
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import check_evaluation
+from trl.rollouts.ledger import TOOL_OUTPUT
 from trl.rollouts.rollout_func import read_rollouts
 from trl.rollouts.sampling import STOPPED
 from trl.tensors.reduce import LossTerms, Weighted, reduce_terms, where_counted
 from trl.trainer.base_trainer import use_one_device
-from trl.trainer.callbacks.reference_moves import lend_reference
-from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
+from trl.trainer.dynamic_sampling import refilled
 from trl.trainer.group_completions import ShownCompletions
+from trl.trainer.group_images import images_of
 from trl.trainer.group_measures import (
+    ADVANTAGE,
+    CORRECTION,
     LENGTH,
     REWARD,
-    SCORE_OF,
     ClippedExtremes,
     measured_groups,
     of_all_processes,
 )
 from trl.trainer.group_setup import (
+    check_engine,
+    engine_of,
     prompt_sets,
     reference_of,
     reward_sources,
     sampling_of,
 )
+from trl.trainer.group_tools import group_tools, tool_metrics, with_messages
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED, OnlineTrainer, evaluation_streams
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import set_up_policy
 from trl.trainer.reward_setup import place_reward_models
+from trl.trainer.source_scores import source_columns
 from trl.trainer.terms import LOSS_PARTS, Outcome
+from trl.trainer.token_counts import TokenCounts, sampled_tokens, token_advantages
 
-REF, CORRECTION, CHOSEN = "ref_logps", "correction", "chosen"
-ADVANTAGE, WINDOW_SHARE = "advantage", "window_share"
+REF, CHOSEN, WINDOW_SHARE = "ref_logps", "chosen", "window_share"
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 
@@ -78,14 +82,12 @@ class GroupTrainer(OnlineTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
     ) -> None:
-        if args.use_vllm and rollout_func is None:
-            raise ValueError(
-                "use_vllm=True, expected False: this version generates with the policy's own weights. Leave it out, or generate "
-                "with vLLM in a rollout_func."
-            )
         use_one_device(args)
+        if rollout_func is None:
+            check_engine(args)
         assert args.num_generations is not None
         self.sizes = replace(args.window_sizes(), group=args.num_generations)
         self.evaluation_group = args.num_generations_eval or args.num_generations
@@ -97,10 +99,14 @@ class GroupTrainer(OnlineTrainer):
         self.options, self._rollout_func = args.group_options(), rollout_func
         self.sampling = sampling_of(args, policy)
         self.rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
-        self._sets = prompt_sets(args, policy)
+        self.tools = group_tools(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
+        schemas = self.tools.schemas if self.tools else None
+        self._sets = prompt_sets(args, policy, train_dataset, eval_dataset, tools=schemas)
+        self.images = images_of(self._sets, args, rollout_func)
         self.reference = reference_of(args, policy, model)
         self._extremes = {"train": ClippedExtremes(), "eval": ClippedExtremes()}
         self._shown = ShownCompletions()
+        self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
         self._asked: tuple[str, ...] = ()
         super().__init__(
             model=policy.model,
@@ -114,22 +120,9 @@ class GroupTrainer(OnlineTrainer):
         )
         if rollout_func is None:
             self.check_reward_columns()
-        self.engine = TransformersEngine(
-            self.model,  # type: ignore[arg-type]
-            tokenizer=policy.tokenizer,
-            accelerator=self.accelerator,
-            gather_zero3=args.ds3_gather_for_generation,
-        )
+        self.engine = engine_of(args, self.model, policy, self.accelerator, own=rollout_func is None)
         place_reward_models(self.rewards, self.accelerator)
-        self._moved_reference = self._take_reference()
-
-    def _take_reference(self) -> FrozenModel | None:
-        """Bring the reference to the device, and let callbacks move it."""
-        if self.reference is not None:
-            self.reference.prepare(self.accelerator)
-        if self.args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(None, self.accelerator))
-        return lend_reference(self.callback_handler.callbacks, self.reference)
+        self.settle_reference()
 
     # ---- the hooks of a method
 
@@ -142,6 +135,10 @@ class GroupTrainer(OnlineTrainer):
         """What some rows add to the number that an optimiser step's loss is divided by, 0-dim."""
         return torch.tensor(len(experience))
 
+    def learned_length(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """The mean length in tokens of the completions that a window is learned from, 0-dim."""
+        return rows[LENGTH].mean()
+
     def columns(self, experience: Experience) -> tuple[str, ...]:
         """Which of `old_logps` and `ref_logps` are asked of the models after a rollout."""
         return (REF,) if self.reference is not None else ()
@@ -152,6 +149,10 @@ class GroupTrainer(OnlineTrainer):
         self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]
     ) -> tuple[Experience, Mapping[str, Sequence[Any]]]:
         """Completions by the policy, or by the user's function, whose further fields become columns."""
+        if self.images is not None:
+            return self.images.completed(self.complete, self.engine, rows, streams), rows
+        if self.tools is not None:
+            return self.tools.completed(self, rows, streams=streams)
         if self._rollout_func is None:
             return super().completed(rows, streams=streams)
         ids: Any = rows["input_ids"]
@@ -161,6 +162,10 @@ class GroupTrainer(OnlineTrainer):
         self._more_columns = list(found.fields)
         return found.experience, {**{name: rows[name] for name in rows}, **found.fields}
 
+    def batch_of(self, experience: Experience) -> dict[str, Any]:
+        """With the images of the prompts."""
+        return super().batch_of(experience) if self.images is None else self.images.batch(experience)
+
     @property
     def sampler_is_exact(self) -> bool:
         """Whether the sampler's log-probs are those of the scoring forward, up to rounding."""
@@ -168,19 +173,26 @@ class GroupTrainer(OnlineTrainer):
 
     def rewarded(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Experience:
         """With the opinion of each source."""
-        inputs: RewardInputs = self.inputs_of(experience, rows)
+        inputs: RewardInputs = with_messages(self.inputs_of(experience, rows), rows)
         result = self.rewards.score(inputs)
         self._shown.note(inputs)
-        columns = {f"{SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
-        return self.judge(experience.with_rows(**columns), result.rewards)
+        return self.after_rewards(
+            self.judge(experience.with_rows(**source_columns(result)), result.rewards), inputs
+        )
+
+    def after_rewards(self, experience: Experience, inputs: RewardInputs) -> Experience:
+        """Rewarded completions, with what a variant makes of them and of their texts."""
+        return experience
 
     def judge(self, experience: Experience, scores: Tensor) -> Experience:
         """With `scores` (NaN: none) and, per token, `trained`: not where there is no reward, nor, with
-        `mask_truncated_completions`, where a completion did not end."""
+        `mask_truncated_completions`, where a completion did not end; never what tools answered."""
         rows = ~scores.isnan()
         if self.args.mask_truncated_completions:
             rows = rows & experience.per_row[STOPPED].bool()
         trained = rows[experience.completions.row_index]
+        if TOOL_OUTPUT in experience.per_token:
+            trained = trained & ~experience.per_token[TOOL_OUTPUT].bool()
         return experience.with_rows(**{SCORES: scores}).with_tokens(**{TRAINED: trained})
 
     def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
@@ -209,7 +221,7 @@ class GroupTrainer(OnlineTrainer):
         rewards, advantages = self.judged_groups(rows, group_size or self.sizes.group)
         first = self.args.process_index * len(experience)
         own = slice(first, first + len(experience))
-        share = rows[LENGTH].mean().expand(len(experience)).clone()
+        share = self.learned_length(rows).expand(len(experience)).clone()
         return experience.with_rows(
             **{REWARD: rewards[own].clone(), ADVANTAGE: advantages[own].clone(), WINDOW_SHARE: share}
         )
@@ -217,14 +229,45 @@ class GroupTrainer(OnlineTrainer):
     def make_window(self, number: int) -> Experience:
         """Window `number` of this run, whose tokens are counted once, however often they are learned from."""
         experience = super().make_window(number)
-        own = experience.prompts.lengths.sum() + experience.completions.lengths.sum()
-        self._tokens_seen = self._tokens_seen + own.to(self.args.device)
+        added = self._count_sampled(experience)
+        self._token_counts.speak_of_untrained(added)
         if self.args.log_completions:
             self._shown.gather(experience, self.rewards.names, advantages=experience.per_row[ADVANTAGE])
         return experience
 
     def count_seen(self, batch: Mapping[str, Any]) -> None:
         """Tokens are counted when they are generated."""
+
+    def _count_sampled(self, experience: Experience, advantages: Tensor | None = None) -> dict[str, int]:
+        """Count the tokens of this process's rows; how many completion tokens of all processes went where."""
+        self._tokens_seen = self._tokens_seen + sampled_tokens(experience).to(self.args.device)
+        return self._token_counts.add(experience, self.accelerator, advantages)
+
+    def discard(self, experience: Experience) -> None:
+        """Count rows of this process that were sampled and are not learned from, as others take their place. All processes
+        must call it."""
+        self._count_sampled(experience, torch.zeros(len(experience.completions.values)))
+
+    def count_masked(self, batches: Sequence[Mapping[str, Any]], chosen: Sequence[Tensor]) -> None:
+        """Count the tokens of an optimiser step's micro-batches that are not `chosen` as masked, in the first pass over a
+        window. All processes must call it."""
+        if self.state.global_step % self.sizes.steps < self.sizes.mini_batches:
+            rows = concatenate([batch["experience"] for batch in batches])
+            self._token_counts.mask(rows, torch.cat(list(chosen)), self.accelerator)
+
+    # ---- dynamic sampling
+
+    def chosen_rows(self, experience: Experience, number: int, prompts: Sequence[int]) -> Experience:
+        """With `dynamic_sampling`, other groups in the place of those that teach nothing."""
+        if not self.args.dynamic_sampling:
+            return experience
+        experience, measured = refilled(self, experience, number, prompts)
+        self._sums["train"].add_all(measured)
+        return experience
+
+    def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Which groups have rewards that are all equal, bool `(N / G,)`; `rows` holds the columns per row of whole groups."""
+        return has_no_variance(rows[SCORES], self.sizes.group)
 
     # ---- a step
 
@@ -235,9 +278,11 @@ class GroupTrainer(OnlineTrainer):
         self._step_started, self._turns = time.monotonic(), 0
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """One micro-batch, forward and backward; the last of a step says how long it took."""
-        loss = super().training_step(*args, **kwargs)
+        loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[arg-type]
         self._turns += 1
         if self._turns == self.sizes.micro_batches:
             seconds = torch.tensor(time.monotonic() - self._step_started)
@@ -246,12 +291,15 @@ class GroupTrainer(OnlineTrainer):
 
     _step_started, _turns = 0.0, 0
 
-    def group_tokens(self, experience: Experience, logps: Tensor) -> GroupTokens:
-        """What the objectives know of a micro-batch; the old policy is this one where nobody was asked."""
+    def group_tokens(self, experience: Experience) -> GroupTokens:
+        """What the objectives know of a micro-batch; the old policy is this one where nobody was asked.
+
+        A column `advantage` per token comes before that per row.
+        """
         columns, sequence = experience.per_token, experience.completions.row_index
         return GroupTokens(
-            columns[OLD] if OLD in columns else logps.detach(),
-            experience.per_row[ADVANTAGE].to(logps.dtype)[sequence],
+            columns.get(OLD),
+            token_advantages(experience),
             columns[TRAINED],
             sequence,
             len(experience),
@@ -266,7 +314,9 @@ class GroupTrainer(OnlineTrainer):
 
     def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
         """A micro-batch's part of the step's loss."""
-        return torch.stack([reduce_terms(terms, step.view(-1)[0]) for terms in found.terms]).sum()
+        step = step.view(-1)
+        loss = torch.stack([reduce_terms(terms, step[0]) for terms in found.terms]).sum()
+        return loss + self.router_part(found, own, step)
 
     def _record(self, found: Outcome, own: Tensor) -> None:
         for terms in found.terms:
@@ -275,6 +325,7 @@ class GroupTrainer(OnlineTrainer):
                 self.record(name, value)
             if self.mode == "eval":
                 self.record(LOSS_PARTS + terms.per, Weighted(_total(terms), own[0]))
+        self.record_router(found, own)
 
     # ---- what is logged
 
@@ -283,7 +334,8 @@ class GroupTrainer(OnlineTrainer):
         return self._measured(of_all_processes(experience, self.accelerator), self.sizes.group, share)
 
     def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
-        return measured_groups(rows, self.rewards.names, group_size, scale=self.reward_scale, share=share)
+        found = measured_groups(rows, self.rewards.names, group_size, scale=self.reward_scale, share=share)
+        return {**found, **tool_metrics(rows, share=share)}
 
     def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """With the extremes of what was clipped."""
@@ -292,6 +344,8 @@ class GroupTrainer(OnlineTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and with `log_completions` show completions beside a training loss."""
+        if "loss" in logs:
+            logs = {**logs, **self._token_counts.logged()}
         super().log(logs, start_time)
         if "loss" in logs and self.args.log_completions:
             self._shown.show(self)
@@ -340,24 +394,21 @@ class GroupTrainer(OnlineTrainer):
 
     # ---- checkpoints
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; see `OnlineTrainer.train`. A run counts its tokens from 0."""
+        self._token_counts.load_state({})
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def method_state(self) -> dict[str, Any]:
-        """What was clipped since the last log."""
-        return {**super().method_state(), "extremes": self._extremes["train"].state()}
+        """What was clipped since the last log, and where the run's tokens went."""
+        own = {"extremes": self._extremes["train"].state(), "tokens": self._token_counts.state()}
+        return {**super().method_state(), **own}
 
     def load_method_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `method_state`."""
         super().load_method_state(state)
         self._extremes["train"].load_state(state.get("extremes", {}))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._moved_reference is not None:
-            self._moved_reference.save(output_dir)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if self._moved_reference is not None and checkpoint is not None:
-            self._moved_reference.load(checkpoint)
+        self._token_counts.load_state(state.get("tokens", {}))
 
 
 def _total(terms: LossTerms) -> Tensor:

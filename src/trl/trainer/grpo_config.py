@@ -16,6 +16,7 @@ from trl.options.generation import VLLM, CompletionLogs, Completions, Transforme
 from trl.options.groups import changed_default
 from trl.options.groups_of_completions import (
     ClippedRatio,
+    DynamicSampling,
     PromptGroups,
     ReferencePenalty,
     TruncatedCompletions,
@@ -24,6 +25,7 @@ from trl.options.model import ModelInit
 from trl.options.online import RewardPolicy
 from trl.options.preference import Dropout, FusedLoss, PrefixSharing, ReferenceSync
 from trl.options.rollout import GatheredGeneration
+from trl.options.tools import ToolCalling
 from trl.options.training import TrainingDefaults
 from trl.rollouts.group_window import GroupSettings, check_evaluation, group_window
 from trl.rollouts.schedule import WindowSizes
@@ -32,6 +34,7 @@ from trl.rollouts.schedule import WindowSizes
 @dataclass
 class GroupTraining(
     PromptGroups,
+    DynamicSampling,
     ClippedRatio,
     ReferencePenalty,
     TruncatedCompletions,
@@ -42,6 +45,7 @@ class GroupTraining(
     VLLM,
     GatheredGeneration,
     CompletionLogs,
+    ToolCalling,
     PrefixSharing,
     Dropout,
     Shuffling,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,20 +12,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
-from trl.models.scored_head import ScoreOptions
+from trl.models.scored_head import LossOf, ScoreOptions
 from trl.objectives.group_advantages import group_relative
-from trl.objectives.group_policy import divisor_share, entropy_threshold, group_policy_loss
+from trl.objectives.group_policy import (
+    divisor_share,
+    entropy_threshold,
+    group_policy_loss,
+    soft_gate,
+    token_losses,
+)
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
 from trl.rollouts.experience import Experience
-from trl.rollouts.sampling import SAMPLING_LOGPS
+from trl.rollouts.sampling import SAMPLING_KEPT, SAMPLING_LOGPS
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.group_trainer import CHOSEN, CORRECTION, WINDOW_SHARE, GroupTrainer, RolloutFunc
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED
-
-logger = logging.getLogger(__name__)
-
-KEPT = "sampling_kept"
 
 
 class GRPOTrainer(GroupTrainer):
@@ -40,11 +41,12 @@ class GRPOTrainer(GroupTrainer):
         train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
             reward functions.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
-        processing_class: the policy's tokenizer; by default the one saved with it.
+        processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved with it.
         reward_processing_classes: the tokenizer of each reward model (None for functions).
         callbacks: further callbacks.
         optimizers: an optimizer and a scheduler, instead of those that the config describes.
         peft_config: trains a new adapter of the policy with these settings.
+        tools: functions, sync or async, with type hints and docstrings, that the policy may call in its completions.
         rollout_func: `func(prompts, trainer)` that generates instead of the policy: a dict with `prompt_ids`,
             `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
 
@@ -77,14 +79,10 @@ class GRPOTrainer(GroupTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
     ) -> None:
         args = GRPOConfig("grpo") if args is None else args
-        if args.cast_lm_head_to_fp32:
-            logger.warning(
-                "cast_lm_head_to_fp32=True has no effect: the head is computed in the model's dtype, its softmax in float32. "
-                "Leave it out, or load the model in float32."
-            )
         self.reward_scale = args.scale_rewards  # type: ignore[assignment]
         super().__init__(
             model,
@@ -97,6 +95,7 @@ class GRPOTrainer(GroupTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            tools=tools,
             rollout_func=rollout_func,
         )
 
@@ -115,7 +114,7 @@ class GRPOTrainer(GroupTrainer):
         if not self._corrects(experience) or OLD not in experience.per_token:
             return experience
         mask = experience.per_token[TRAINED]
-        sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(KEPT, 0.0)
+        sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(SAMPLING_KEPT, 0.0)
         found = correction(
             experience.per_token[OLD],
             sampling.to(experience.per_token[OLD].dtype),
@@ -137,8 +136,12 @@ class GRPOTrainer(GroupTrainer):
 
     def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
         """The loss type's terms."""
-        tokens = self.group_tokens(experience, scored.logps)
+        tokens = self.group_tokens(experience)
         return [group_policy_loss(scored.logps, tokens, self.options, entropies=scored.entropies)]
+
+    def token_losses(self, experience: Experience) -> LossOf | None:
+        """The same per token, where ratios are those of tokens."""
+        return token_losses(self.group_tokens(experience), self.options)
 
     def divisor(self, experience: Experience) -> Tensor:
         """What the loss type's mean is over."""
@@ -159,9 +162,11 @@ class GRPOTrainer(GroupTrainer):
             return
         entropies = [self._entropies(batch) for batch in batches]
         masks = [batch["experience"].per_token[TRAINED] for batch in batches]
-        threshold = self._threshold(torch.cat(entropies), torch.cat(masks))
-        for batch, own in zip(batches, entropies, strict=True):
-            batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own >= threshold})
+        threshold = self._threshold(torch.cat(entropies), torch.cat(masks), self.args.top_entropy_quantile)
+        chosen = [own >= threshold for own in entropies]
+        self.count_masked(batches, chosen)
+        for batch, own in zip(batches, chosen, strict=True):
+            batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own})
 
     @torch.no_grad()
     def _entropies(self, batch: Mapping[str, Any]) -> Tensor:
@@ -173,9 +178,26 @@ class GRPOTrainer(GroupTrainer):
         assert found is not None
         return found.cpu()
 
-    def _threshold(self, entropies: Tensor, mask: Tensor) -> Tensor:
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Which tokens have an entropy of at least the `threshold` quantile of those in the mask, bool of any shape.
+
+        The quantile is over the tokens of all processes, which must all ask.
+        """
+        least = self._threshold(entropies.flatten(), mask.flatten(), 1 - threshold)
+        return (entropies >= least.to(entropies.device)) & mask.bool()
+
+    def compute_liger_loss(self, unwrapped_model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of a micro-batch, as `compute_loss` gives it: no loss here holds the logits of a whole batch."""
+        return self.compute_loss(unwrapped_model, inputs)
+
+    @staticmethod
+    def get_sapo_token_loss(unclipped_token_loss: Tensor, temperature: float) -> Tensor:
+        """SAPO's gate of each token's ratio, of any shape; its loss is minus the gate times the advantage."""
+        return soft_gate(unclipped_token_loss, temperature)
+
+    def _threshold(self, entropies: Tensor, mask: Tensor, top: float) -> Tensor:
         if self.accelerator.num_processes > 1:
             table = torch.stack([entropies, mask.to(entropies.dtype)], dim=1).to(self.accelerator.device)
             table = self.accelerator.pad_across_processes(table)
             entropies, mask = self.accelerator.gather(table).cpu().unbind(dim=1)  # type: ignore[union-attr]
-        return entropy_threshold(entropies, mask, self.args.top_entropy_quantile)
+        return entropy_threshold(entropies, mask, top)

@@ -25,6 +25,7 @@ from trl.collators.rows import IGNORED
 from trl.data.rendering import text_tokenizer
 from trl.legacy import ITERATIVE_SFT_ARGUMENTS, Older
 from trl.models.device_cache import empty_cache
+from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
 from trl.trainer.iterative_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
@@ -254,10 +255,11 @@ class IterativeSFTTrainer(SFTTrainer):
         if self._table is not None:
             lengths = [max(len(row["input_ids"]), len(row["labels"])) for row in rows]
             check_table(lengths, self._table, dataset_name="the step's")
-        known = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]  # 0: sharded (ZeRO-3)
+        assert self.model is not None
+        known = embedded_tokens(self.model)
         for number, row in enumerate(rows):
             ids = row["input_ids"]
-            if known and not (int(ids.min()) >= 0 and int(ids.max()) < known):
+            if not (int(ids.min()) >= 0 and int(ids.max()) < known):
                 raise ValueError(
                     f"row {number} has the tokens {int(ids.min())} to {int(ids.max())}, expected 0 to {known - 1}, which the "
                     "model knows. Use the tokenizer that belongs to it."

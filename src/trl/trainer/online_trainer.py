@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +18,8 @@ from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
-from trl.models.reference import FrozenModel, Reference
-from trl.models.scored_head import ScoreOptions
+from trl.models.reference import Reference
+from trl.models.scored_head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import Experience
@@ -27,6 +28,7 @@ from trl.rollouts.saving import load_window, save_window
 from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.held_reference import HoldsReference
 from trl.trainer.terms import LossOfTerms, Outcome
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ OLD = "old_logps"
 _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, and the same ones every time
 
 
-class OnlineTrainer(LossOfTerms, BaseTrainer):
+class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     """Base of the trainers that learn from rollouts of the policy itself.
 
     The order of a window is that of `make_window`: prompts are drawn and completed by the policy, scored by the reward
@@ -86,6 +88,15 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         """The terms of a micro-batch's loss, one entry per completion token."""
         raise TypeError(f"{type(self).__name__} must override objective.")
 
+    def token_losses(self, experience: Experience) -> LossOf | None:
+        """What each completion token adds to the sum of the objective's terms, as far as that follows from its own log-prob;
+        None where its log-prob counts in another way too.
+
+        The head's gradient is then taken in the scoring forward, and `objective` is given log-probs without gradient. Nobody
+        asks where a class that knows nothing of it replaced `objective`.
+        """
+        return None
+
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """What is logged of a window, or of the completions of an evaluation; these rows are a `share` of the whole."""
         return {}
@@ -109,15 +120,27 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         )
         rows = [prompt for prompt in prompts for _ in range(self.sizes.group)]
         streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + own)
-        experience = self.roll_out(self._rows()[rows[first : first + own]], streams=streams, learning=True)
-        return self.advantages(experience)
+        experience = self.judged_completions(self._rows()[rows[first : first + own]], streams=streams)
+        experience = self.chosen_rows(experience, number, prompts)
+        return self.advantages(self.scored(experience, learning=True))
+
+    def chosen_rows(self, experience: Experience, number: int, prompts: Sequence[int]) -> Experience:
+        """The completions of window `number`, of these `prompts` (rows of the data set), that are gone on with: all."""
+        return experience
 
     def roll_out(
         self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int], learning: bool
     ) -> Experience:
         """Completions of some prompts, with their scores and what the models say of their tokens."""
+        return self.scored(self.judged_completions(rows, streams=streams), learning=learning)
+
+    def judged_completions(self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]) -> Experience:
+        """Completions of some prompts, with their scores."""
         experience, rows = self.completed(rows, streams=streams)
-        experience = self.rewarded(experience, rows)
+        return self.rewarded(experience, rows)
+
+    def scored(self, experience: Experience, *, learning: bool) -> Experience:
+        """With what the models say of the completions' tokens."""
         if self.sampler_is_exact:
             experience = experience.with_tokens(**{OLD: experience.per_token[SAMPLING_LOGPS]})
         return experience.with_tokens(**self._score_tokens(experience, learning=learning))
@@ -130,15 +153,23 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         """
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
         bent = self.sampling.cuts or self.sampling.greedy or self.sampling.repetition_penalty != 1
-        return wide and not bent and self.accelerator.mixed_precision == "no"
+        return self.engine.exact and wide and not bent and self.accelerator.mixed_precision == "no"
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], *, streams: Sequence[int], sampling: Sampling | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        streams: Sequence[int],
+        sampling: Sampling | None = None,
+        engine: Engine | None = None,
     ) -> Experience:
-        """One completion of each prompt by the present policy; `streams` name the random numbers of each."""
+        """One completion of each prompt by the present policy; `streams` name the random numbers of each.
+
+        `engine` is a view of the run's own, where these prompts need one.
+        """
         self.engine.sync_weights(self.model_wrapped, self.state.global_step)
         with self.accelerator.autocast():
-            return sample(self.engine, prompts, sampling or self.sampling, streams=streams)
+            return sample(engine or self.engine, prompts, sampling or self.sampling, streams=streams)
 
     def completed(
         self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]
@@ -171,7 +202,7 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         parts: list[dict[str, Tensor]] = []
         with undisturbed(self.model_wrapped):  # type: ignore[arg-type]
             for rows in torch.arange(len(experience)).split(self.rows_at_once()):
-                batch = experience.take(rows).as_batch(prefix_sharing=self.shares_prefix)
+                batch = self.batch_of(experience.take(rows))
                 parts.append(self.score_rollout(self._prepare_inputs(batch), learning=learning))  # type: ignore[arg-type]
         return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
 
@@ -221,18 +252,24 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         if is_new:
             self._window, self._window_number = self.make_window(number), number
         assert self._window is not None
-        rows = step_rows(
-            step, self.sizes, window=number, process=self.args.process_index, seed=self._data_seed()
-        )
+        rows = self.rows_of_step(step)
         if is_new or self.repeats_metrics:
             self._sums["train"].add_all(self.rollout_metrics(self._window, share=1 / self.args.world_size))
         batches = [self.micro_batch(self._window.take(own)) for own in rows[: len(turns)]]
         return super().get_batch_samples(iter(batches), len(batches), device)
 
+    def rows_of_step(self, step: int, sizes: WindowSizes | None = None) -> list[Tensor]:
+        """Which of this process's rows of the window each micro-batch of one of its optimiser steps learns from."""
+        place = {"window": self._window_number, "process": self.args.process_index}
+        return step_rows(step, sizes or self.sizes, seed=self._data_seed(), **place)
+
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
-        """What `compute_loss` is given: a flat batch of some rows, and the rows."""
-        batch = experience.as_batch(prefix_sharing=self.shares_prefix)
-        return {**batch, "experience": experience}
+        """What `compute_loss` is given: a batch of some rows, and the rows."""
+        return {**self.batch_of(experience), "experience": experience}
+
+    def batch_of(self, experience: Experience) -> dict[str, Any]:
+        """What the models are given of some rows, whose scored tokens are the completions', in order."""
+        return experience.as_batch(prefix_sharing=self.shares_prefix)
 
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
         """How many completion tokens a batch trains: int64 `(1,)`."""
@@ -242,9 +279,13 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         """The terms of a micro-batch."""
         inputs = dict(batch)
         experience: Experience = inputs.pop("experience")
-        scored = self.score(model, inputs, self.score_options())
-        terms = self.objective(experience.to(scored.logps.device), scored)
-        return Outcome(terms, scored.logps.detach(), scored.positions.sequence)
+        experience = experience.to(self.args.device)
+        asks = torch.is_grad_enabled() and is_overridden_with(type(self), "objective", "token_losses")
+        losses = self.token_losses(experience) if asks else None
+        scored = self.score(model, inputs, replace(self.score_options(), loss_of=losses))
+        terms = self.objective(experience, scored)
+        predictions, labels = scored.logps.detach(), scored.positions.sequence
+        return Outcome(terms, predictions, labels, scored.aux_loss, local=scored.total)
 
     # ---- evaluation
 
@@ -289,13 +330,6 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
         if own:
             self._sums["eval"].add_all(self.rollout_metrics(experience, share=own / len(whole)))
         return None, None, None
-
-    # ---- the reference
-
-    @property
-    def ref_model(self) -> nn.Module | None:
-        """The reference, where it is a model of its own."""
-        return self.reference.module if isinstance(self.reference, FrozenModel) else None
 
     # ---- checkpoints
 
@@ -349,6 +383,15 @@ class OnlineTrainer(LossOfTerms, BaseTrainer):
 def evaluation_streams(rows: Sequence[int]) -> list[int]:
     """Random streams for numbered rows of an evaluation."""
     return [_EVALUATION_SEED * 2**32 + row for row in rows]
+
+
+def is_overridden_with(kind: type, method: str, other: str) -> bool:
+    """Whether the class whose `method` counts in `kind` knows the `other` too: it overrides both, or a class below it does."""
+    places = [
+        next(place for place, each in enumerate(kind.__mro__) if name in vars(each))
+        for name in (other, method)
+    ]
+    return places[0] <= places[1]
 
 
 class _Numbered(torch.utils.data.Dataset):

@@ -8,6 +8,7 @@ from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, PairCollat
 from trl.collators.seq2seq import Seq2SeqPairCollator
 from trl.data.preference import PreferencePreparation, prepare_preference_dataset
 from trl.data.preference_lengths import TruncationOrder
+from trl.models.parts import embedded_tokens
 from trl.models.setup import pad_token_id
 from trl.trainer.policy import Policy
 from trl.trainer.prepared_sets import PreparedSets
@@ -24,7 +25,7 @@ def pair_sets(args: Any, policy: Policy, *, truncation_order: TruncationOrder = 
         is_encoder_decoder=bool(policy.scorer.core.config.is_encoder_decoder),
         tools=getattr(args, "tools", None),
         num_proc=args.dataset_num_proc,
-        vocab_size=policy.model.get_input_embeddings().weight.shape[0] or None,  # 0: sharded already (ZeRO-3)
+        vocab_size=embedded_tokens(policy.model),
         keep_columns=REFERENCE_COLUMNS,
     )
     prompt, *completions = PAIR_COLUMNS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,19 +13,26 @@ from trl.models.forward import Scored
 from trl.models.layout import scored_sequences
 from trl.tensors.reduce import Weighted, weighted
 
+logger = logging.getLogger(__name__)
+
 
 def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
-    """Whether the completions of one prompt are laid out behind one copy of it.
+    """Whether the completions of one prompt are laid out behind one copy of it; says where flash attention forbids it.
 
     Raises: ValueError where that is required and the model cannot take it.
     """
-    if prefix_sharing is True and not scorer.flat:
-        why = "; ".join(scorer.fallbacks) or "it takes padded rows only"
+    plain = "its flash attention tells only plain sequences of a flat row apart"
+    if prefix_sharing == "auto" and scorer.flat and not scorer.takes_trees:
+        logger.warning(
+            "Each completion gets a prompt of its own, because the model takes no trees: %s.", plain
+        )
+    if prefix_sharing is True and not scorer.takes_trees:
+        why = plain if scorer.flat else "; ".join(scorer.fallbacks) or "it takes padded rows only"
         raise ValueError(
             f"prefix_sharing=True, but {type(scorer.core).__name__} cannot take shared prompts: {why}. Use 'auto', which "
-            "falls back to padded rows."
+            "repeats prompts where it must."
         )
-    return prefix_sharing is not False and scorer.flat
+    return prefix_sharing is not False and scorer.takes_trees
 
 
 def row_count(batch: Mapping[str, Any], *, per_row: int = 1) -> int:

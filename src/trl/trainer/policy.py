@@ -17,6 +17,7 @@ from trl.models.classifier_setup import (
 )
 from trl.models.dropout import disable_dropout_in_model
 from trl.models.forward import Scorer
+from trl.models.head_precision import cast_head_to_float32
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
 from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
@@ -43,8 +44,8 @@ def set_up_policy(
 ) -> Policy:
     """Load what is a name or path, take over tokens and template, add the adapter, choose the scoring forward.
 
-    `args` is a training config; of `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path` and
-    `disable_dropout` those count that it has. What the model cannot take is said in the log, once. With `classifier` the
+    `args` is a training config; of `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
+    `disable_dropout` and `cast_lm_head_to_fp32` those count that it has. What the model cannot take is said in the log, once. With `classifier` the
     model is one of that kind, whose config is told the padding token, and whose head an adapter trains too.
 
     Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
@@ -76,6 +77,8 @@ def set_up_policy(
             check_trained_head(loaded)
     if getattr(args, "disable_dropout", False):
         disable_dropout_in_model(loaded)
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        cast_head_to_float32(loaded)
     if classifier is None:
         scorer = make_scorer(loaded, tokenizer)
     else:

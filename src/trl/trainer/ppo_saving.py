@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from huggingface_hub import HfApi
 from torch import Tensor
 
+from trl.models.value_wrapper import under_module_names
 from trl.reporting.model_card import generate_model_card
 from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
 from trl.trainer.ppo_config import PPOConfig
@@ -93,7 +94,8 @@ class SavesPolicy:
         return str(api.upload_folder(folder_path=folder, repo_id=made.repo_id, **options))
 
     def _save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        state = self.accelerator.get_state_dict(self.model)
+        with under_module_names(self.accelerator):
+            state = self.accelerator.get_state_dict(self.model)
         model: Any = self.accelerator.unwrap_model(self.model)
         if not self.accelerator.is_main_process:
             return

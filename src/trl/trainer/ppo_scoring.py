@@ -72,11 +72,11 @@ class ResponseScorer:
             )
         trees: list[tuple[Tensor, list[Tensor]]] = []
         for query, response in zip(queries, responses, strict=True):
-            if self.scorer.flat and trees and torch.equal(trees[-1][0], query):
+            if self.scorer.takes_trees and trees and torch.equal(trees[-1][0], query):
                 trees[-1][1].append(response)
             else:
                 trees.append((query, [response]))
-        batch = completion_batch(trees, prefix_sharing=self.scorer.flat)
+        batch = completion_batch(trees, prefix_sharing=self.scorer.takes_trees)
         return {name: value for name, value in batch.items() if name != "rows"}
 
     def _response_logits(

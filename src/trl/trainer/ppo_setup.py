@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.generation.transformers_engine import context_window
+from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_copies import create_reference_model
@@ -70,13 +71,16 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """An accelerator for a config, to be used for updates inside of `accumulating`."""
     shared = GradientState()
     before = shared.plugin_kwargs
-    # Without saying so, accelerate (1.15) leaves processes that torchrun starts on a CPU apart from one another.
-    only_cpu = {} if torch.accelerator.is_available() else {"cpu": True}
+    options = config.options("accelerator_kwargs")
+    if not torch.accelerator.is_available() and options.get("cpu", True):
+        # Without saying so, accelerate (1.15) leaves processes that torchrun starts on a CPU apart from one another; saying
+        # it to the Accelerator would turn DeepSpeed off.
+        PartialState(cpu=True)
     accelerator = Accelerator(
         log_with=config.log_with,
         gradient_accumulation_plugin=_counting(config),
         project_config=ProjectConfiguration(**config.options("project_kwargs")),
-        **{**only_cpu, **config.options("accelerator_kwargs")},
+        **options,
     )
     shared.plugin_kwargs = before
     deepspeed = accelerator.state.deepspeed_plugin
@@ -188,10 +192,8 @@ def make_adam(model: nn.Module, learning_rate: float) -> torch.optim.Adam:
 def token_limits(model: ModelWithValueHead) -> TokenLimits:
     """What the policy can read."""
     core: Any = model.get_base_model()
-    embeddings = core.get_input_embeddings().weight
-    rows = getattr(embeddings, "ds_shape", embeddings.shape)[0]
     start = core.config.decoder_start_token_id if core.config.is_encoder_decoder else None
-    return TokenLimits(int(rows), context_window(model.pretrained_model), start)
+    return TokenLimits(embedded_tokens(core), context_window(model.pretrained_model), start)
 
 
 def enable_checkpointing(model: ModelWithValueHead) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trl.models.value_wrapper import under_module_names
 from trl.tensors.moments import RunningMoments
 from trl.trainer.progress import STAGING
 
@@ -32,7 +33,8 @@ def save_step_state(
         staging.mkdir(parents=True)
     accelerator.wait_for_everyone()
     # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
-    accelerator.save_state(str(staging), safe_serialization=False)
+    with under_module_names(accelerator):
+        accelerator.save_state(str(staging), safe_serialization=False)
     streams = random_streams()
     torch.save(streams, staging / f"random_streams_{accelerator.process_index}.pt")
     if accelerator.is_main_process:
@@ -81,7 +83,8 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
             f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler, and the trainer has "
             f"{'none' if scheduler is None else 'one'}. Build the trainer as the first time."
         )
-    accelerator.load_state(str(folder))
+    with under_module_names(accelerator):
+        accelerator.load_state(str(folder))
     if scheduler is not None:
         scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
     streams = torch.load(

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trl.models.layout import first_rows
-from trl.models.reference import FrozenModel, Reference
+from trl.models.reference import Reference
 from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
-from trl.trainer.callbacks.reference_moves import lend_reference
-from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.evaluation_samples import log_evaluation_samples
+from trl.trainer.held_reference import HoldsReference
 from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
@@ -23,7 +22,7 @@ from trl.trainer.terms import LossOfTerms
 from trl.trainer.terms import Outcome as Outcome
 
 
-class PreferenceTrainer(LossOfTerms, BaseTrainer):
+class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     """Base of the trainers that learn from judged completions.
 
     The order of a step: the micro-batches are drawn and counted, `prepare_step` finds what a loss must know of all of
@@ -34,7 +33,6 @@ class PreferenceTrainer(LossOfTerms, BaseTrainer):
 
     _columns: ClassVar[tuple[str, ...]] = ()
     reference: Reference | AskedInAdvance | None = None
-    _moved_reference: FrozenModel | None = None
 
     def __init__(
         self,
@@ -122,11 +120,6 @@ class PreferenceTrainer(LossOfTerms, BaseTrainer):
 
     # ---- the reference
 
-    @property
-    def ref_model(self) -> nn.Module | None:
-        """The reference, where it is a model of its own."""
-        return self.reference.module if isinstance(self.reference, FrozenModel) else None
-
     def take_reference(self, scoring: ReferencePass | None = None) -> None:
         """Bring the reference to the device, let callbacks move it, and with `scoring` ask it about all rows now.
 
@@ -134,10 +127,7 @@ class PreferenceTrainer(LossOfTerms, BaseTrainer):
         """
         if self.reference is None or isinstance(self.reference, AskedInAdvance):
             return
-        self.reference.prepare(self.accelerator)
-        if getattr(self.args, "sync_ref_model", False):
-            self.add_callback(SyncRefModelCallback(None, self.accelerator))
-        self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference)
+        self.settle_reference()
         if scoring is not None:
             assert self.model is not None
             self._ask_in_advance(scoring, self.reference.fingerprint(self.model))
@@ -160,16 +150,6 @@ class PreferenceTrainer(LossOfTerms, BaseTrainer):
         elif self.eval_dataset is not None:
             self.eval_dataset = known(self.eval_dataset, "eval")
         self.reference = AskedInAdvance(scoring.columns)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._moved_reference is not None:
-            self._moved_reference.save(output_dir)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if self._moved_reference is not None and checkpoint is not None:
-            self._moved_reference.load(checkpoint)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

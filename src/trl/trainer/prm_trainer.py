@@ -16,6 +16,7 @@ from trl.legacy import PRM_ARGUMENTS, move_onto_config
 from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import STEP_CLASSIFIER
 from trl.models.layout import IGNORED, is_flat
+from trl.models.parts import embedded_tokens
 from trl.objectives.reward_modelling import step_classification
 from trl.tensors.reduce import Unit, weighted
 from trl.trainer.policy import Policy, set_up_policy
@@ -167,7 +168,7 @@ def stepwise_sets(args: PRMConfig, policy: Policy, *, is_eval: bool) -> Prepared
         train_on_last_step_only=args.train_on_last_step_only,
         is_eval=is_eval,
         num_proc=args.dataset_num_proc,
-        vocab_size=policy.model.get_input_embeddings().weight.shape[0] or None,  # 0: sharded already (ZeRO-3)
+        vocab_size=embedded_tokens(policy.model),
     )
     return PreparedSets(
         prepare=lambda dataset, name: prepare_stepwise_dataset(

@@ -9,9 +9,11 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
 from trl.data.prompts import PromptPreparation, prepare_prompts
+from trl.data.validation import Place
 from trl.generation.transformers_engine import context_window
-from trl.models.parts import causal_core
+from trl.models.parts import embedded_tokens
 from trl.trainer.policy import Policy
+from trl.trainer.sft_images import refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +27,8 @@ class PromptSets:
 
     def __init__(self, policy: Policy, room: tuple[str, int | None], **settings: Any) -> None:
         self.policy, (self._name, self._room), self._settings = policy, room, settings
-        core: Any = causal_core(policy.model)
         self.window = context_window(policy.model)
-        self.vocabulary = core.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
+        self.vocabulary = embedded_tokens(policy.model)
 
     def __call__(self, dataset: Any, name: str) -> Dataset:
         """A set with its prompts tokenised.
@@ -35,6 +36,7 @@ class PromptSets:
         Raises: TypeError for a stream and for what is no data set.
         """
         if isinstance(dataset, list):
+            _check_one_format(dataset, name)
             dataset = Dataset.from_list(dataset)
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
             raise TypeError(
@@ -47,9 +49,17 @@ class PromptSets:
             **self._settings,
         )
         with PartialState().main_process_first():
-            prepared = prepare_prompts(dataset, self.policy.processing_class, settings, name=name)
+            prepared = self.prepared(dataset, settings, name)
         self._warn_of_short_room(prepared, name)
         return prepared
+
+    def prepared(self, dataset: Dataset, settings: PromptPreparation, name: str) -> Dataset:
+        """With a column of each prompt's tokens.
+
+        Raises: ValueError for a set with images.
+        """
+        refuse_images(dataset, name=name)
+        return prepare_prompts(dataset, self.policy.processing_class, settings, name=name)
 
     def every(self, given: Any) -> Any:
         """An evaluation set, or each of several by name; None for none."""
@@ -73,4 +83,15 @@ class PromptSets:
                 self._room,
                 self.window,
                 self._name,
+            )
+
+
+def _check_one_format(rows: list[Any], name: str) -> None:
+    """Raise TypeError for rows of which some have text and some messages: a stored data set has a column of one kind."""
+    kinds = ["messages" if isinstance(row.get("prompt"), list) else "text" for row in rows]
+    for index, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise TypeError(
+                f"{Place(name, index, 'prompt')}: {kind}, expected {kinds[0]} as in row 0. Do not mix the standard and the "
+                "conversational format; convert one into the other."
             )

@@ -15,6 +15,7 @@ from trl.data.preference import RewardPreparation, prepare_reward_dataset
 from trl.legacy import REWARD_ARGUMENTS, move_onto_config
 from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import REWARD_MODEL
+from trl.models.parts import embedded_tokens
 from trl.objectives.reward_modelling import bradley_terry
 from trl.tensors.reduce import Unit, Weighted
 from trl.trainer.pairs import row_count, shares_prefix
@@ -199,7 +200,7 @@ def reward_sets(args: RewardConfig, policy: Policy) -> PreparedSets:
     settings = RewardPreparation(
         max_length=args.max_length,
         num_proc=args.dataset_num_proc,
-        vocab_size=policy.model.get_input_embeddings().weight.shape[0] or None,  # 0: sharded already (ZeRO-3)
+        vocab_size=embedded_tokens(policy.model),
     )
     return PreparedSets(
         prepare=lambda dataset, name: prepare_reward_dataset(

@@ -6,12 +6,13 @@ from trl.options.docs import documented
 from trl.options.generation import Completions
 from trl.options.groups import changed_default
 from trl.options.groups_of_completions import PromptGroups, ReferencePenalty
+from trl.options.older import OlderRLOO
 from trl.trainer.grpo_config import GroupTraining
 
 
 @documented
 @dataclass
-class RLOOConfig(GroupTraining):
+class RLOOConfig(OlderRLOO, GroupTraining):
     """Settings of `RLOOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     A batch of `per_device_train_batch_size * processes * steps_per_generation` completions, `num_generations` of each prompt,

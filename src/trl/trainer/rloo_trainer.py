@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl.legacy import RLOO_ARGUMENTS, move_arguments
 from trl.models.forward import Scored
-from trl.objectives.group_advantages import clipped_rewards, leave_one_out, normalized, penalized
+from trl.objectives.group_advantages import (
+    clipped_rewards,
+    has_no_variance,
+    leave_one_out,
+    normalized,
+    penalized,
+)
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
 from trl.rollouts.experience import Experience
@@ -33,12 +40,14 @@ class RLOOTrainer(GroupTrainer):
         train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
             reward functions.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
-        processing_class: the policy's tokenizer; by default the one saved with it.
+        processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved with it.
         reward_processing_classes: the tokenizer of each reward model (None for functions).
         callbacks: further callbacks.
         optimizers: an optimizer and a scheduler, instead of those that the config describes.
         peft_config: trains a new adapter of the policy with these settings.
+        tools: functions, sync or async, with type hints and docstrings, that the policy may call in its completions.
         rollout_func: `func(prompts, trainer)` that generates instead of the policy.
+        older: arguments of 0.21 and before, which move with a warning (`trl.legacy`).
 
     Example:
         >>> def brevity(completions, **columns):
@@ -59,8 +68,8 @@ class RLOOTrainer(GroupTrainer):
 
     def __init__(
         self,
-        model: str | nn.Module | PreTrainedModel,
-        reward_funcs: Any | Sequence[Any],
+        model: str | nn.Module | PreTrainedModel | None = None,
+        reward_funcs: Any | Sequence[Any] = None,
         args: RLOOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -69,19 +78,29 @@ class RLOOTrainer(GroupTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
+        **older: Any,
     ) -> None:
+        named = {
+            "model": model,
+            "reward_funcs": reward_funcs,
+            "args": args,
+            "processing_class": processing_class,
+        }
+        moved = move_arguments(RLOO_ARGUMENTS, RLOOConfig, named, older)
         super().__init__(
-            model,
-            reward_funcs,
-            RLOOConfig("rloo") if args is None else args,
+            moved["model"],
+            moved["reward_funcs"],
+            RLOOConfig("rloo") if moved["args"] is None else moved["args"],
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=moved["processing_class"],
             reward_processing_classes=reward_processing_classes,
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            tools=tools,
             rollout_func=rollout_func,
         )
 
@@ -108,9 +127,13 @@ class RLOOTrainer(GroupTrainer):
             advantages = normalized(advantages, ~rewards.isnan())
         return rewards, advantages
 
+    def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Groups whose rewards are all equal once they are cut; the price of the divergence does not count."""
+        return has_no_variance(clipped_rewards(rows[SCORES], self.args.reward_bounds), self.sizes.group)
+
     def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
         """The clipped surrogate of whole completions."""
-        tokens = self.group_tokens(experience, scored.logps)
+        tokens = self.group_tokens(experience)
         return [sequence_policy_loss(scored.logps, tokens, self.options, entropies=scored.entropies)]
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:

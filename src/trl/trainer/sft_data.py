@@ -22,6 +22,7 @@ from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.streams import is_stream
 from trl.data.templates import get_training_chat_template
 from trl.models.layout import is_flat
+from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_images import check_rows, refuse_images
@@ -47,7 +48,7 @@ class SFTDatasets:
         """`image_collator` makes the batches where rows have images: they stay raw until then."""
         self.args, self.formatting_func, self.model = args, formatting_func, model
         self.image_collator = image_collator
-        self.vocab_size = model.get_input_embeddings().weight.shape[0] or None  # 0: sharded already (ZeRO-3)
+        self.vocab_size = embedded_tokens(model)
         self.processing_class = (
             for_training(processing_class) if args.assistant_only_loss else processing_class
         )

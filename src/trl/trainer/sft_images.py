@@ -17,7 +17,7 @@ from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
 from trl.data.image_rows import IMAGE_COLUMNS, check_image_rows
 from trl.data.validation import check_sft_settings
-from trl.models.parts import causal_core
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
 from trl.trainer.sft_config import SFTConfig
 
@@ -166,16 +166,16 @@ def try_first_row(dataset: Any, collator: Any, model: Any, *, name: str) -> None
     batch = copy.copy(collator)([next(iter(dataset))])  # a copy: the trial does not count in rows_cut
     ids = batch["input_ids"]
     check_positions(model, [ids.shape[1]], dataset_name=name)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if rows and int(ids.max()) >= rows:  # 0 rows: sharded already (ZeRO-3)
+    rows = embedded_tokens(model)
+    if int(ids.max()) >= rows:
         raise ValueError(
             f"{name} dataset, row 0: the processor makes token id {int(ids.max())}, expected 0 to {rows - 1}, which the "
             "model embeds. Use the processor that belongs to the model."
         )
-    _check_image_token(batch, causal_core(model).config, name)
+    check_image_token(batch, causal_core(model).config, name)
 
 
-def _check_image_token(batch: dict[str, torch.Tensor], config: Any, name: str) -> None:
+def check_image_token(batch: dict[str, torch.Tensor], config: Any, name: str) -> None:
     """Raise ValueError where the processor marks the places of images with another token than the model looks for."""
     token = getattr(config, "image_token_id", None)
     token = getattr(config, "image_token_index", None) if token is None else token

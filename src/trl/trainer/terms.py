@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trl.tensors.reduce import LossTerms, Unit, Weighted, count_units, reduce_terms, where_counted
+from trl.tensors.reduce import (
+    LossTerms,
+    Unit,
+    Weighted,
+    count_units,
+    reduce_terms,
+    share_of_step,
+    where_counted,
+)
 
 if TYPE_CHECKING:
     from trl.trainer.base_trainer import BaseTrainer as _Trainer
@@ -22,13 +30,15 @@ class Outcome(NamedTuple):
     """What a batch came to.
 
     `terms` add up to the loss, each divided by the step's number of its own units. `predictions` `(B, ...)` and `labels`
-    `(B, ...)` are what `compute_metrics` is given.
+    `(B, ...)` are what `compute_metrics` is given. `local`: the sum of the losses of the terms' tokens whose gradient was taken
+    in the scoring forward; the terms know their value alone.
     """
 
     terms: Sequence[LossTerms]
     predictions: Tensor
     labels: Tensor
     aux_loss: Tensor | None = None
+    local: Tensor | None = None
 
 
 class LossOfTerms(_Trainer):
@@ -61,6 +71,8 @@ class LossOfTerms(_Trainer):
         step = own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         found = self.outcome(model, inputs)
         loss = self.loss_of(found, own, step)
+        if found.local is not None:
+            loss = loss + share_of_step(found.local - found.local.detach(), step.view(-1)[0])
         self._record(found, own)
         if num_items_in_batch is not None:
             loss = self.scale(loss)
@@ -72,9 +84,11 @@ class LossOfTerms(_Trainer):
         loss = torch.stack(
             [reduce_terms(terms, step[self.units.index(terms.per)]) for terms in found.terms]
         ).sum()
-        if found.aux_loss is not None:
-            loss = loss + self._router_weight() * found.aux_loss * (own[0] / step[0])
-        return loss
+        return loss + self.router_part(found, own, step)
+
+    def router_part(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor | float:
+        """What the router of a mixture of experts adds to it: its loss, by this batch's share of the step."""
+        return 0.0 if found.aux_loss is None else self._router_weight() * found.aux_loss * (own[0] / step[0])
 
     def _router_weight(self) -> float:
         return self.scorer.core.config.get_text_config().router_aux_loss_coef
@@ -86,6 +100,10 @@ class LossOfTerms(_Trainer):
             if self.mode == "eval":
                 total = (where_counted(terms.values, terms.weights) * terms.weights).sum()
                 self.record(LOSS_PARTS + terms.per, Weighted(total.detach(), count_units(terms)))
+        self.record_router(found, own)
+
+    def record_router(self, found: Outcome, own: Tensor) -> None:
+        """Log the router's loss."""
         if found.aux_loss is not None:
             self.record("aux_loss", Weighted(found.aux_loss.detach(), torch.ones(())))
             if self.mode == "eval":

@@ -49,6 +49,7 @@ _NAMES = {
     "empty_cache": "trl.models.device_cache",
     "AdaptiveKLController": "trl.objectives.kl",
     "FixedKLController": "trl.objectives.kl",
+    "RepeatSampler": "trl.rollouts.repeat_sampler",
 }
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from trl.reporting.tables import print_rich_table as print_rich_table
     from trl.reporting.trackers import get_comet_experiment_url as get_comet_experiment_url
     from trl.reporting.trackers import log_table_to_comet_experiment as log_table_to_comet_experiment
+    from trl.rollouts.repeat_sampler import RepeatSampler as RepeatSampler
     from trl.tensors.images import split_pixel_values_by_grid as split_pixel_values_by_grid
     from trl.tensors.images import unsplit_pixel_values_by_grid as unsplit_pixel_values_by_grid
     from trl.tensors.masking import first_true_indices as first_true_indices

@@ -28,7 +28,7 @@ def lend_reference(callbacks: Iterable[Any], reference: Reference | None) -> Fro
 
     What comes back must be part of every checkpoint (`save`, `load`). Call it once the reference is prepared.
 
-    Raises: ValueError for a reference that cannot move.
+    Raises: ValueError for a reference that cannot move, or that several would move.
     """
     movers = [
         callback
@@ -37,6 +37,12 @@ def lend_reference(callbacks: Iterable[Any], reference: Reference | None) -> Fro
     ]
     if not movers:
         return None
+    if len(movers) > 1:
+        names = " and ".join(type(callback).__name__ for callback in movers)
+        raise ValueError(
+            f"{names} move the reference's weights, one is allowed: each would undo what the others write. Leave out "
+            "sync_ref_model, or all callbacks that move it but one (BEMACallback with update_ref_model=False moves nothing)."
+        )
     if not isinstance(reference, FrozenModel):
         raise ValueError(
             f"{type(movers[0]).__name__} moves the reference's weights, and this run has {_named(reference)}, expected a "

@@ -1,0 +1,222 @@
+"""Prompts with images for the trainers that learn from groups of completions.
+
+Pixels are kept nowhere: every prompt has a key, by which its row of the data set is found again wherever a model is to see
+it, so that a checkpoint holds none and a run that resumes sees the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from torch import Tensor
+
+from trl.collators.image_prompts import PromptText, as_read, image_tokens, prompt_inputs, prompt_tokens
+from trl.collators.images import check_processor
+from trl.data.image_prompts import ImagePrompts, check_image_prompts
+from trl.data.image_rows import read_images
+from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, check_prompt_ids
+from trl.generation.engine import Engine, Generated, Sampling
+from trl.generation.prefill_once import MoreInputs
+from trl.models.layout import IGNORED, padded_rows
+from trl.models.parts import causal_core
+from trl.models.setup import pad_token_id
+from trl.rollouts.experience import Experience
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.policy import Policy
+from trl.trainer.prompt_sets import PromptSets
+from trl.trainer.sft_images import check_image_token, check_parts
+
+ROWS_KEPT = 64  # rows of the data set whose decoded images stay in memory
+ROWS_AT_ONCE = 16  # rows whose images are decoded together when prompts are made into tokens
+_SET = 2**32  # keys: number of the set times this, plus the row
+
+ChangeImages = Callable[[int, int, list[Any]], list[Any]]
+"""(a row of the batch, its prompt's key and images) -> the images that are shown in their place."""
+
+
+class PromptImages:
+    """Finds the images of prompts by their keys, and makes what a model is given of them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.processor: Any = policy.processing_class
+        self.pad = pad_token_id(policy.tokenizer)
+        self.tokens = image_tokens(self.processor, causal_core(policy.model).config)
+        self._prompts: dict[int, ImagePrompts] = {}
+        self._sets: weakref.WeakValueDictionary[int, Dataset] = weakref.WeakValueDictionary()
+        self._row = lru_cache(ROWS_KEPT)(self._read_row)
+
+    def next_keys(self) -> int:
+        """The first key of the next set."""
+        return len(self._prompts) * _SET
+
+    def add(self, dataset: Dataset, prompts: ImagePrompts) -> None:
+        """Find the rows of a prepared set here from now on, for as long as somebody holds it."""
+        self._sets[len(self._prompts)] = dataset
+        self._prompts[len(self._prompts)] = prompts
+
+    def _read_row(self, key: int) -> tuple[str, list[Any]]:
+        """A prompt's text with placeholders, and its images."""
+        number, index = divmod(key, _SET)
+        prompts, row = self._prompts[number], self._sets[number][index]
+        images = read_images(row, prompts.column, prompts.place(index, prompts.column or "prompt"))
+        return prompts.text(row, index, images), images
+
+    def model_inputs(
+        self,
+        prompts: Sequence[tuple[int, int]],
+        ends: Sequence[int],
+        width: int,
+        change: ChangeImages | None = None,
+    ) -> dict[str, Tensor]:
+        """What a model is given beside tokens, for prompts of one set, each a key and its tokens; see `prompt_inputs`."""
+        rows = []
+        for row, (key, length) in enumerate(prompts):
+            text, images = self._row(key)
+            rows.append(PromptText(text, images if change is None else change(row, key, images), length))
+        return prompt_inputs(self._prompts[prompts[0][0] // _SET], rows, ends, width)
+
+    def batch(self, experience: Experience, change: ChangeImages | None = None) -> dict[str, Any]:
+        """Padded rows of prompts with images and completions, whose scored tokens are the completions', in order."""
+        flat = experience.as_batch(prefix_sharing=False)
+        rows = padded_rows(flat, pad_token_id=self.pad)
+        ids = as_read(rows["input_ids"], rows["labels"] != IGNORED, self.tokens, pad=self.pad)
+        lengths = experience.prompts.lengths.tolist()
+        prompts = list(zip(experience.per_row[IMAGE_KEY].tolist(), lengths, strict=True))
+        seen = self.model_inputs(prompts, lengths, ids.shape[1], change)
+        return {**rows, "input_ids": ids, **seen, "rows": flat["rows"]}
+
+    def completed(
+        self,
+        complete: Callable[..., Experience],
+        engine: Engine,
+        rows: Mapping[str, Sequence[Any]],
+        streams: Sequence[int],
+    ) -> Experience:
+        """Completions of prompts with images by a trainer's `complete`."""
+        keys = list(rows[IMAGE_KEY])
+        seeing = _SeeingEngine(engine, self, keys)
+        found = complete(rows[PROMPT_IDS], streams=streams, engine=seeing)
+        return found.with_rows(**{IMAGE_KEY: torch.tensor(keys)})
+
+
+class _SeeingEngine:
+    """The run's engine, which shows the model the images of its prompts."""
+
+    def __init__(self, engine: Any, images: PromptImages, keys: Sequence[int]) -> None:
+        self._engine, self._images, self._keys = engine, images, keys
+
+    @property
+    def exact(self) -> bool:
+        """As the run's engine."""
+        return self._engine.exact
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        streams: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Generated]:
+        """One completion per prompt, in order; see `Engine.generate`."""
+
+        def of(requests: Sequence[int], width: int) -> dict[str, Tensor]:
+            own = [(self._keys[request], len(prompts[request])) for request in requests]
+            return self._images.model_inputs(own, [width] * len(own), width)
+
+        more = MoreInputs(of, self._keys, self._images.tokens, blank=self._images.pad)
+        return self._engine.generate(prompts, sampling, streams=streams, limits=limits, more_inputs=more)
+
+    def sync_weights(self, model: Any, step: int) -> None:
+        """As the run's engine."""
+        self._engine.sync_weights(model, step)
+
+    def close(self) -> None:
+        """As the run's engine."""
+        self._engine.close()
+
+
+class ImagePromptSets(PromptSets):
+    """Prepares data sets of prompts with images, which `images` finds again.
+
+    Raises: ImportError, TypeError or ValueError for what these prompts cannot be trained with, saying what to change.
+    """
+
+    def __init__(self, policy: Policy, room: tuple[str, int | None], **settings: Any) -> None:
+        super().__init__(policy, room, **settings)
+        check_parts(policy.processing_class, policy.model)
+        check_processor(policy.processing_class)
+        self.images = PromptImages(policy)
+
+    def prepared(self, dataset: Dataset, settings: PromptPreparation, name: str) -> Dataset:
+        """With the tokens of each prompt, those of its images among them, and its key."""
+        processor: Any = self.policy.processing_class
+        prompts = check_image_prompts(dataset, processor, name=name, template_kwargs=settings.template_kwargs)
+        rows = dataset.with_format(None)
+        tokens = rows.map(
+            _Tokens(prompts, settings, self.images.next_keys()),
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            features=Features({PROMPT_IDS: List(Value("int32")), IMAGE_KEY: Value("int64")}),
+            num_proc=settings.num_proc,
+            desc=f"Processing {name} prompts with images",
+        )
+        found = concatenate_datasets([rows, tokens], axis=1)  # images are not written a second time
+        self.images.add(found, prompts)
+        self._try_first(found, name)
+        return found
+
+    def _try_first(self, dataset: Dataset, name: str) -> None:
+        """Raise ValueError where the first prompt's tokens and images do not belong to the model."""
+        ids, key = dataset[0][PROMPT_IDS], dataset[0][IMAGE_KEY]
+        seen = self.images.model_inputs([(key, len(ids))], [len(ids)], len(ids))
+        batch = {**seen, "input_ids": torch.tensor([ids])}
+        check_image_token(batch, causal_core(self.policy.model).config, name)
+
+
+class _Tokens:
+    """Tokenises batches of rows with images."""
+
+    def __init__(self, prompts: ImagePrompts, settings: PromptPreparation, first_key: int) -> None:
+        self.prompts, self.settings, self.first_key = prompts, settings, first_key
+
+    def __call__(self, batch: Mapping[str, list], indices: list[int]) -> dict[str, list]:
+        rows = [{name: batch[name][at] for name in batch} for at in range(len(indices))]
+        ids = [self._ids(row, index) for row, index in zip(rows, indices, strict=True)]
+        return {PROMPT_IDS: ids, IMAGE_KEY: [self.first_key + index for index in indices]}
+
+    def _ids(self, row: Mapping[str, Any], index: int) -> list[int]:
+        reader, keep, place = self.prompts, self.settings.keep, self.prompts.place(index, "prompt")
+        images = read_images(row, reader.column, reader.place(index, reader.column or "prompt"))
+        ids, is_image = prompt_tokens(reader, reader.text(row, index, images), images)
+        if keep is not None and any(is_image[: max(len(ids) - keep, 0)]):
+            raise ValueError(
+                f"{place}: {len(ids)} tokens, of which {sum(is_image)} are its images', do not fit max_prompt_length={keep}, "
+                "and an image cannot lose tokens. Set max_prompt_length=None, raise it, or give smaller or fewer images."
+            )
+        kept = ids if keep is None else ids[-keep:]
+        check_prompt_ids(kept, self.settings, place)
+        return kept
+
+
+def images_of(sets: PromptSets, args: GroupTraining, rollout_func: Any) -> PromptImages | None:
+    """Where the images of a trainer's prompts are found; None for prompts of text.
+
+    Raises: ValueError where something else than the policy's own engine would generate.
+    """
+    if not isinstance(sets, ImagePromptSets):
+        return None
+    given = {"use_vllm=True": args.use_vllm, "a rollout_func": rollout_func is not None}
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ValueError(
+            f"{name} was given with rows of images, expected the policy itself to generate, which sees them. Leave it out, or "
+            "remove the column of images to train on text."
+        )
+    return sets.images

@@ -1,0 +1,49 @@
+"""The reference that a trainer holds: brought to the device, lent to the callbacks that move it, part of checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trl.models.reference import FrozenModel
+from trl.trainer.callbacks.reference_moves import lend_reference
+from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
+
+if TYPE_CHECKING:
+    from trl.trainer.base_trainer import BaseTrainer as _Trainer
+else:
+    _Trainer = object
+
+
+class HoldsReference(_Trainer):
+    """Mixin in front of `BaseTrainer`: a trainer with a `reference`."""
+
+    reference: Any = None
+    _moved_reference: FrozenModel | None = None
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference, where it is a model of its own."""
+        return self.reference.module if isinstance(self.reference, FrozenModel) else None
+
+    def settle_reference(self) -> None:
+        """Bring the reference to the device, and let a callback move it (`sync_ref_model` adds one).
+
+        Call it at the end of the constructor.
+        """
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
+        if getattr(self.args, "sync_ref_model", False):
+            self.add_callback(SyncRefModelCallback(None, self.accelerator))
+        self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._moved_reference is not None:
+            self._moved_reference.save(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self._moved_reference is not None and checkpoint is not None:
+            self._moved_reference.load(checkpoint)

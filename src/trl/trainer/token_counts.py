@@ -1,0 +1,125 @@
+"""Where the completion tokens that a run sampled went: counts over all processes, and a word where none is trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl.rollouts.experience import Experience
+from trl.rollouts.ledger import BUCKETS, FILTERED, REPLAYED, TOOL_OUTPUT, TRUNCATED, token_ledger
+from trl.rollouts.sampling import STOPPED
+from trl.trainer.group_measures import ADVANTAGE, CORRECTION
+from trl.trainer.online_trainer import SCORES, TRAINED
+
+logger = logging.getLogger(__name__)
+
+METRIC = "tokens/"
+_WHY = {
+    "zero_advantage": "the rewards of each group are equal: check the reward functions, sample more diversely (temperature, "
+    "num_generations), or let dynamic_sampling=True draw other prompts",
+    TRUNCATED: "completions reached max_completion_length, and mask_truncated_completions=True leaves such out: allow longer "
+    "ones, or set it to False",
+    "reward_failed": "no reward function has an opinion on these completions: let one of them answer every row",
+    "masked": "the sampler's probabilities are too far from the trainer's: check the sampler, or raise "
+    "vllm_importance_sampling_cap",
+}
+
+
+def token_advantages(rows: Experience) -> Tensor:
+    """The advantage of each completion token `(K,)`: its own, or else its row's."""
+    if ADVANTAGE in rows.per_token:
+        return rows.per_token[ADVANTAGE]
+    return rows.per_row[ADVANTAGE][rows.completions.row_index]
+
+
+def sampled_tokens(rows: Experience) -> Tensor:
+    """Tokens of prompts and completions that were sampled for a window, 0-dim: not of those out of a buffer."""
+    lengths = rows.prompts.lengths + rows.completions.lengths
+    return (lengths[~rows.per_row[REPLAYED].bool()] if REPLAYED in rows.per_row else lengths).sum()
+
+
+class TokenCounts:
+    """How many completion tokens are in each of the ledger's buckets since a run began, over all processes.
+
+    Every process must count at the same time, and knows the same numbers.
+    """
+
+    def __init__(self, *, masks_truncated: bool) -> None:
+        self._masks_truncated = masks_truncated
+        self._said: set[str] = set()
+        self._counts = dict.fromkeys(BUCKETS, 0)
+
+    def add(self, rows: Experience, accelerator: Any, advantages: Tensor | None = None) -> dict[str, int]:
+        """Count sampled rows of this process, with their tokens' `advantages (K,)` (None: `token_advantages`); what was added
+        over all processes."""
+        advantages = token_advantages(rows) if advantages is None else advantages
+        return self._note(self._of(rows, advantages, _used(rows)), accelerator)
+
+    def mask(self, rows: Experience, chosen: Tensor, accelerator: Any) -> None:
+        """Move those tokens of counted rows to another bucket that are not `chosen (K,)` in the end."""
+        advantages, used = token_advantages(rows), _used(rows)
+        moved = self._of(rows, advantages, used & chosen) - self._of(rows, advantages, used)
+        self._note(moved, accelerator)
+
+    def _of(self, rows: Experience, advantages: Tensor, used: Tensor) -> Tensor:
+        per_row, index = rows.per_row, rows.completions.row_index
+        sampled = ~per_row[REPLAYED].bool()[index] if REPLAYED in per_row else torch.ones_like(index).bool()
+        claims = {
+            TOOL_OUTPUT: rows.per_token.get(TOOL_OUTPUT),
+            "reward_failed": per_row[SCORES].isnan()[index],
+            TRUNCATED: ~per_row[STOPPED].bool()[index] if self._masks_truncated else None,
+            FILTERED: per_row[FILTERED][index] if FILTERED in per_row else None,
+            "masked": ~used,
+        }
+        known = {name: claim[sampled] for name, claim in claims.items() if claim is not None}
+        return torch.stack(list(token_ledger(advantages[sampled], **known).values()))
+
+    def _note(self, found: Tensor, accelerator: Any) -> dict[str, int]:
+        if accelerator.num_processes > 1:
+            found = accelerator.reduce(found.to(accelerator.device), reduction="sum")
+        added = dict(zip(BUCKETS, found.tolist(), strict=True))
+        self._counts = {name: count + added[name] for name, count in self._counts.items()}
+        return added
+
+    def speak_of_untrained(self, added: Mapping[str, int]) -> None:
+        """Say, once for each reason, that nothing is learned from a whole batch of completions."""
+        reasons = {name: count for name, count in added.items() if count and name in _WHY}
+        if added["trained"] or not reasons:
+            return
+        why = max(reasons, key=lambda name: reasons[name])
+        if why in self._said:
+            return
+        self._said.add(why)
+        logger.warning(
+            "No token of a batch of completions is trained (%s): its loss is 0, but for a divergence from the reference. Of "
+            "most of them %s. Later ones are counted in tokens/%s.",
+            ", ".join(f"{name} {count}" for name, count in added.items() if count),
+            _WHY[why],
+            why,
+        )
+
+    def logged(self) -> dict[str, float]:
+        """`tokens/<bucket>` of the run so far: that of what is trained, and of buckets that hold something."""
+        return {
+            f"{METRIC}{name}": float(count)
+            for name, count in self._counts.items()
+            if count or name == "trained"
+        }
+
+    def state(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return dict(self._counts)
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Go on from `state`."""
+        self._counts = {name: state.get(name, 0) for name in BUCKETS}
+
+
+def _used(rows: Experience) -> Tensor:
+    """Tokens that have a weight in the loss before an optimiser step chooses among them, bool `(K,)`."""
+    used = rows.per_token[TRAINED].bool()
+    return used & (rows.per_token[CORRECTION] != 0) if CORRECTION in rows.per_token else used

@@ -1,0 +1,57 @@
+"""Every method that learns from groups, and the runs that compare them; under torchrun: `-m tests.trainer.group_methods OUT.pt SETTINGS`."""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from tests.trainer.grpo_runs import CLOCKS, logs, prompts, run
+from trl.objectives.group_policy import LOSS_TYPES
+
+# Of a window of 16 completions two steps learn from 8 each, twice: the ratio is 1 in the first of them alone.
+WHOLE = {
+    "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4, "learning_rate": 0.02,
+}  # fmt: skip
+SEQUENCE = {"importance_sampling_level": "sequence"}
+OWN_SETTINGS: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 1.2}, "luspo": SEQUENCE}
+
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": name, **OWN_SETTINGS.get(name, {})} for name in LOSS_TYPES},
+    "grpo-kl": {"loss_type": "grpo", "delta": 1.3, "use_bias_correction_kl": True, "scale_rewards": "batch"},
+    "bnpo-masked": {"loss_type": "bnpo", "mask_truncated_completions": True, "beta": 0.0},
+    "dapo-entropy": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "beta": 0.0},
+    "gspo": {"loss_type": "grpo", **SEQUENCE, "top_entropy_quantile": 0.4},
+    # RLOO's ratio is that of whole completions: soon all of them are clipped
+    "rloo": {"method": "rloo", "normalize_advantages": True, "learning_rate": 0.001},
+}
+EVALUATED = ("grpo", "rloo")
+
+
+def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[str, Any]:
+    """Gradients of each step and logs of a run, and on request what is found of seven prompts in an evaluation."""
+    trainer, keep = run(**{**WHOLE, **METHODS[method], **settings})
+    found: dict[str, Any] = {"gradients": keep.steps, "logs": logs(trainer)}
+    if evaluates:
+        metrics = trainer.evaluate(prompts(4))  # the last batch of two processes has repeats
+        found["eval"] = {k: v for k, v in metrics.items() if not any(word in k for word in CLOCKS)}
+    return found
+
+
+def comparable(log: dict[str, float]) -> list[str]:
+    """What is logged but for the extremes of clipping, which are those of micro-batches."""
+    return [name for name in log if not name.startswith("clip_ratio") or name.endswith("mean")]
+
+
+def main(out: str, settings: str) -> None:
+    torch.set_num_threads(1)
+    found = {
+        method: found_of(method, evaluates=method in EVALUATED, **json.loads(settings)) for method in METHODS
+    }
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, out)
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,157 @@
+"""Groups without a difference in reward are sampled again with other prompts, the same for any number of processes."""
+
+import json
+
+import pytest
+import torch
+
+from tests.experimental import group_runs
+from tests.trainer import grpo_tool_runs
+from tests.trainer.grpo_runs import first_is_rare, logs, make, run
+from tests.trainer.one_step import launch
+from trl.rollouts.schedule import WindowSizes, refill_rows, refill_streams, window_rows
+from trl.trainer.online_trainer import SCORES
+
+ON = {"dynamic_sampling": True, "reward_funcs": first_is_rare}
+
+
+def groups_of(experience, size=4):
+    """Prompt and rewards of each group."""
+    rows = [row.tolist() for row in experience.prompts.split()]
+    scores = experience.per_row[SCORES].tolist()
+    return [(rows[first : first + size], scores[first : first + size]) for first in range(0, len(rows), size)]
+
+
+def test_refills_are_other_prompts_until_there_are_no_others():
+    taken = window_rows(3, 4, dataset=10, seed=1)
+    drawn = [refill_rows(3, first, 3, taken=taken, dataset=10, seed=1) for first in (0, 3)]
+    assert sorted([*taken, *drawn[0], *drawn[1]]) == list(range(10))
+    assert sorted(refill_rows(3, 6, 10, taken=taken, dataset=10, seed=1)) == list(range(10))
+    assert refill_rows(3, 0, 6, taken=taken, dataset=10, seed=1) == drawn[0] + drawn[1]
+    assert refill_rows(4, 0, 6, taken=taken, dataset=10, seed=1) != drawn[0] + drawn[1]
+
+
+def test_every_round_has_random_streams_of_its_own():
+    sizes = WindowSizes(rows=8, mini_batches=1, passes=1, micro_batches=1, processes=1, group=4)
+    streams = [refill_streams(turn, range(8), sizes, window=w) for turn in (1, 2) for w in (0, 1)]
+    evaluation = [0x5EED * 2**32 + row for row in range(2**10)]
+    every = [*range(16), *evaluation, *(stream for part in streams for stream in part)]
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_window_has_groups_that_teach(method):
+    settings = {"per_device_train_batch_size": 32}
+    plain = groups_of(make(method, reward_funcs=first_is_rare, **settings)[0].make_window(1))
+    trainer, _ = make(method, **ON, **settings)
+    found = groups_of(trainer.make_window(1))
+    assert [len(set(scores)) > 1 for _, scores in plain].count(False) > 0
+    kept = [old for old in plain if len(set(old[1])) > 1]
+    assert [
+        new for new, old in zip(found, plain, strict=True) if old in kept
+    ] == kept  # as they were, in their places
+    for rows, scores in found:
+        assert len(set(scores)) > 1 and all(row == rows[0] for row in rows)
+    measured = trainer._sums["train"].drain()
+    sampled = measured["dynamic_sampling/sampled_groups"]
+    assert measured["dynamic_sampling/rounds"] >= 1 and measured["dynamic_sampling/kept_zero_groups"] == 0
+    assert sampled <= 6  # of fourteen prompts eight stand in the window already: nothing is drawn twice
+    ids = trainer.train_dataset["input_ids"]
+    assert all([rows[0] for rows, _ in found].count(own) <= ids.count(own) for own in ids)
+
+
+def test_the_same_window_is_drawn_again():
+    first, again = (make(**ON)[0].make_window(2) for _ in range(2))
+    assert torch.equal(first.completions.values, again.completions.values)
+    assert torch.equal(first.per_row[SCORES], again.per_row[SCORES])
+
+
+def test_at_the_limit_groups_stay_as_they_are():
+    def constant(completions, **_):
+        return [1.0] * len(completions)
+
+    plain, _ = make(reward_funcs=constant)
+    trainer, keep = run(
+        reward_funcs=constant, dynamic_sampling=True, max_resampling_rounds=3, max_steps=2, beta=0.0
+    )
+    for entry in logs(trainer):
+        assert entry["dynamic_sampling/rounds"] == 3 and entry["dynamic_sampling/kept_zero_groups"] == 2
+        assert entry["dynamic_sampling/sampled_groups"] == 6 and entry["loss"] == 0
+    assert groups_of(trainer.make_window(0)) == groups_of(plain.make_window(0))
+    assert not any(value.any() for step in keep.steps for value in step.values())
+
+
+def test_rows_without_a_reward_are_sampled_again_too():
+    def rarely(completion_ids, **_):
+        return [float(len(ids)) if ids[0] % 2 else None for ids in completion_ids]
+
+    found = groups_of(make(reward_funcs=rarely, dynamic_sampling=True)[0].make_window(0))
+    for _, scores in found:
+        assert len({score for score in scores if score == score}) > 1
+
+
+def test_rewards_that_are_equal_once_they_are_cut_are_equal():
+    trainer, _ = make("rloo", reward_clip_range=(0.0, 0.5), **ON)
+    scores = torch.tensor([0.6, 0.7, 0.8, 9.0, 0.6, 0.7, 0.8, 0.1], dtype=torch.float64)
+    assert trainer.lacks_variance({SCORES: scores}).tolist() == [True, False]
+
+
+def test_the_completions_that_are_shown_are_those_that_are_learned_from(tmp_path):
+    import pandas as pd
+
+    trainer, _ = run(folder=str(tmp_path), log_completions=True, max_steps=1, **ON)
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    again, _ = make(**ON)
+    window = again.make_window(0)
+    words = again.processing_class
+    for name, column in (("prompt", window.prompts), ("completion", window.completions)):
+        texts = words.batch_decode([row.tolist() for row in column.split()], skip_special_tokens=True)
+        assert table[name].tolist() == texts
+    assert table["first_is_rare"].tolist() == window.per_row[SCORES].tolist()
+    assert logs(trainer)[0]["dynamic_sampling/rounds"] > 0
+
+
+def test_answers_of_tools_are_counted_in_refilled_groups_too():
+    def calls_once(completions, **_):
+        return [float(sum(message["role"] == "tool" for message in each) == 1) for each in completions]
+
+    trainer, _ = grpo_tool_runs.run(reward_funcs=calls_once, dynamic_sampling=True, max_steps=2)
+    assert sum(entry["dynamic_sampling/sampled_groups"] for entry in logs(trainer)) > 0
+    plain, _ = grpo_tool_runs.make(reward_funcs=calls_once)
+    first, second = logs(trainer)
+    assert first["tokens/tool_output"] > plain.make_window(0).per_token["tool_output"].sum()
+    for entry in (first, second):
+        assert entry["dynamic_sampling/kept_zero_groups"] == 0 == entry["frac_reward_zero_std"]
+
+
+def test_groups_are_sampled_again_where_what_remains_of_them_is_equal():
+    trainer, _ = group_runs.make("gfpo", **ON)
+    window = trainer.make_window(0)
+    scores = window.per_row[SCORES].view(-1, 4)[~window.per_row["filtered"].view(-1, 4)].view(-1, 2)
+    assert (scores[:, 0] != scores[:, 1]).all()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """Three groups of four, of which the middle one stands on both; two passes over each window, with masked tokens."""
+    settings = {
+        "num_iterations": 2, "max_steps": 4, "learning_rate": 0.01, "dynamic_sampling": True, "reward": "first_is_rare",
+        "max_resampling_rounds": 4, "max_completion_length": 5, "top_entropy_quantile": 0.4,
+    }  # fmt: skip
+    trainer, expected = run(per_device_train_batch_size=12, **settings)
+    cut = {**settings, "per_device_train_batch_size": 6}
+    launch("tests.trainer.grpo_runs", str(tmp_path / "two.pt"), json.dumps(cut))
+    found = torch.load(tmp_path / "two.pt")
+    assert len(found["gradients"]) == len(expected.steps) == 4
+    for own, known in zip(found["gradients"], expected.steps, strict=True):
+        size = max(float(value.abs().max()) for value in known.values())
+        for name, value in known.items():
+            torch.testing.assert_close(own[name], value, rtol=0, atol=1e-10 * size, msg=name)
+    for own, known in zip(found["logs"], logs(trainer), strict=True):
+        assert own.keys() == known.keys()
+        for name, value in known.items():
+            if name.startswith(("tokens/", "dynamic_sampling/", "reward", "num_tokens")):
+                assert own[name] == pytest.approx(value, abs=1e-9), name
+    sampled = [entry["dynamic_sampling/sampled_groups"] for entry in logs(trainer)[::2]]
+    assert any(number % 2 for number in sampled)  # one process samples a group that the other has too
+    assert logs(trainer)[-1]["tokens/zero_advantage"] > 0 < logs(trainer)[-1]["tokens/masked"]

@@ -1,0 +1,183 @@
+"""GRPO and RLOO on models of several kinds: adapters, mixtures of experts, references that move, heads in float32."""
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+
+from tests.tiny import tiny_model
+from tests.trainer.grpo_runs import logs, make, run
+from trl.experimental.bema_for_ref_model import BEMACallback
+from trl.trainer.group_trainer import REF
+from trl.trainer.online_trainer import OLD
+
+TARGETS = ["q_proj", "v_proj"]
+ADAPTERS = {
+    "lora": LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "rslora, all layers": LoraConfig(
+        r=2, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"
+    ),
+    "dora": LoraConfig(r=2, target_modules=TARGETS, use_dora=True, task_type="CAUSAL_LM"),
+    "with the head": LoraConfig(
+        r=2, target_modules=TARGETS, modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    ),
+    "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+}  # fmt: skip
+
+
+def bits(model):
+    """The weights below an adapter, by their names."""
+    own = ("lora_", "ia3_", "modules_to_save.default")
+    return {n: p.detach().clone() for n, p in model.named_parameters() if not any(part in n for part in own)}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [*(("grpo", kind) for kind in ADAPTERS), ("rloo", "lora"), ("rloo", "with the head")]
+)
+def test_the_base_is_never_written_to(method, kind):
+    """In bfloat16, where merging and unmerging an adapter would leave its rounding: looked at in every forward."""
+    settings = {"dtype": "bfloat16", "architecture": "llama", "learning_rate": 0.5, "num_iterations": 2}
+    trainer, _ = make(method, **settings, given={"peft_config": ADAPTERS[kind]})
+    before, seen = bits(trainer.model), []
+    base = trainer.model.get_base_model()
+
+    def look(*_):
+        seen.append(all(torch.equal(value, before[name]) for name, value in bits(trainer.model).items()))
+
+    base.get_decoder().layers[-1].register_forward_pre_hook(look)
+    trainer.train()
+    trainer.make_window(9)
+    look()
+    assert seen and all(seen)
+    assert all(not getattr(part, "merged", False) for part in trainer.model.modules())
+    assert any(entry.get("kl", 0) for entry in logs(trainer))
+    assert trainer.ref_model is None
+
+
+@pytest.mark.parametrize("kind", ["lora", "with the head", "ia3"])
+def test_the_reference_is_the_base_without_its_adapter(kind):
+    settings = {"architecture": "llama", "learning_rate": 0.5, "dtype": "float32", "max_steps": 2}
+    trainer, _ = run(**settings, given={"peft_config": ADAPTERS[kind]})
+    experience = trainer.make_window(5)
+    plain = tiny_model("llama", dtype=torch.float32).eval()
+    rows = zip(experience.prompts.split(), experience.completions.split(), strict=True)
+    expected = []
+    with torch.no_grad():
+        for prompt, completion in rows:
+            logits = plain(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+            expected.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
+    torch.testing.assert_close(experience.per_token[REF], torch.cat(expected), rtol=0, atol=2e-5)
+    assert (experience.per_token[REF] - experience.per_token[OLD]).abs().max() > 1e-3
+
+
+def test_of_several_adapters_the_active_one_is_trained():
+    """A second one, loaded under a name of its own, stays as it is, as does the base."""
+    model = get_peft_model(tiny_model("llama", dtype=torch.float64), ADAPTERS["lora"], adapter_name="first")
+    model.add_adapter("second", ADAPTERS["lora"])
+    model.set_adapter("second")
+    trainer, _ = make(architecture="llama", learning_rate=0.5, given={"model": model})
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    trainer.train()
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed and all(".second." in name for name in changed)
+    assert model.active_adapter == "second"
+
+
+# ---- mixtures of experts
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_the_routers_loss_is_added(method):
+    """The gradient is that of the plain loss and of 0.1 times the router's, whatever the micro-batches."""
+
+    def one(**more):
+        model = tiny_model("mixtral", **more)
+        return run(method, given={"model": model}, max_steps=1, dtype="float32")
+
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    (plain, without), (routed, found) = one(), one(**options)
+    first = logs(routed)[0]
+    assert first["loss"] == pytest.approx(logs(plain)[0]["loss"] + 0.1 * first["aux_loss"], abs=1e-5)
+    assert "aux_loss" not in logs(plain)[0]
+    gates = [name for name in found.steps[0] if "gate" in name and "mlp.gate." in name]
+    assert gates and any((found.steps[0][n] - without.steps[0][n]).abs().max() > 1e-5 for n in gates)
+    metrics = routed.evaluate(routed.train_dataset.select(range(4)))
+    assert metrics["eval_aux_loss"] > 0
+
+
+# ---- references that move
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_reference_may_follow_an_average_of_the_policy(method):
+    bema = BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=2, update_after=0)
+    trainer, _ = make(method, given={"callbacks": [bema]}, learning_rate=0.01, max_steps=4)
+    start = {name: value.clone() for name, value in trainer.ref_model.state_dict().items()}
+    trainer.train()
+    averages = dict(bema.running_model.named_parameters())
+    moved = 0
+    for name, value in trainer.ref_model.named_parameters():
+        assert torch.equal(value, averages[name]), name
+        moved += not torch.equal(value, start[name])
+    assert moved
+
+
+# ---- heads in float32, and methods of the documented surface
+
+
+def test_a_head_in_float32_trains_and_samples():
+    model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=False)
+    trainer, _ = run(given={"model": model}, cast_lm_head_to_fp32=True, max_steps=2)
+    weights = model.state_dict()
+    assert weights["lm_head.weight"].dtype == torch.float32
+    assert weights["model.norm.weight"].dtype == torch.bfloat16
+    assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in logs(trainer))
+    tied = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="whose head is its input embedding"):
+        make(given={"model": tied}, cast_lm_head_to_fp32=True)
+
+
+def test_tokens_of_high_entropy():
+    """Of the five in the mask the 0.75 quantile is 4."""
+    trainer, _ = make()
+    entropies = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    found = trainer.get_high_entropy_mask(entropies, mask, 0.75)
+    assert found.tolist() == [[False, False, False], [False, True, True]]
+    assert trainer.get_high_entropy_mask(entropies, mask, 0.0).equal(mask.bool())
+
+
+def test_the_gate_of_sapo():
+    """`4 / tau * sigmoid(tau (r - 1))`, which is 2 / tau at a ratio of 1."""
+    trainer, _ = make()
+    found = trainer.get_sapo_token_loss(torch.tensor([1.0, 2.0], dtype=torch.float64), 2.0)
+    expected = torch.tensor([1.0, 2 / (1 + torch.e**-2)], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_the_older_liger_loss_is_the_loss():
+    trainer, _ = make()
+    batch = trainer.micro_batch(trainer.advantages(trainer.make_window(0)))
+    trainer.model.train()
+    first = trainer.compute_liger_loss(trainer.model, batch)
+    torch.testing.assert_close(first, trainer.compute_loss(trainer.model, batch), rtol=0, atol=0)
+    with pytest.warns(FutureWarning, match="use_liger_loss has no effect"):
+        make(use_liger_loss=True)
+
+
+def test_older_arguments_of_rloo_move():
+    words = make("rloo")[0].processing_class
+    trainer, _ = make("rloo")
+    from trl import RLOOTrainer
+
+    given = {
+        "config": trainer.args,
+        "policy": tiny_model("gpt2"),
+        "reward_model": lambda completions, **_: [0.0],
+    }
+    with pytest.warns(FutureWarning, match="config -> the argument args; policy -> the argument model"):
+        made = RLOOTrainer(**given, train_dataset=trainer.train_dataset, tokenizer=words)
+    assert made.args is trainer.args and made.model is given["policy"]
+    with pytest.raises(ValueError, match="policy and model were both given"):
+        RLOOTrainer(given["policy"], given["reward_model"], policy=given["policy"])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'policies'"):
+        RLOOTrainer(policies=1)

@@ -1,0 +1,198 @@
+"""Every completion token that a run samples is in one counted bucket, and a batch from which nothing is learned is spoken of."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.trainer.grpo_runs import END, even_tokens, first_is_rare, logs, make, run
+from trl.objectives.group_policy import LOSS_TYPES
+from trl.trainer.group_trainer import ADVANTAGE, CHOSEN
+from trl.trainer.online_trainer import TRAINED
+from trl.trainer.token_counts import METRIC
+
+
+def some_without(completion_ids, **_):
+    return [None if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
+
+
+def tokens(entry):
+    """The buckets of a log entry."""
+    return {name.removeprefix(METRIC): n for name, n in entry.items() if name.startswith(METRIC)}
+
+
+def count_sampled(trainer):
+    """A list that will hold the number of tokens of every completion that the engine makes."""
+    lengths, inner = [], trainer.engine.generate
+
+    def generate(*args, **kwargs):
+        found = inner(*args, **kwargs)
+        lengths.extend(len(one.ids) for one in found)
+        return found
+
+    trainer.engine.generate = generate
+    return lengths
+
+
+FEW = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 7}
+CASES = {
+    "plain": ({}, {"trained"}),
+    "equal rewards": ({"reward_funcs": first_is_rare}, {"trained", "zero_advantage"}),
+    "no opinion": ({"reward_funcs": some_without}, {"trained", "reward_failed", "zero_advantage"}),
+    "truncated": ({"mask_truncated_completions": True}, {"trained", "truncated"}),
+    "refilled": (
+        {**FEW, "reward_funcs": first_is_rare, "dynamic_sampling": True},
+        {"trained", "zero_advantage"},
+    ),
+}
+OF_GRPO = {
+    "entropy": ({**FEW, "top_entropy_quantile": 0.3}, {"trained", "masked"}),
+    "sampler": (
+        {"top_k": 20, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_cap": 1.0},
+        {"trained", "masked"},
+    ),
+    "loss of batches": ({"scale_rewards": "batch", "reward_funcs": first_is_rare}, {"trained", "zero_advantage"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [*(("grpo", case) for case in {**CASES, **OF_GRPO}), ("rloo", "equal rewards"), ("rloo", "refilled")],
+)
+def test_every_sampled_token_is_in_one_bucket(method, case):
+    settings, expected = {**CASES, **OF_GRPO}[case]
+    trainer, _ = make(method, beta=0.0, **settings)
+    lengths = count_sampled(trainer)
+    trainer.train()
+    found = tokens(logs(trainer)[-1])
+    assert sum(found.values()) == sum(lengths) > 0
+    assert {name for name, count in found.items() if count} == expected
+
+
+def test_the_buckets_of_one_window_by_hand():
+    trainer, _ = make(mask_truncated_completions=True, reward_funcs=first_is_rare, max_completion_length=4)
+    experience = trainer.make_window(4)
+    lengths, stopped = experience.completions.lengths, experience.per_row["stopped"].bool()
+    flat = stopped & (experience.per_row[ADVANTAGE] == 0)
+    expected = {
+        "truncated": lengths[~stopped].sum(),
+        "zero_advantage": lengths[flat].sum(),
+        "trained": lengths[stopped & ~flat].sum(),
+    }
+    found = tokens(trainer._token_counts.logged())
+    assert found == {name: float(count) for name, count in expected.items() if count}
+    assert len(found) == 3
+
+
+def test_tokens_of_low_entropy_are_masked_from_the_first_pass_on():
+    settings = {**FEW, "top_entropy_quantile": 0.3, "max_steps": 8}
+    trainer, _ = make(**settings)
+    unchosen, inner = [], trainer.prepare_step
+
+    def prepare_step(batches):
+        inner(batches)
+        rows = [batch["experience"].per_token for batch in batches]
+        unchosen.append(sum(int((columns[TRAINED] & ~columns[CHOSEN]).sum()) for columns in rows))
+
+    trainer.prepare_step = prepare_step
+    trainer.train()
+    masked = [tokens(entry).get("masked", 0.0) for entry in logs(trainer)]
+    first = [
+        unchosen[0],
+        unchosen[1],
+        0,
+        0,
+        unchosen[4],
+        unchosen[5],
+        0,
+        0,
+    ]  # of two steps and two passes each
+    assert masked == torch.tensor(first, dtype=torch.float64).cumsum(0).tolist()
+
+
+def test_a_second_run_counts_from_the_start():
+    trainer, _ = run(max_steps=1)
+    first = tokens(logs(trainer)[-1])
+    trainer.train()
+    assert sum(tokens(logs(trainer)[-1]).values()) < 1.5 * sum(first.values())
+
+
+def test_a_rollout_functions_tokens_are_counted_too():
+    made = []
+
+    def rollout(prompts, trainer):
+        ids = [[4, 5, 6][: 1 + row % 3] for row in range(len(prompts))]
+        made.extend(map(len, ids))
+        return {"prompt_ids": [[3, 9]] * len(prompts), "completion_ids": ids}
+
+    trainer, _ = run(
+        reward_funcs=first_is_rare, given={"rollout_func": rollout}, dynamic_sampling=True, max_resampling_rounds=2,
+        max_steps=2,
+    )  # fmt: skip
+    last = logs(trainer)[-1]
+    # Two groups are sampled, and twice more: every group's completions begin alike.
+    assert sum(tokens(last).values()) == sum(made) and len(made) == 2 * 3 * 8
+    assert last["num_tokens"] == sum(made) + 2 * len(made)
+    assert last["dynamic_sampling/rounds"] == last["dynamic_sampling/kept_zero_groups"] == 2
+
+
+# ---- nothing to learn
+
+
+def constant(completions, **_):
+    return [0.1] * len(completions)
+
+
+def nobody(completions, **_):
+    return [None] * len(completions)
+
+
+NOTHING = {
+    "equal rewards": ({"reward_funcs": constant}, "the rewards of each group are equal", "zero_advantage"),
+    "no reward": ({"reward_funcs": nobody}, "no reward function has an opinion", "reward_failed"),
+    "all truncated": (
+        {"mask_truncated_completions": True, "generation_kwargs": {"min_new_tokens": 4}, "max_completion_length": 4},
+        "reached max_completion_length, and mask_truncated_completions=True",
+        "truncated",
+    ),
+}  # fmt: skip
+
+
+def assert_nothing_learned(trainer, keep, bucket):
+    for entry in logs(trainer):
+        assert abs(entry["loss"]) < 1e-15 and entry["grad_norm"] == 0  # RLOO adds up advantages
+        found = tokens(entry)
+        assert found["trained"] == 0 and found[bucket] > 0
+        assert entry.get("frac_reward_zero_std", 1) == 1 or bucket == "truncated"
+    assert keep.steps and not any(value.any() for step in keep.steps for value in step.values())
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_batch_without_a_lesson_has_a_loss_of_zero_and_is_spoken_of_once(method, case, caplog):
+    settings, words, bucket = NOTHING[case]
+    with caplog.at_level(logging.WARNING, logger="trl"):
+        trainer, keep = run(method, beta=0.0, max_steps=3, num_generations=4, **settings)
+    assert_nothing_learned(trainer, keep, bucket)
+    said = [record.getMessage() for record in caplog.records if "is trained" in record.getMessage()]
+    assert len(said) == 1 and words in said[0] and f"({bucket} " in said[0]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_no_loss_type_makes_anything_of_nothing(loss_type):
+    """Nor does the divergence of tokens that are left out count."""
+    settings, _, _ = NOTHING["all truncated"]
+    level = "sequence" if loss_type == "luspo" else "token"
+    trainer, keep = run(
+        max_steps=2, loss_type=loss_type, importance_sampling_level=level, top_entropy_quantile=0.5, beta=0.1, **settings,
+    )  # fmt: skip
+    for entry in logs(trainer):
+        assert entry["loss"] == 0 and entry["grad_norm"] == 0 and tokens(entry)["trained"] == 0
+    assert not any(value.any() for step in keep.steps for value in step.values())
+
+
+def test_end_tokens_are_likely_enough_here():
+    """What the cases above stand on: some completions end, some do not."""
+    trainer, _ = make(reward_funcs=even_tokens)
+    stopped = torch.cat([trainer.make_window(number).per_row["stopped"] for number in range(3)])
+    assert 0 < stopped.sum() < len(stopped) and END == "w16"
