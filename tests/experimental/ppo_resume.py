@@ -1,7 +1,5 @@
 """Trains PPO and kills itself where it is told to: `python -m tests.experimental.ppo_resume JOBS`, as in
-`tests.trainer.resume_worker`. KILL may also be `rollout:N`, `reward:N` or `score:N`: within the N-th call of the engine, of the
-reward function, or of the scoring pass after a rollout.
-"""
+`tests.trainer.resume_worker`."""
 
 import json
 import random
@@ -13,27 +11,13 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.experimental.ppo_runs import VOLATILE, even_tokens, make, prompts
-from tests.trainer.resume_worker import KillBefore, die, ending, in_a_process, kill_while_writing
+from tests.trainer.resume_worker import arm, ending, in_a_process
 
 
 def noisy(completion_ids: list[list[int]], **columns) -> list[float]:
     """A reward that draws from every global random stream: they must be where they were in a run that went on."""
     noise = [random.random() + np.random.rand() + torch.rand(()).item() for _ in completion_ids]
     return [a + 0.1 * b for a, b in zip(even_tokens(completion_ids), noise, strict=True)]
-
-
-def kill_within(holder, method: str, number: int) -> None:
-    """Die after the N-th call has done its work."""
-    inner, left = getattr(holder, method), [number]
-
-    def wrapped(*args, **kwargs):
-        found = inner(*args, **kwargs)
-        left[0] -= 1
-        if left[0] == 0:
-            die()
-        return found
-
-    setattr(holder, method, wrapped)
 
 
 def main(out: str, kind: str, kill: str = "") -> None:
@@ -44,18 +28,7 @@ def main(out: str, kind: str, kill: str = "") -> None:
         reward_funcs=noisy, eval_dataset=prompts(2), eval_strategy="steps", eval_steps=5, num_sample_generations=2,
         gradient_checkpointing=kind == "checkpointing", local_rollout_forward_batch_size=5,
     )  # fmt: skip
-    what, _, number = kill.partition(":")
-    if what == "micro":
-        KillBefore(trainer, int(number))  # type: ignore[arg-type]
-    elif what == "write":
-        kill_while_writing(int(number))
-    elif what:
-        holder, method = {
-            "rollout": (trainer.engine, "generate"),
-            "reward": (trainer.rewards, "score"),
-            "score": (trainer, "score_rollout"),
-        }[what]
-        kill_within(holder, method, int(number))
+    arm(trainer, kill)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) is not None)
     found = ending(trainer)
     found["logs"] = [{k: v for k, v in entry.items() if k not in VOLATILE} for entry in found["logs"]]

@@ -126,6 +126,45 @@ def test_value_models_that_cannot_read_the_responses():
         make(value_model=tiny_model("gpt2"))
 
 
+def test_models_with_a_shorter_window_than_the_rollouts():
+    """The longest prompt has 8 tokens, a response 7."""
+    with pytest.raises(ValueError, match=r"value_model has positions for 14 tokens, .* may have 15"):
+        make(value_model=tiny_classifier("gpt2", num_labels=1, max_position_embeddings=14))
+    with pytest.raises(ValueError, match=r"ref_model has positions for 14 tokens, .*response_length is 7\)"):
+        make(ref_model=tiny_model("llama", max_position_embeddings=14))
+    long = Dataset.from_dict({"input_ids": [[5] * 12]})
+    with pytest.raises(ValueError, match="may have 19 "):
+        make(
+            value_model=tiny_classifier("llama", num_labels=1, max_position_embeddings=18),
+            eval_dataset={"long": long},
+        )
+    short = tiny_model("gpt2", max_position_embeddings=14)  # whose responses end there
+    make(short, value_model=tiny_classifier("gpt2", num_labels=1, max_position_embeddings=14))
+
+
+def test_each_source_has_a_mean_of_its_own():
+    """Over the rows on which it has an opinion; the score is their weighted sum."""
+
+    def length(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def first_rows(completion_ids, **_):
+        return [1.0 if row < 2 else None for row in range(len(completion_ids))]
+
+    trainer, _ = make(
+        reward_funcs=[length, first_rows], reward_weights=[2.0, 3.0], missing_eos_penalty=None, **SHORT
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    lengths = trainer._window.completions.lengths.double()
+    assert trainer.state.global_step == 2
+    assert entry["rewards/first_rows/mean"] == 1
+    assert entry["rewards/length/mean"] == pytest.approx(float(lengths.mean()))
+    expected = 2 * float(lengths.mean()) + 3 * 2 / len(lengths)
+    assert entry["objective/scores"] == pytest.approx(expected)
+    assert "eval_rewards/length/mean" in trainer.evaluate(prompts(2))
+
+
 def test_prompts_can_be_predicted_too():
     trainer, _ = make(eval_dataset=prompts(3), **SHORT)
     expected = trainer.evaluate()

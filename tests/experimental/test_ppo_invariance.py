@@ -12,6 +12,7 @@ import torch
 from tests.experimental.ppo_runs import VOLATILE, logs, prompts, run
 from tests.trainer.one_step import launch
 from trl.models import forward, scorer_base
+from trl.trainer import online_trainer
 
 CUTS = {
     "micro-batches of 4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
@@ -60,6 +61,11 @@ def test_padded_rows(whole, monkeypatch):
 
 def test_models_scored_from_their_own_logits(whole, monkeypatch):
     monkeypatch.setattr(forward, "head_obstacle", lambda core, rule: "of this test")
+    assert_same(of(run()), of(whole))
+
+
+def test_policies_scored_before_the_loss_is_known(whole, monkeypatch):
+    monkeypatch.setattr(online_trainer, "is_overridden_with", lambda *names: False)
     assert_same(of(run()), of(whole))
 
 

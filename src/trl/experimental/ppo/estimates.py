@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trl.models.scored_head import LossOf
 from trl.objectives.advantages import TokenRewards, gae, rollout_metrics, token_rewards
 from trl.objectives.kl import k1, kl_penalty
 from trl.objectives.policy_gradient import clipped_surrogate, probability_ratio, with_value_loss
@@ -14,7 +15,7 @@ from trl.objectives.value import clipped_value_loss
 from trl.rollouts.experience import Experience
 from trl.tensors.moments import moments, over_processes, whiten_by
 from trl.tensors.ragged import Ragged
-from trl.tensors.reduce import LossTerms, Weighted, weighted
+from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED
 
 REF, VALUES = "ref_logps", "values"
@@ -113,10 +114,7 @@ def ppo_terms(
 ) -> LossTerms:
     """The clipped losses of policy and value function per token, under the names that the documents give their metrics."""
     columns, mask = experience.per_token, experience.per_token[TRAINED]
-    old = columns[OLD].to(logps.dtype)
-    policy = clipped_surrogate(
-        logps, old, columns[ADVANTAGES].to(logps.dtype), mask, cliprange=cliprange, entropies=entropies
-    )
+    policy = _policy_terms(experience, logps, slice(None), cliprange=cliprange, entropies=entropies)
     value = clipped_value_loss(
         values,
         columns[VALUES].to(values.dtype),
@@ -126,9 +124,30 @@ def ppo_terms(
     )
     value = value._replace(values=value.values.to(policy.values.dtype))
     terms = with_value_loss(policy, value, vf_coef=vf_coef)
-    square = weighted((probability_ratio(logps.detach(), old, mask) - 1).square(), mask)
+    ratios = probability_ratio(logps.detach(), columns[OLD].to(logps.dtype), mask)
+    square = weighted((ratios - 1).square(), mask)
     renamed = {_NAMES[name]: found for name, found in terms.metrics.items() if name in _NAMES}
     return terms._replace(metrics={**renamed, RATIO_SQUARE: square})
+
+
+def policy_losses(experience: Experience, *, cliprange: float) -> LossOf:
+    """What each token adds to the sum of the clipped losses of the policy."""
+
+    def losses(logps: Tensor, which: slice) -> Tensor:
+        terms = _policy_terms(experience, logps, which, cliprange=cliprange)
+        return where_counted(terms.values, terms.weights) * terms.weights
+
+    return losses
+
+
+def _policy_terms(
+    experience: Experience, logps: Tensor, which: slice, *, cliprange: float, entropies: Tensor | None = None
+) -> LossTerms:
+    columns = {name: experience.per_token[name][which] for name in (OLD, ADVANTAGES, TRAINED)}
+    old, advantages = (columns[name].to(logps.dtype) for name in (OLD, ADVANTAGES))
+    return clipped_surrogate(
+        logps, old, advantages, columns[TRAINED], cliprange=cliprange, entropies=entropies
+    )
 
 
 class _on:

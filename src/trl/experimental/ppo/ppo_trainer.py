@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from trl.experimental.ppo.estimates import (
     estimated,
     kl_of_tokens,
     measured_rollouts,
+    policy_losses,
     ppo_terms,
 )
 from trl.experimental.ppo.ppo_config import PPOConfig
@@ -35,6 +36,7 @@ from trl.experimental.ppo.samples import ShowSamples, completions_table
 from trl.experimental.ppo.saving import SavesBoth
 from trl.experimental.ppo.setup import (
     check_sizes,
+    check_windows,
     end_token,
     fill_in_sizes,
     own_copy,
@@ -47,7 +49,7 @@ from trl.models.forward import Scored
 from trl.models.lending import without_ddp
 from trl.models.policy_value import PolicyValueScorer
 from trl.models.reference import make_reference
-from trl.models.scored_head import ScoreOptions
+from trl.models.scored_head import LossOf, ScoreOptions
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
 from trl.tensors.reduce import LossTerms, Weighted
@@ -57,6 +59,7 @@ from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import make_scorer
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import place_reward_models
+from trl.trainer.source_scores import source_columns, source_means
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +143,7 @@ class PPOTrainer(SavesBoth):
             model_path=model if isinstance(model, str) else None,
             model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
         )
+        check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
         self._prices = Prices(args.kl_coef, args.kl_estimator, args.gamma, args.lam, args.whiten_rewards)
         super().__init__(
             model=parts.model,
@@ -174,6 +178,11 @@ class PPOTrainer(SavesBoth):
         )
 
     # ---- a window
+
+    def rewarded(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Experience:
+        """With the opinion of each source."""
+        result = self.rewards.score(self.inputs_of(experience, rows))
+        return self.judge(experience.with_rows(**source_columns(result)), result.rewards)
 
     def judge(self, experience: Experience, scores: Tensor) -> Experience:
         """The score, less `missing_eos_penalty` where a response did not end."""
@@ -221,6 +230,10 @@ class PPOTrainer(SavesBoth):
         )
         return [terms]
 
+    def token_losses(self, experience: Experience) -> LossOf:
+        """The policy's part of it, per token."""
+        return policy_losses(experience, cliprange=self.args.cliprange)
+
     def rows_at_once(self) -> int:
         """Rows that are scored in one forward after a rollout."""
         return self.args.local_rollout_forward_batch_size
@@ -244,8 +257,9 @@ class PPOTrainer(SavesBoth):
     # ---- what is logged
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """The documented `objective/*`, and the number of end tokens."""
+        """The documented `objective/*`, the means of the reward sources, and the number of end tokens."""
         found = measured_rollouts(experience, self._prices)
+        found |= source_means(experience.per_row, self.rewards.names)
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
             ends = (experience.completions.values == eos).sum()

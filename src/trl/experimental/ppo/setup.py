@@ -13,11 +13,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.generation.transformers_engine import context_window
 from trl.models.classification import ClassificationScorer, head_of
 from trl.models.classifier_setup import REWARD_MODEL, load_classifier, take_pad_token
 from trl.models.distributed import is_sharded
 from trl.models.dropout import disable_dropout_in_model
-from trl.models.parts import causal_core, check_decoder_only
+from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.policy_value import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import pad_token_id
@@ -109,7 +110,7 @@ def _without_adapters(policy: Any) -> nn.Module:
 
 
 def _check_vocabulary(value_model: nn.Module, policy: Policy) -> None:
-    rows, needed = _known_tokens(value_model), min(_known_tokens(policy.model), len(policy.tokenizer))
+    rows, needed = embedded_tokens(value_model), min(embedded_tokens(policy.model), len(policy.tokenizer))
     if rows < needed:
         raise ValueError(
             f"value_model knows {rows} tokens, the policy's tokenizer {needed}; it reads the very tokens of the responses. Pass "
@@ -117,9 +118,23 @@ def _check_vocabulary(value_model: nn.Module, policy: Policy) -> None:
         )
 
 
-def _known_tokens(model: nn.Module) -> int:
-    weight: Any = causal_core(model).get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
-    return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 empties the tensors of sharded weights
+def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) -> None:
+    """Raise ValueError where a model that reads the policy's rollouts has fewer positions than they may have tokens.
+
+    `sets` hold tokenised prompts (a data set, several by name, or None), of which each is answered with up to `room` tokens.
+    """
+    every = [part for given in sets for part in (given.values() if isinstance(given, dict) else [given])]
+    longest = max((len(ids) for part in every if part is not None for ids in part["input_ids"]), default=0)
+    own = context_window(parts.policy.model)
+    needed = longest + room if own is None else min(longest + room, own)
+    readers = {"value_model": parts.model.value_model, "ref_model": getattr(reference, "module", None)}
+    for name, model in readers.items():
+        window = None if model is None else context_window(model)
+        if window is not None and window < needed:
+            raise ValueError(
+                f"{name} has positions for {window} tokens, a prompt with its response may have {needed} (the longest prompt has "
+                f"{longest}, response_length is {room}). Shorten either, or pass a {name} with a longer window."
+            )
 
 
 def check_sizes(args: PPOConfig) -> WindowSizes:
@@ -234,9 +249,9 @@ def reward_sources(
     args: PPOConfig,
     parts: Parts,
 ) -> RewardSources:
-    """Where scores come from: a reward model, functions, or both, added up.
+    """Where scores come from: a reward model, functions and judges, added up.
 
-    Raises: ValueError where there is neither, or where the value model is the reward model.
+    Raises: ValueError where there is none, where the value model is the reward model, and for a judge that compares.
     """
     several = (
         list(reward_funcs)
@@ -253,7 +268,7 @@ def reward_sources(
         raise ValueError(
             "value_model is the reward model itself: training it would change the rewards. Load it a second time."
         )
-    return RewardSources(
+    sources = RewardSources(
         given,
         weights=args.reward_weights,
         processing_classes=tokenizers_for(given, processing_classes, parts.policy),
@@ -263,3 +278,5 @@ def reward_sources(
         policy_tokenizer=parts.policy.tokenizer,
         batch_size=args.local_rollout_forward_batch_size,
     )
+    sources.check_groups(1, rows=args.local_rollout_forward_batch_size)
+    return sources

@@ -1,0 +1,61 @@
+"""Configuration of group filtered policy optimisation."""
+
+from dataclasses import dataclass, field, replace
+
+from trl.options.checks import check_at_least
+from trl.options.docs import documented
+from trl.rollouts.group_window import kept_window
+from trl.rollouts.schedule import WindowSizes
+from trl.trainer.grpo_config import GRPOConfig
+
+
+@documented
+@dataclass
+class GFPOConfig(GRPOConfig):
+    """Settings of `GFPOTrainer`: those of `GRPOConfig` and the one below.
+
+    Sizes count generated completions: a micro-batch is learned from `num_remains_in_group / num_generations` of its rows.
+
+    Example:
+        >>> from trl.experimental.gfpo import GFPOConfig
+        >>> args = GFPOConfig("my-model", num_generations=8, num_remains_in_group=4, use_cpu=True)
+        >>> args.kept_sizes().rows, args.generation_batch_size
+        (4, 8)
+    """
+
+    num_remains_in_group: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions of each prompt that are learned from, those that group_filter_func scores highest; >= 2 and "
+            "less than num_generations. None: all, as GRPO."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_remains_in_group is not None:
+            self.kept_sizes()
+
+    def check(self) -> None:
+        super().check()
+        check_at_least(
+            "num_remains_in_group",
+            self.num_remains_in_group,
+            minimum=2,
+            hint="A completion is judged against the others that remain of its prompt.",
+        )
+        generated = self.num_generations or 0
+        if self.num_remains_in_group is not None and self.num_remains_in_group >= generated:
+            raise ValueError(
+                f"num_remains_in_group={self.num_remains_in_group} must be less than num_generations={generated}: nothing would "
+                "be filtered. Generate more (the paper: 8, 16 or 24, of which 8 remain), or leave num_remains_in_group out."
+            )
+
+    def kept_sizes(self) -> WindowSizes:
+        """How what remains of a batch of completions is cut into optimiser steps.
+
+        Raises: ValueError where it does not divide.
+        """
+        assert self.num_generations is not None
+        sizes = replace(self.window_sizes(), group=self.num_generations)
+        return sizes if self.num_remains_in_group is None else kept_window(sizes, self.num_remains_in_group)

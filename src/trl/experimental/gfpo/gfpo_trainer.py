@@ -1,0 +1,128 @@
+"""GFPO: more completions of each prompt are generated, and the best of them by a second measure learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trl.experimental.gfpo.gfpo_config import GFPOConfig
+from trl.experimental.gfpo.group_filter import GroupFilterFunc, filter_scores
+from trl.objectives.group_advantages import best_of_groups
+from trl.rewards.inputs import RewardInputs
+from trl.rollouts.experience import Experience
+from trl.rollouts.ledger import FILTERED
+from trl.rollouts.schedule import WindowSizes
+from trl.tensors.reduce import Weighted, weighted
+from trl.trainer.group_measures import LENGTH
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.online_trainer import SCORES
+
+
+class GFPOTrainer(GRPOTrainer):
+    """Trainer of group filtered policy optimisation (Shrivastava et al. 2025, arXiv:2508.09726).
+
+    Takes what `GRPOTrainer` takes, and `group_filter_func(group_completions=, group_rewards=, **columns)`, which answers with a
+    list of scores for every group. The `num_remains_in_group` highest of each group are the group that is learned from: their
+    advantages are over their own mean and deviation. What is generated and filtered out is part of the reward's and the
+    lengths' statistics, and of nothing else.
+
+    Example:
+        >>> def shortest(group_completions, **columns):
+        ...     return [[-len(text) for text in group] for group in group_completions]
+        >>> args = GFPOConfig("brief", num_generations=8, num_remains_in_group=4, use_cpu=True)
+        >>> trainer = GFPOTrainer(
+        ...     "Qwen/Qwen3-0.6B", reward, args, dataset, group_filter_func=shortest
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "gfpo"]
+    _name: ClassVar[str] = "GFPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Sample More to Think Less: Group Filtered Policy Optimization for Concise Reasoning",
+        "id": "2508.09726",
+    }
+    args: GFPOConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | Sequence[Any],
+        args: GFPOConfig | None = None,
+        *more: Any,
+        group_filter_func: GroupFilterFunc | None = None,
+        **named: Any,
+    ) -> None:
+        args = GFPOConfig("gfpo") if args is None else args
+        if (group_filter_func is None) != (args.num_remains_in_group is None):
+            raise ValueError(
+                f"group_filter_func={group_filter_func!r} and num_remains_in_group={args.num_remains_in_group}, expected both or "
+                "neither. Set num_remains_in_group in GFPOConfig and pass the function that scores completions."
+            )
+        if group_filter_func is not None and not callable(group_filter_func):
+            raise TypeError(
+                f"group_filter_func is a {type(group_filter_func).__name__}, expected a function. Pass one that answers with a "
+                "list of scores for every group."
+            )
+        self._filter, self._filters = group_filter_func, True
+        self._kept_sizes = args.kept_sizes()
+        super().__init__(model, reward_funcs, args, *more, **named)
+
+    def roll_out(
+        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int], learning: bool
+    ) -> Experience:
+        """A rollout; of one that is not learned from, as in evaluations, every completion remains."""
+        self._filters = learning
+        try:
+            return super().roll_out(rows, streams=streams, learning=learning)
+        finally:
+            self._filters = True
+
+    def after_rewards(self, experience: Experience, inputs: RewardInputs) -> Experience:
+        """With the column `filtered`, where completions are chosen from."""
+        if self._filter is None or not self._filters:
+            return experience
+        size = self.sizes.group
+        scores = filter_scores(self._filter, inputs, experience.per_row[SCORES], size)
+        return experience.with_rows(**{FILTERED: ~best_of_groups(scores, size, self._kept_sizes.group)})
+
+    def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Groups of which those that remain have equal rewards."""
+        return super().lacks_variance({SCORES: torch.where(_remains(rows), rows[SCORES], torch.nan)})
+
+    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        """The rewards of all, and how far each that remains is above the mean of those that do."""
+        kept = torch.where(_remains(rows), rows[SCORES], torch.nan)
+        _, advantages = super().judged_groups({**rows, SCORES: kept}, group_size)
+        return rows[SCORES], advantages
+
+    def learned_length(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """The mean length of what remains."""
+        return rows[LENGTH][_remains(rows)].mean()
+
+    def rows_of_step(self, step: int, sizes: WindowSizes | None = None) -> list[Tensor]:
+        """Rows that remain."""
+        found = super().rows_of_step(step, sizes or self._kept_sizes)
+        assert self._window is not None
+        if FILTERED not in self._window.per_row:
+            return found
+        remain = (~self._window.per_row[FILTERED]).nonzero()[:, 0]
+        return [remain[own] for own in found]
+
+    def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
+        found = super()._measured(rows, group_size, share)
+        if FILTERED in rows:
+            remains = _remains(rows)
+            known = remains & ~rows[SCORES].isnan()
+            found["remaining/mean_length"] = weighted(rows[LENGTH], remains)
+            found["remaining/reward"] = weighted(rows[SCORES], known)
+        return found
+
+
+def _remains(rows: Mapping[str, Tensor]) -> Tensor:
+    """Which rows were not filtered out, bool `(N,)`."""
+    return rows[FILTERED] == 0 if FILTERED in rows else torch.ones_like(rows[SCORES], dtype=torch.bool)

@@ -1,0 +1,126 @@
+"""GRPO in which groups that teach nothing give way to good groups of earlier batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import (
+    GRPOWithReplayBufferConfig,
+)
+from trl.objectives.group_advantages import group_moments, has_no_variance
+from trl.rollouts.experience import Experience, concatenate
+from trl.rollouts.group_window import rows_of_groups
+from trl.rollouts.ledger import REPLAYED
+from trl.rollouts.replay import ReplayBuffer
+from trl.rollouts.schedule import replayed_groups
+from trl.tensors.reduce import Weighted
+from trl.trainer.group_trainer import WINDOW_SHARE
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.online_trainer import OLD, SCORES
+
+
+class GRPOWithReplayBufferTrainer(GRPOTrainer):
+    """`GRPOTrainer` with a buffer of earlier groups, which are learned from again where new ones teach nothing.
+
+    A group whose rewards are all equal is replaced by one drawn from the buffer, with the log-probs, rewards and advantages
+    of its own time: the ratio to the policy that sampled it is clipped as in later steps on one batch. The buffer holds the
+    `replay_buffer_size` groups with the largest sum of mean and deviation of the rewards that were learned from before. It is
+    part of every checkpoint, and the same on all processes.
+
+    Example:
+        >>> args = GRPOWithReplayBufferConfig("runs", replay_buffer_size=32, use_cpu=True)
+        >>> trainer = GRPOWithReplayBufferTrainer(
+        ...     "Qwen/Qwen3-0.6B", reward, args, dataset
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo-with-replay-buffer"]
+    _name: ClassVar[str] = "GRPO with replay buffer"
+    args: GRPOWithReplayBufferConfig
+    _generated: Experience | None = None
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | Sequence[Any],
+        args: GRPOWithReplayBufferConfig | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        args = GRPOWithReplayBufferConfig("grpo-with-replay-buffer") if args is None else args
+        super().__init__(model, reward_funcs, args, *more, **named)
+        self.buffer = ReplayBuffer(args.replay_buffer_size, self.sizes.group)
+
+    def columns(self, experience: Experience) -> tuple[str, ...]:
+        """The old policy's log-probs always: a group may be learned from long after."""
+        asked = super().columns(experience)
+        return asked if self.sampler_is_exact or OLD in asked else (*asked, OLD)
+
+    def make_window(self, number: int) -> Experience:
+        """A window whose groups without a difference in reward are earlier ones, as far as there are any."""
+        found = super().make_window(number)
+        self._generated = found = found.with_rows(**{REPLAYED: torch.zeros(len(found), dtype=torch.bool)})
+        if not self.buffer.size:
+            return found
+        every = self._of_all_processes(found)
+        flat = has_no_variance(every.per_row[SCORES], self.sizes.group)
+        missing = flat.nonzero()[: len(self.buffer), 0]
+        own = self._replaced(every, missing, number) if len(missing) else found
+        self._remember(every, (~flat).nonzero()[:, 0])
+        self._sums["train"].add_all(self._replays(len(missing)))
+        return own
+
+    def _of_all_processes(self, own: Experience) -> Experience:
+        """The window's rows, those of every process."""
+        if self.args.world_size == 1:
+            return own
+        return concatenate([Experience.from_state(state) for state in gather_object([own.state()])])
+
+    def _replaced(self, every: Experience, missing: Tensor, number: int) -> Experience:
+        """This process's rows of the window, with earlier groups in the place of those that are `missing`."""
+        drawn = replayed_groups(number, len(missing), among=len(self.buffer), seed=self._data_seed())
+        earlier = self.buffer.rows(drawn)
+        earlier = earlier.with_rows(**{REPLAYED: torch.ones(len(earlier), dtype=torch.bool)})
+        source = torch.arange(len(every))
+        source[rows_of_groups(missing, self.sizes.group)] = len(every) + torch.arange(len(earlier))
+        first = self.args.process_index * self.sizes.own_rows
+        found = concatenate([every, earlier]).take(source)
+        share = found.completions.lengths.double().mean().to(found.per_row[WINDOW_SHARE].dtype)
+        found = found.with_rows(**{WINDOW_SHARE: share.expand(len(found)).clone()})
+        return found.take(torch.arange(first, first + self.sizes.own_rows))
+
+    def _remember(self, every: Experience, groups: Tensor) -> None:
+        """Keep the best of the new groups that are learned from."""
+        found = group_moments(every.per_row[SCORES], self.sizes.group)
+        scores = (found.mean + found.std)[groups * self.sizes.group]
+        self.buffer.add(every.take(rows_of_groups(groups, self.sizes.group)), scores)
+
+    def _replays(self, count: int) -> dict[str, Weighted]:
+        share = torch.tensor(1 / self.args.world_size, dtype=torch.float64)
+        groups = self.sizes.rows // self.sizes.group
+        return {
+            "replay/replaced_groups": Weighted(count / groups * share, share),
+            "replay/buffer_groups": Weighted(len(self.buffer) * share, share),
+        }
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """The documented numbers of what the policy generated, not of what took its place."""
+        generated, self._generated = self._generated, None
+        return super().rollout_metrics(experience if generated is None else generated, share=share)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.process_index == 0:
+            self.buffer.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.buffer.load(checkpoint)

@@ -1,0 +1,114 @@
+"""PAPO: GRPO on images that also learns to look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trl.data.image_masks import masked_image
+from trl.experimental.papo.papo_config import PAPOConfig
+from trl.models.forward import Scored
+from trl.models.scored_head import ScoreOptions
+from trl.objectives.perception import perception_loss
+from trl.rollouts.experience import Experience
+from trl.tensors.reduce import LossTerms
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.sft_images import has_images
+
+_MASKS = 0x9A90  # a random stream of its own
+
+
+class PAPOTrainer(GRPOTrainer):
+    """Trainer of perception-aware policy optimisation (Wang et al. 2025, arXiv:2507.06448).
+
+    Takes what `GRPOTrainer` takes, and prompts with images. Every completion is scored a second time behind images of which
+    a part is hidden; beside GRPO's loss the policy learns to answer otherwise there, with low entropy in both. Masks are
+    drawn anew for each prompt at each optimiser step.
+
+    Example:
+        >>> args = PAPOConfig("papo", mask_type="patch", mask_ratio=0.6, use_cpu=True)
+        >>> trainer = PAPOTrainer(
+        ...     "Qwen/Qwen2.5-VL-3B-Instruct", reward, args, dataset
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "papo"]
+    _name: ClassVar[str] = "PAPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Perception-Aware Policy Optimization for Multimodal Reasoning",
+        "id": "2507.06448",
+    }
+    args: PAPOConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | Sequence[Any],
+        args: PAPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        if not has_images(train_dataset):
+            raise ValueError(
+                "train_dataset has no column of images ('images' or 'image'), expected one: PAPO hides parts of them. Add it, or "
+                "use GRPOTrainer for prompts of text."
+            )
+        args = PAPOConfig("papo") if args is None else args
+        self._perception = args.perception_options()
+        super().__init__(model, reward_funcs, args, train_dataset, *more, **named)
+
+    def micro_batch(self, experience: Experience) -> dict[str, Any]:
+        """Some rows, and the same rows once more with masked images: one forward scores both."""
+        assert self.images is not None
+        count = len(experience)
+
+        def masked(row: int, key: int, images: list[Any]) -> list[Any]:
+            return images if row < count else self._masked(key, images)
+
+        twice = experience.take(torch.arange(count).repeat(2))
+        return {**self.images.batch(twice, masked), "experience": experience}
+
+    def _masked(self, key: int, images: list[Any]) -> list[Any]:
+        """A prompt's images with hidden parts: the same in every micro-batch of an optimiser step, and for all completions."""
+        draws = np.random.default_rng([self._data_seed() % 2**63, _MASKS, self.state.global_step, key])
+        return [masked_image(image, self.args.mask_type, self.args.mask_ratio, draws) for image in images]
+
+    def score_options(self) -> ScoreOptions:
+        """With entropies where they are part of the loss."""
+        options = super().score_options()
+        return replace(options, entropy="scored") if self._perception.needs_entropies else options
+
+    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
+        """GRPO's terms of the rows as they are, and what it costs to say the same with masked images."""
+        own, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
+        perception = perception_loss(
+            own.logps,
+            masked.logps,
+            self.group_tokens(experience),
+            self._perception,
+            loss_type=self.options.loss_type,
+            entropies=own.entropies,
+            masked_entropies=masked.entropies,
+        )
+        return [*super().objective(experience, own), perception]
+
+    def _entropies(self, batch: Mapping[str, Any]) -> Tensor:
+        """Of the rows as they are."""
+        found = super()._entropies(batch)
+        return found[: len(found) // 2]
+
+
+def _half(scored: Scored, number: int, count: int) -> Scored:
+    """The first or second `count` tokens that were scored."""
+    part = slice(number * count, (number + 1) * count)
+    entropies = None if scored.entropies is None else scored.entropies[part]
+    return scored._replace(logps=scored.logps[part], entropies=entropies)

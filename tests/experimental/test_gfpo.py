@@ -1,0 +1,204 @@
+"""GFPO: which completions remain, what is learned from them, and what is refused."""
+
+import pytest
+import torch
+
+from tests.experimental.group_runs import assert_same_steps, make, run, shortest
+from tests.trainer import grpo_runs
+from tests.trainer.grpo_runs import logs, prompts
+from trl.experimental.gfpo import GFPOConfig
+from trl.objectives.group_advantages import best_of_groups
+from trl.rollouts.ledger import FILTERED
+from trl.rollouts.sampling import SAMPLING_LOGPS
+from trl.trainer.group_trainer import ADVANTAGE
+from trl.trainer.online_trainer import SCORES
+
+
+def test_the_best_of_each_group_remain_and_equal_scores_in_their_order():
+    scores = torch.tensor([1.0, 1.0, 1.0, -9.0, 5.0, 2.0, 3.0, 4.0])
+    expected = [True, True, False, False, True, False, False, True]
+    assert best_of_groups(scores, 4, 2).tolist() == expected
+    with pytest.raises(ValueError, match=r"got NaN in rows \[1\]"):
+        best_of_groups(torch.tensor([1.0, float("nan")]), 2, 1)
+
+
+def test_advantages_are_over_what_remains():
+    """Rewards 1, 3, 5, 7 of which the second and the fourth remain: mean 5, deviation sqrt(8)."""
+    trainer, _ = make("gfpo")
+    rows = {
+        SCORES: torch.tensor([1.0, 3.0, 5.0, 7.0]).double(),
+        FILTERED: torch.tensor([1.0, 0.0, 1.0, 0.0]),
+    }
+    worth, advantages = trainer.judged_groups(rows, 4)
+    step = 2 / (8**0.5 + 1e-4)
+    torch.testing.assert_close(
+        advantages, torch.tensor([0, -step, 0, step], dtype=torch.float64), rtol=0, atol=1e-12
+    )
+    assert torch.equal(worth, rows[SCORES])
+
+
+def test_the_function_is_asked_with_whole_groups_and_their_columns():
+    seen = {}
+
+    def look(group_completions, group_rewards, **columns):
+        seen.update(columns, group_completions=group_completions, group_rewards=group_rewards)
+        return [[float(row == 2 or row == 0) for row in range(4)] for _ in group_rewards]
+
+    data = prompts().add_column("level", list(range(14)))
+    trainer, _ = make("gfpo", data=data, shuffle_dataset=False, given={"group_filter_func": look})
+    experience = trainer.make_window(0)
+    assert seen["level"] == [[0] * 4, [1] * 4] and seen["trainer_state"] is trainer.state
+    ids = [row.tolist() for row in experience.completions.split()]
+    assert seen["completion_ids"] == [ids[:4], ids[4:]]
+    assert (
+        torch.tensor(seen["group_rewards"]).flatten().tolist() == experience.per_row[SCORES].float().tolist()
+    )
+    assert experience.per_row[FILTERED].tolist() == [False, True, False, True] * 2
+    assert not experience.per_row[ADVANTAGE][experience.per_row[FILTERED]].any()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_it_is_grpo_on_the_completions_that_remain(loss_type):
+    """The gradient is that of a GRPO run whose prompts were completed twice, with what remained."""
+    settings = {"loss_type": loss_type, "beta": 0.0, "max_steps": 1, "per_device_train_batch_size": 16}
+    trainer, found = make("gfpo", **settings)
+    experience = trainer.make_window(0)
+    kept = experience.take((~experience.per_row[FILTERED]).nonzero()[:, 0])
+    trainer.train()
+
+    def again(_, trainer):
+        logps = kept.per_token[SAMPLING_LOGPS].split(kept.completions.lengths.tolist())
+        return {
+            "prompt_ids": [row.tolist() for row in kept.prompts.split()],
+            "completion_ids": [row.tolist() for row in kept.completions.split()],
+            "logprobs": [row.tolist() for row in logps],
+        }
+
+    half = {**settings, "per_device_train_batch_size": 8, "num_generations": 2}
+    half |= {"vllm_importance_sampling_correction": False, "given": {"rollout_func": again}}
+    _, expected = grpo_runs.run(**half)
+    assert_same_steps(found.steps, expected.steps)
+
+
+def test_what_is_filtered_out_is_counted_and_measured():
+    trainer, _ = run("gfpo", max_steps=3)
+    entries = logs(trainer)
+    last = entries[-1]
+    sampled = sum(entry["completions/mean_length"] * 8 for entry in entries)
+    counted = {name: value for name, value in last.items() if name.startswith("tokens/")}
+    assert sum(counted.values()) == pytest.approx(sampled) and counted["tokens/filtered"] > 0
+    remaining = sum(entry["remaining/mean_length"] * 4 for entry in entries)
+    assert sampled - counted["tokens/filtered"] == pytest.approx(remaining)
+    assert last["remaining/mean_length"] < last["completions/mean_length"]
+
+
+SHAPES = {
+    "split": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+    "split within what remains": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    "no shared prompts": {"prefix_sharing": False},
+}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_splits_and_layouts(loss_type):
+    settings = {
+        "loss_type": loss_type,
+        "per_device_train_batch_size": 16,
+        "num_iterations": 2,
+        "max_steps": 3,
+    }
+    _, expected = run("gfpo", **settings)
+    for change in SHAPES.values():
+        _, found = run("gfpo", **{**settings, **change})
+        assert_same_steps(found.steps, expected.steps)
+
+
+def test_a_run_that_stops_within_a_window_goes_on_to_the_same_bits(tmp_path):
+    settings = {
+        "steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 3,
+        "learning_rate": 0.01, "dtype": "float32",
+    }  # fmt: skip
+    whole, _ = run("gfpo", folder=str(tmp_path / "whole"), **settings)
+    again, _ = make("gfpo", folder=str(tmp_path / "again"), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    assert logs(again)[-1] == logs(whole)[-1]
+
+
+def test_evaluations_filter_nothing():
+    trainer, _ = make("gfpo", num_generations_eval=2)
+    metrics = trainer.evaluate(prompts(4))
+    assert "eval_reward" in metrics and not any("remaining" in name for name in metrics)
+    trainer.train()
+    assert "remaining/reward" in logs(trainer)[-1]
+
+
+def even_share(completion_ids, **_):
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def test_the_policy_learns_from_what_remains():
+    trainer, _ = make(
+        "gfpo", max_steps=25, beta=0.0, learning_rate=0.01, optim="adamw_torch", num_generations=8,
+        num_remains_in_group=4, per_device_train_batch_size=16, dtype="float32", max_grad_norm=1.0, reward_funcs=even_share,
+    )  # fmt: skip
+    trainer.train()
+    rewards = [entry["reward"] for entry in logs(trainer)]
+    assert max(rewards[:2]) < 0.75 and min(rewards[-5:]) > 0.95, rewards
+
+
+def test_without_a_number_that_remains_it_is_grpo():
+    _, found = run("gfpo", num_remains_in_group=None, max_steps=2)
+    _, expected = grpo_runs.run(max_steps=2)
+    assert_same_steps(found.steps, expected.steps, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_remains_in_group": 1}, "num_remains_in_group must be a whole number >= 2 or None, got 1"),
+        ({"num_remains_in_group": 4}, "num_remains_in_group=4 must be less than num_generations=4"),
+        (
+            {"num_remains_in_group": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+            "leaves 3 completions of 1 groups to each process.*of its 2 micro-batches.*Set num_remains_in_group to 2, or",
+        ),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_with_those_that_would(given, words):
+    with pytest.raises(ValueError, match=words):
+        GFPOConfig("out", use_cpu=True, **{"num_generations": 4, **given})
+
+
+def test_processes_that_hold_parts_of_groups_are_refused(monkeypatch):
+    monkeypatch.setattr(GFPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match=r"each of 2 processes generates 2 .*Set generation_batch_size to 8"):
+        GFPOConfig(
+            "out", per_device_train_batch_size=2, num_generations=4, num_remains_in_group=2, use_cpu=True
+        )
+
+
+def test_half_a_function_is_refused():
+    with pytest.raises(ValueError, match="num_remains_in_group=None, expected both or neither"):
+        make("gfpo", num_remains_in_group=None, given={"group_filter_func": shortest})
+    with pytest.raises(ValueError, match="group_filter_func=None and num_remains_in_group=2"):
+        make("gfpo", given={"group_filter_func": None})
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        ([1.0] * 8, TypeError, "expected a list of 4 scores for each of 2 groups"),
+        ([[1.0] * 4], ValueError, r"answered with 1 groups of \[4\] scores"),
+        ([[1.0] * 4, [1.0] * 3], ValueError, r"2 groups of \[3, 4\] scores"),
+        (
+            [[1.0] * 4, [1.0, float("inf"), 0.0, 0.0]],
+            ValueError,
+            "gave completion 1 of group 1 the score inf",
+        ),
+    ],
+)
+def test_answers_that_are_no_scores_are_named(answer, error, words):
+    trainer, _ = make("gfpo", given={"group_filter_func": lambda group_completions: answer})
+    with pytest.raises(error, match=words):
+        trainer.make_window(0)
