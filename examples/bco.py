@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from training_on_pairs import ExampleArguments, inputs, tiny_policy
+from training_on_pairs import ExampleArguments, tiny_policy, train_on_pairs
 from transformers import AutoModel, AutoTokenizer
 
-from trl import ModelConfig, TrlParser, get_peft_config
 from trl.experimental.bco import BCOConfig, BCOTrainer
 
 
@@ -49,26 +48,13 @@ def mean_embeddings(model: Any) -> Any:
     return embed
 
 
-def main() -> None:
-    parser = TrlParser((BCOArguments, BCOConfig, ModelConfig))
-    script_args, training_args, model_args = parser.parse_args_and_config()
-    given = inputs(script_args, training_args, model_args)
-    matching = {}
-    if script_args.match_prompts:
-        model, tokenizer = embedder(script_args, training_args.device)
-        matching = {"embedding_func": mean_embeddings(model), "embedding_tokenizer": tokenizer}
-    trainer = BCOTrainer(
-        model=given.model,
-        args=training_args,
-        train_dataset=given.train,
-        eval_dataset=given.evaluation if training_args.eval_strategy != "no" else None,
-        processing_class=given.tokenizer,
-        peft_config=get_peft_config(model_args),
-        **matching,
-    )
-    trainer.train()
-    trainer.save_model(training_args.output_dir)
+def matching(script_args: BCOArguments, training_args: BCOConfig) -> dict[str, Any]:
+    """What the trainer needs to match prompts, where it shall."""
+    if not script_args.match_prompts:
+        return {}
+    model, tokenizer = embedder(script_args, training_args.device)
+    return {"embedding_func": mean_embeddings(model), "embedding_tokenizer": tokenizer}
 
 
 if __name__ == "__main__":
-    main()
+    train_on_pairs(BCOConfig, BCOTrainer, BCOArguments, matching)

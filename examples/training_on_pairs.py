@@ -1,5 +1,6 @@
 """What the examples of preference training share: their inputs, and a small policy and pairs for `--tiny`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,9 +37,17 @@ def inputs(script_args: ExampleArguments, training_args: Any, model_args: ModelC
     return Inputs(model_args.model_name_or_path, None, train, evaluation)
 
 
-def train_on_pairs(config_class: type, trainer_class: type) -> None:
-    """Read the command line, train, and save the model into `output_dir`."""
-    parser = TrlParser((ExampleArguments, config_class, ModelConfig))
+def train_on_pairs(
+    config_class: type,
+    trainer_class: type,
+    arguments_class: type = ExampleArguments,
+    extra: Callable[[Any, Any], dict[str, Any]] = lambda script_args, training_args: {},
+) -> None:
+    """Read the command line, train, and save the model into `output_dir`.
+
+    `extra` gives further arguments of the trainer, from those of the script (an `arguments_class`) and of training.
+    """
+    parser = TrlParser((arguments_class, config_class, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config()
     given = inputs(script_args, training_args, model_args)
     trainer = trainer_class(
@@ -48,6 +57,7 @@ def train_on_pairs(config_class: type, trainer_class: type) -> None:
         eval_dataset=given.evaluation if training_args.eval_strategy != "no" else None,
         processing_class=given.tokenizer,
         peft_config=get_peft_config(model_args),
+        **extra(script_args, training_args),
     )
     trainer.train()
     trainer.save_model(training_args.output_dir)

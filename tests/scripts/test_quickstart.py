@@ -14,8 +14,9 @@ from trl.generation.engine import Sampling
 from trl.generation.transformers_engine import TransformersEngine
 from trl.scripts.quickstart import main
 from trl.scripts.quickstart.evaluation import exact_match, kl_divergence, mean_reward, prompt_ids
-from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS, PREPARATION
+from trl.scripts.quickstart.methods import DEFAULT_METHOD, FINE_TUNED, METHODS, REWARDED
 from trl.scripts.quickstart.model import END, build_model, build_tokenizer, count_parameters
+from trl.scripts.quickstart.online import is_right, prompts_with_answers
 from trl.scripts.quickstart.pairs import make_pairs, sample_replies
 from trl.scripts.quickstart.pipeline import STAGES, default_task
 from trl.scripts.quickstart.task import PHRASINGS, Problem, Task, make_task
@@ -83,6 +84,15 @@ def test_the_task_follows_its_seed(task: Task):
 )
 def test_the_checker(task: Task, reply: str, correct: bool):
     assert task.is_correct(Problem(23, 48), reply) is correct
+
+
+def test_the_reward_is_that_of_the_checker(task: Task):
+    rows = prompts_with_answers(task)[:3]
+    assert [row["answer"] for row in rows] == [task.answer(problem) for problem in task.problems[:3]]
+    replies = [rows[0]["answer"], f" {rows[1]['answer']}\n", rows[2]["answer"] + "1"]
+    said = [[{"role": "assistant", "content": reply}] for reply in replies]
+    answers = [row["answer"] for row in rows]
+    assert is_right(said, answers, prompts=[]) == is_right(replies, answers) == [1.0, 1.0, 0.0]
 
 
 def test_the_trained_tokens_are_the_answer_and_the_stop_token(task: Task, tokenizer):
@@ -214,7 +224,8 @@ def test_the_mean_reward_is_that_of_whole_answers(task: Task, tokenizer):
 def test_methods_share_their_preparation_and_every_stage_exists():
     assert DEFAULT_METHOD in METHODS
     for method, stages in METHODS.items():
-        assert stages == (*PREPARATION, method)
+        assert stages in ((*FINE_TUNED, method), (*REWARDED, method))
+        assert ("reward" in stages) == (method in ("ppo", "dpo"))
     assert set(STAGES) == {stage for stages in METHODS.values() for stage in stages}
     assert all(stage.name == name for name, stage in STAGES.items())
 

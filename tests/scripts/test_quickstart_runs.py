@@ -45,7 +45,7 @@ def results(folder: Path) -> dict:
     for stage in found["stages"]:
         del stage["seconds"], stage["model_dir"]
     for curves in found["curves"].values():
-        for name in [name for name in curves if name in ("eps", "runtime")]:
+        for name in [name for name in curves if name in ("eps", "runtime", "step_time")]:
             del curves[name]
     return found
 
@@ -168,6 +168,37 @@ def test_another_method_keeps_what_both_share(tmp_path, capsys, monkeypatch, who
     capsys.readouterr()
     assert main(options(tmp_path / "stopped", "--method", "ppo")) == 0
     assert f"Goes on from {tmp_path / 'stopped' / 'ppo'}/checkpoint-2" in capsys.readouterr().out
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")
+    assert results(tmp_path / "stopped") == results(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_learning_from_right_answers_needs_no_reward_model(tmp_path, capsys, monkeypatch, whole, method):
+    """From the fine-tuned model of another method's run; stopped inside a batch of completions, to the same bits."""
+    for name in ("undisturbed", "stopped"):
+        shutil.copytree(whole, tmp_path / name)
+    assert main(options(tmp_path / "undisturbed", "--method", method)) == 0
+    out = capsys.readouterr().out
+    assert "these stages are kept: base, sft\n" in out
+    assert "pair accuracy" not in out and "reward model" not in out
+    assert f"trl grpo --model_name_or_path {tmp_path / 'undisturbed' / method} --dataset_name" in out
+    found = results(tmp_path / "undisturbed")
+    rows = {stage["stage"]: stage for stage in found["stages"]}
+    assert list(rows) == ["base", "sft", method]
+    assert rows[method]["kl"] > 0.0
+    assert rows[method]["reward"] is None
+    logged = found["curves"][method]
+    assert all(0 <= share <= 1 for _, share in logged["rewards/is_right/mean"])
+    assert set(logged) >= {"entropy", "exact_match"}
+    first = json.loads(lines(tmp_path / "undisturbed", "prompts")[0])
+    left, right = [word for word in first["prompt"][0]["content"].strip("?.").split() if word.isdigit()]
+    assert first["answer"] == str(int(left) + int(right))
+
+    with stopping(monkeypatch, method):
+        main(options(tmp_path / "stopped", "--method", method))
+    capsys.readouterr()
+    assert main(options(tmp_path / "stopped", "--method", method)) == 0
+    assert f"Goes on from {tmp_path / 'stopped' / method}/checkpoint-2" in capsys.readouterr().out
     assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")
     assert results(tmp_path / "stopped") == results(tmp_path / "undisturbed")
 

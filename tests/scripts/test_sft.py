@@ -6,7 +6,7 @@ import torch
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
 from trl.options.model import ModelConfig
-from trl.scripts import sft
+from trl.scripts import sft, training
 from trl.scripts.arguments import SFTScriptArguments
 from trl.scripts.model_loading import model_init_kwargs
 from trl.scripts.parser import TrlParser
@@ -141,7 +141,7 @@ def test_reentrant_checkpointing_and_bias_buffers(tmp_path, model_path, rows):
     assert trainer.args.gradient_checkpointing_kwargs == {"use_reentrant": True}
     assert trainer.model._ddp_params_and_buffers_to_ignore == []
     trainer.model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
-    sft.ignore_boolean_buffers(trainer.model)
+    training.ignore_boolean_buffers(trainer.model)
     assert trainer.model._ddp_params_and_buffers_to_ignore == ["mask"]
 
 

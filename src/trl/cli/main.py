@@ -30,6 +30,14 @@ COMMANDS: dict[str, Command] = {
         "trl.scripts.dpo", "train a model on preferred and rejected answers (DPO and its family)", "training"
     ),
     "kto": Command("trl.scripts.kto", "train a model on answers that are marked good or bad", "training"),
+    "grpo": Command(
+        "trl.scripts.grpo", "train a model on rewards of its own answers, group by group (GRPO)", "training"
+    ),
+    "rloo": Command(
+        "trl.scripts.rloo",
+        "train a model on rewards of its own answers (REINFORCE leave-one-out)",
+        "training",
+    ),
     "quickstart": Command(
         "trl.scripts.quickstart", "teach a tiny model to add, stage by stage; nothing to download"
     ),

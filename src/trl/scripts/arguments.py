@@ -123,3 +123,34 @@ class DPOScriptArguments(ColumnMapping, ScriptArguments):
             "prompt ends behind the last one that both dialogues share."
         },
     )
+
+
+@dataclass
+class RewardFunctions(ColumnMapping, ScriptArguments):
+    """What judges completions, by name."""
+
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What judges completions, one or several (reward_weights says how much each counts): a ready-made function of "
+            "trl.rewards (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), a "
+            "dotted path to a function (my_module.my_function, also from the working directory), or a reward model's folder "
+            "or name on the Hub.",
+            "metavar": "REWARD",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str):
+            self.reward_funcs = [self.reward_funcs]
+        super().__post_init__()
+
+
+@dataclass
+class GRPOScriptArguments(RewardFunctions):
+    """What `trl grpo` reads besides `GRPOConfig` and `ModelConfig`."""
+
+
+@dataclass
+class RLOOScriptArguments(RewardFunctions):
+    """What `trl rloo` reads besides `RLOOConfig` and `ModelConfig`."""

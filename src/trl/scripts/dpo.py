@@ -14,7 +14,7 @@ from trl.options.model import ModelConfig
 from trl.scripts.arguments import DPOScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import run_script
-from trl.scripts.training import ignore_boolean_buffers, load_inputs, train, training_parser
+from trl.scripts.training import load_inputs, make_trainer, train, training_parser
 from trl.trainer.dpo_config import DPOConfig
 
 if TYPE_CHECKING:
@@ -54,23 +54,21 @@ def build_trainer(
     Raises:
         ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
     """
-    from trl.models.peft import get_peft_config
     from trl.trainer.dpo_trainer import DPOTrainer
 
     train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
     if script_args.ref_model_name_or_path is not None and training_args.ref_model_init_kwargs is None:
         training_args.ref_model_init_kwargs = training_args.model_init_kwargs
-    trainer = DPOTrainer(
-        model=model_args.model_name_or_path,
+    marker = script_args.dialogue_marker
+    datasets = (split_dialogues(train_dataset, marker), split_dialogues(eval_dataset, marker))
+    return make_trainer(
+        DPOTrainer,
+        script_args,
+        training_args,
+        model_args,
+        datasets,
         ref_model=script_args.ref_model_name_or_path,
-        args=training_args,
-        train_dataset=split_dialogues(train_dataset, script_args.dialogue_marker),
-        eval_dataset=split_dialogues(eval_dataset, script_args.dialogue_marker),
-        peft_config=get_peft_config(model_args),
     )
-    if script_args.ignore_bias_buffers:
-        ignore_boolean_buffers(trainer.model)
-    return trainer
 
 
 def split_dialogues(dataset: Any, marker: str | None) -> Any:

@@ -13,7 +13,7 @@ from trl.options.model import ModelConfig
 from trl.scripts.arguments import KTOScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import run_script
-from trl.scripts.training import ignore_boolean_buffers, load_inputs, train, training_parser
+from trl.scripts.training import load_inputs, make_trainer, train, training_parser
 from trl.trainer.kto_config import KTOConfig
 
 if TYPE_CHECKING:
@@ -51,20 +51,10 @@ def build_trainer(
     Raises:
         ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
     """
-    from trl.models.peft import get_peft_config
     from trl.trainer.kto_trainer import KTOTrainer
 
-    train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
-    trainer = KTOTrainer(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=get_peft_config(model_args),
-    )
-    if script_args.ignore_bias_buffers:
-        ignore_boolean_buffers(trainer.model)
-    return trainer
+    datasets = load_inputs(script_args, training_args, model_args, dataset_args)
+    return make_trainer(KTOTrainer, script_args, training_args, model_args, datasets)
 
 
 def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:

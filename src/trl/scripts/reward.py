@@ -13,7 +13,7 @@ from trl.options.model import ModelConfig
 from trl.scripts.arguments import RewardScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import run_script
-from trl.scripts.training import ignore_boolean_buffers, load_inputs, train, training_parser
+from trl.scripts.training import load_inputs, make_trainer, train, training_parser
 from trl.trainer.reward_config import RewardConfig
 
 if TYPE_CHECKING:
@@ -56,20 +56,13 @@ def build_trainer(
     from trl.models.peft import get_peft_config
     from trl.trainer.reward_trainer import RewardTrainer
 
-    train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
+    datasets = load_inputs(script_args, training_args, model_args, dataset_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None and peft_config.task_type == ModelConfig.lora_task_type:
         peft_config.task_type = "SEQ_CLS"
-    trainer = RewardTrainer(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=peft_config,
+    return make_trainer(
+        RewardTrainer, script_args, training_args, model_args, datasets, peft_config=peft_config
     )
-    if script_args.ignore_bias_buffers:
-        ignore_boolean_buffers(trainer.model)
-    return trainer
 
 
 def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:

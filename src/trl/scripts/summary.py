@@ -31,7 +31,7 @@ def summary(output_dir: str, log_history: list[dict[str, Any]], *, command: str)
 
 def final_metrics(log_history: list[dict[str, Any]]) -> dict[str, float]:
     """The last logged value of each measure of quality, evaluation included; not of speed and bookkeeping."""
-    bookkeeping = ("epoch", "step", "total_flos", "learning_rate", "grad_norm")
+    bookkeeping = ("epoch", "step", "total_flos", "learning_rate", "grad_norm", "step_time")
     latest: dict[str, float] = {}
     for entry in log_history:
         for name, value in entry.items():

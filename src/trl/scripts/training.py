@@ -68,6 +68,35 @@ def load_inputs(
     )
 
 
+def make_trainer(
+    trainer_class: Callable[..., Trainer],
+    script_args: ScriptArguments,
+    training_args: Any,
+    model_args: ModelConfig,
+    datasets: tuple[Any, Any],
+    **others: Any,
+) -> Trainer:
+    """The trainer that these options describe, on the `datasets` that `load_inputs` answered with.
+
+    `others` are more arguments of its class; a `peft_config` among them stands instead of that of `model_args`.
+    """
+    from trl.models.peft import get_peft_config
+
+    if "peft_config" not in others:
+        others["peft_config"] = get_peft_config(model_args)
+    train_dataset, eval_dataset = datasets
+    trainer = trainer_class(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        **others,
+    )
+    if script_args.ignore_bias_buffers:
+        ignore_boolean_buffers(trainer.model)
+    return trainer
+
+
 def ignore_boolean_buffers(model: Any) -> None:
     """Leave the model's boolean buffers out of what `DistributedDataParallel` broadcasts."""
     import torch
@@ -83,8 +112,12 @@ def training_parser(
     *,
     help_text: str,
     description: str,
+    needs: str = "",
 ) -> TrlParser:
-    """The parser of a training command; added to `subparsers` if given (which must build `TrlParser`s)."""
+    """The parser of a training command; added to `subparsers` if given (which must build `TrlParser`s).
+
+    `needs`: what its usage names beside model and data.
+    """
     from trl.data.mixtures import DatasetMixtureConfig
 
     types: Any = (*kinds, ModelConfig, DatasetMixtureConfig)
@@ -93,7 +126,13 @@ def training_parser(
     return TrlParser(
         types,
         prog=f"trl {command}",
-        usage=f"trl {command} --model_name_or_path MODEL --dataset_name DATASET [--config FILE] [options]",
+        usage=" ".join(
+            [
+                f"trl {command} --model_name_or_path MODEL --dataset_name DATASET",
+                *([needs] if needs else []),
+                "[--config FILE] [options]",
+            ]
+        ),
         description=description,
         epilog=LAUNCHING,
     )

@@ -15,8 +15,9 @@ from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS
 
 DESCRIPTION = """\
 Builds a tokenizer and a small language model and makes a data set of arithmetic conversations. Then: supervised
-fine-tuning (SFTTrainer, stopped early), a reward model from pairs of right and wrong answers (RewardTrainer), and the
-training of --method on top. Shows answers and figures on problems it never saw, stage by stage. No network is used.
+fine-tuning (SFTTrainer, stopped early), for ppo and dpo a reward model from pairs of right and wrong answers
+(RewardTrainer), and the training of --method on top; grpo and rloo learn from whether answers are right. Shows answers
+and figures on problems it never saw, stage by stage. No network is used.
 
 A run that was stopped goes on where it was when the same command is given again; one that had ended is replaced.
 """
@@ -31,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--method",
         choices=METHODS,
         default=DEFAULT_METHOD,
-        help=f"what comes after the reward model (default: {DEFAULT_METHOD}); stages that methods share are kept from "
+        help=f"how the fine-tuned model is trained on (default: {DEFAULT_METHOD}); stages that methods share are kept from "
         "one run to the next in the same folder",
     )
     parser.add_argument(

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from trl.scripts.quickstart.dpo import DirectPreferenceOptimisation
 from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS
-from trl.scripts.quickstart.online import PPO
+from trl.scripts.quickstart.online import GRPO, PPO, RLOO
 from trl.scripts.quickstart.plot import draw_run
 from trl.scripts.quickstart.records import (
     DATA_FILES,
@@ -40,7 +40,15 @@ MOST_THREADS = 8  # a model this small gains nothing from more
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
-    for stage in (BaseModel(), SupervisedFineTuning(), RewardModel(), DirectPreferenceOptimisation(), PPO)
+    for stage in (
+        BaseModel(),
+        SupervisedFineTuning(),
+        RewardModel(),
+        DirectPreferenceOptimisation(),
+        PPO,
+        GRPO,
+        RLOO,
+    )
 }
 
 

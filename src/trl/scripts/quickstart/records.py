@@ -13,7 +13,7 @@ from typing import Any
 from trl.scripts.quickstart.stages import Context, Stage, StageResult, as_json
 
 STAGE_FILE, RESULTS_FILE, PLOT_FILE = "stage.json", "results.json", "quickstart.png"
-DATA_FILES = ("train.jsonl", "held_out.jsonl", "pairs.jsonl", "held_out_pairs.jsonl")
+DATA_FILES = ("train.jsonl", "held_out.jsonl", "pairs.jsonl", "held_out_pairs.jsonl", "prompts.jsonl")
 
 
 @dataclass(frozen=True)

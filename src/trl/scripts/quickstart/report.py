@@ -20,6 +20,30 @@ SAMPLES = 8
 SHOWN_CHARACTERS = 10
 
 
+class Column(NamedTuple):
+    """A column of the table of stages: a field of their results, and what it means; one without numbers is left out."""
+
+    title: str
+    field: str
+    form: str
+    meaning: str = ""
+
+
+COLUMNS = (
+    Column("exact match", "exact_match", ".1%", "greedy answers that are the right number and nothing else"),
+    Column(
+        "pair accuracy",
+        "pair_accuracy",
+        ".1%",
+        "right answer scored above a wrong one (reward: by its score; dpo: by its log-ratio to sft)",
+    ),
+    Column("reward", "reward", "+.2f", "mean score of the greedy answers by the reward model"),
+    Column("KL from sft", "kl", ".2f", "nats per sampled answer"),
+    Column("steps", "steps", "d"),
+    Column("seconds", "seconds", ".0f"),
+)
+
+
 class Report:
     """Prints to a console; a terminal also gets a moving progress bar."""
 
@@ -84,25 +108,21 @@ class Report:
     def stages(self, results: Sequence["StageResult"]) -> None:
         """The table of stages."""
         table = Table(title="Stage by stage, on held-out problems", title_justify="left")
-        for column in ("stage", "exact match", "pair accuracy", "reward", "KL from sft", "steps", "seconds"):
-            table.add_column(column, justify="left" if column == "stage" else "right")
+        table.add_column("stage")
+        columns = [
+            each for each in COLUMNS if any(getattr(result, each.field) is not None for result in results)
+        ]
+        for column in columns:
+            table.add_column(column.title, justify="right")
         for result in results:
             table.add_row(
-                result.stage,
-                _cell(result.exact_match, ".1%"),
-                _cell(result.pair_accuracy, ".1%"),
-                _cell(result.reward, "+.2f"),
-                _cell(result.kl, ".2f"),
-                _cell(result.steps or None, "d"),
-                _cell(result.seconds, ".0f"),
+                result.stage, *(_cell(getattr(result, column.field), column.form) for column in columns)
             )
         self.console.print()
         self.console.print(table)
-        self.say("exact match: greedy answers that are the right number and nothing else")
-        self.say(
-            "pair accuracy: right answer scored above a wrong one (reward: by its score; dpo: by its log-ratio to sft)"
-        )
-        self.say("reward: mean score of the greedy answers by the reward model; KL: nats per sampled answer")
+        for column in columns:
+            if column.meaning:
+                self.say(f"{column.title}: {column.meaning}")
 
     def files(self, method: str, output_dir: Path, files: Sequence[Path]) -> None:
         """Where everything is, and the commands to go on with."""
@@ -113,17 +133,24 @@ class Report:
             self.say(f"Also:  {path}")
         self.heading("To go on")
         self.say("Train it further, on the same data or on yours:\n")
-        self.say(COMMANDS.format(model_dir=model_dir, output_dir=output_dir))
+        for needed, command in COMMANDS.items():
+            if output_dir / needed in files:
+                self.say(command.format(model_dir=model_dir, output_dir=output_dir))
+        self.say("")
         self.say("Ask it something, in Python:\n")
         self.say(SNIPPET.format(model_dir=model_dir))
 
 
-COMMANDS = """\
-  trl sft --model_name_or_path {model_dir} --dataset_name {output_dir}/train.jsonl --assistant_only_loss true \
---learning_rate 1e-3 --output_dir {output_dir}/more_sft
-  trl dpo --model_name_or_path {model_dir} --dataset_name {output_dir}/pairs.jsonl --learning_rate 3e-4 \
---output_dir {output_dir}/more_dpo
-"""
+# by the file that a command reads
+COMMANDS = {
+    "train.jsonl": "  trl sft --model_name_or_path {model_dir} --dataset_name {output_dir}/train.jsonl --assistant_only_loss true "
+    "--learning_rate 1e-3 --output_dir {output_dir}/more_sft",
+    "pairs.jsonl": "  trl dpo --model_name_or_path {model_dir} --dataset_name {output_dir}/pairs.jsonl --learning_rate 3e-4 "
+    "--output_dir {output_dir}/more_dpo",
+    "prompts.jsonl": "  trl grpo --model_name_or_path {model_dir} --dataset_name {output_dir}/prompts.jsonl "
+    "--reward_funcs trl.scripts.quickstart.online.is_right --max_completion_length 8 --per_device_train_batch_size 256 "
+    "--learning_rate 3e-4 --max_steps 100 --output_dir {output_dir}/more_grpo",
+}
 
 SNIPPET = """\
   from transformers import pipeline

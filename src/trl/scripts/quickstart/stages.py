@@ -46,7 +46,7 @@ class StageResult:
     kl: float | None = None
     loss: float | None = None
     seconds: float = 0.0
-    steps: int = 0
+    steps: int | None = None
     model_dir: str | None = None
 
 

@@ -1,0 +1,219 @@
+"""A small model learns to add from its own answers: GRPO, RLOO or GSPO, and one reward, whether an answer is right.
+
+    python examples/arithmetic_rl.py --method grpo --seed 0
+
+builds the tokenizer, the model (half a million random weights) and the sums of `trl quickstart`, fine-tunes until the model
+answers two sums in five that it is trained on, and lets it learn the rest by trying. Every 80 steps it answers 300 sums that
+it was never shown. Several methods start from one fine-tuned model. `--out results.jsonl` appends a line of figures for each, of
+which `--table results.jsonl` makes a table; nothing is downloaded.
+"""
+
+import argparse
+import copy
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, disable_progress_bars
+from transformers import PrinterCallback, Trainer, TrainerCallback
+
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl.scripts.quickstart.evaluation import MAX_ANSWER_TOKENS, exact_match
+from trl.scripts.quickstart.model import build_model, build_tokenizer
+from trl.scripts.quickstart.online import is_right, prompts_with_answers
+from trl.scripts.quickstart.pipeline import default_task
+from trl.scripts.quickstart.task import Problem, Task
+
+ENOUGH, GOAL = 0.4, 0.9  # shares of right answers: where fine-tuning stops, and what is to be reached
+STEPS, EVERY = 1600, 80  # optimiser steps, and those between two looks
+
+COMMON: dict[str, Any] = {
+    "adam_beta2": 0.95, "weight_decay": 0.01, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
+    "save_strategy": "no", "use_cpu": True,
+}  # fmt: skip
+FINE_TUNING: dict[str, Any] = {
+    "max_steps": 1000, "per_device_train_batch_size": 64, "learning_rate": 3e-3, "warmup_steps": 50, "logging_steps": 5,
+    "lr_scheduler_type": "constant_with_warmup", "assistant_only_loss": True,
+}  # fmt: skip
+LEARNING: dict[str, Any] = {
+    "per_device_train_batch_size": 128, "steps_per_generation": 2, "num_generations": 8, "beta": 0.0,
+    "max_completion_length": MAX_ANSWER_TOKENS, "learning_rate": 5e-4, "lr_scheduler_type": "linear", "warmup_steps": 10,
+    "logging_steps": EVERY,
+}  # fmt: skip
+METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "grpo": (GRPOTrainer, GRPOConfig, {}),
+    "rloo": (RLOOTrainer, RLOOConfig, {}),
+    "gspo": (GRPOTrainer, GRPOConfig, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+}
+
+
+@dataclass
+class Result:
+    """What a run reached, in shares of right answers to sums never shown.
+
+    `curve`: at each look the step, the mean reward since the last look, and the share reached.
+    """
+
+    method: str
+    seed: int
+    fine_tuned: float
+    sft_steps: int
+    steps: int
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def reached(self) -> float:
+        """What the last step ended with."""
+        return self.curve[-1][2]
+
+    @property
+    def first_step(self) -> int | None:
+        """The first look at which the goal was met."""
+        return next((step for step, _, share in self.curve if share >= GOAL), None)
+
+
+class Look(TrainerCallback):
+    """Whenever a loss is logged, `look(step, logs)`; training ends when it answers True."""
+
+    def __init__(self, look: Callable[[int, dict[str, float]], bool | None]) -> None:
+        self.look = look
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Look, unless this is the summary at the end."""
+        if "loss" in (logs or {}) and self.look(state.global_step, logs):
+            control.should_training_stop = True
+
+
+@dataclass
+class Student:
+    """A model, and how its answers are counted."""
+
+    task: Task
+    tokenizer: Any
+    model: Any
+
+    @classmethod
+    def fresh(cls, task: Task, *, seed: int) -> "Student":
+        """One of random weights."""
+        rows = task.train_rows()
+        tokenizer = build_tokenizer(message["content"] for row in rows for message in row["messages"])
+        return cls(task, tokenizer, build_model(tokenizer, seed=seed))
+
+    def share_right(self, problems: tuple[Problem, ...]) -> float:
+        """Greedy answers that are the right number and nothing else."""
+        return exact_match(self.model, self.tokenizer, problems, 300, task=self.task).accuracy
+
+
+def fine_tune(student: Student, *, seed: int, folder: str) -> int:
+    """Imitate right answers until the model gives `ENOUGH` of them itself; returns the steps."""
+    trainer = SFTTrainer(
+        student.model,
+        SFTConfig(folder, **COMMON, **FINE_TUNING, seed=seed),
+        train_dataset=Dataset.from_list(student.task.train_rows()),
+        processing_class=student.tokenizer,
+        callbacks=[Look(lambda step, logs: student.share_right(student.task.problems[:300]) >= ENOUGH)],
+    )
+    return train(trainer)
+
+
+def learn(method: str, student: Student, result: Result, *, folder: str) -> None:
+    """Learn by trying, and note in `result` what is reached on the way."""
+
+    def look(step: int, logs: dict[str, float]) -> None:
+        share = student.share_right(student.task.held_out)
+        result.curve.append((step, logs["reward"], share))
+        print(
+            f"step {step:>4} of {result.steps}   reward {logs['reward']:.3f}   held-out {share:.1%}",
+            flush=True,
+        )
+
+    started = time.perf_counter()
+    trainer_class, config, settings = METHODS[method]
+    train(
+        trainer_class(
+            student.model,
+            is_right,
+            config(folder, **{**COMMON, **LEARNING, **settings}, max_steps=result.steps, seed=result.seed),
+            train_dataset=Dataset.from_list(prompts_with_answers(student.task)),
+            processing_class=student.tokenizer,
+            callbacks=[Look(look)],
+        )
+    )
+    result.seconds = round(time.perf_counter() - started, 1)
+
+
+def train(trainer: Trainer) -> int:
+    """Train without printing every log; returns the steps."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer.state.global_step
+
+
+def run(methods: list[str], *, task: Task, seed: int, steps: int, folder: str) -> list[Result]:
+    """Fine-tune once; each method learns from there."""
+    student, results = Student.fresh(task, seed=seed), []
+    sft_steps = fine_tune(student, seed=seed, folder=folder)
+    fine_tuned = student.share_right(student.task.held_out)
+    print(f"after {sft_steps} steps of fine-tuning: held-out {fine_tuned:.1%}", flush=True)
+    for method in methods:
+        result = Result(method, seed, fine_tuned, sft_steps, steps)
+        learn(
+            method,
+            Student(student.task, student.tokenizer, copy.deepcopy(student.model)),
+            result,
+            folder=folder,
+        )
+        met = "not reached" if result.first_step is None else f"first at step {result.first_step}"
+        shares = f"held-out {fine_tuned:.1%} -> {result.reached:.1%}"
+        print(f"{method}, seed {seed}: {shares}, {GOAL:.0%} {met}; {result.seconds:.0f} s", flush=True)
+        results.append(result)
+    return results
+
+
+def table(results: list[Result]) -> str:
+    """A line for each run, in markdown."""
+    head = ["| method | seed | after SFT | at the end | first look at 90 % |", "|---|---|---|---|---|"]
+    ordered = sorted(results, key=lambda result: (list(METHODS).index(result.method), result.seed))
+    rows = [
+        f"| {each.method} | {each.seed} | {each.fine_tuned:.1%} | {each.reached:.1%} | {each.first_step or 'none'} |"
+        for each in ordered
+    ]
+    return "\n".join([*head, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--method", nargs="+", choices=METHODS, default=["grpo"], help="how to learn from the answers"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sums, the weights and the order")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="optimiser steps, each from 128 answers to 16 sums"
+    )
+    parser.add_argument("--out", type=Path, help="jsonl file to which the figures are appended")
+    parser.add_argument(
+        "--table", type=Path, help="such a file, to be printed as a table; nothing is trained"
+    )
+    given = parser.parse_args()
+    if given.table:
+        lines = given.table.read_text(encoding="utf-8").splitlines()
+        print(table([Result(**json.loads(line)) for line in lines]))
+        return
+    disable_progress_bars()
+    with tempfile.TemporaryDirectory() as folder:
+        task = default_task(seed=given.seed)
+        results = run(given.method, task=task, seed=given.seed, steps=given.steps, folder=folder)
+    if given.out:
+        with given.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(result)) + "\n" for result in results)
+
+
+if __name__ == "__main__":
+    main()

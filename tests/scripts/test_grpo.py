@@ -1,0 +1,171 @@
+"""`trl grpo` and `trl rloo`: rewards by name, files in, a model out, errors in one message."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.models.words import word_tokenizer
+from tests.tiny import tiny_classifier, tiny_model
+from trl.cli.main import COMMANDS
+from trl.rewards.answers import RewardError
+from trl.scripts import grpo, rloo
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import run_script
+
+SCRIPTS = {"grpo": grpo, "rloo": rloo}
+REWARDS = """
+def cats(completions, **columns):
+    return [float(text.count("cat")) for text in completions]
+
+
+def as_wanted(completions, wanted, **columns):
+    return [float(word in text) for text, word in zip(completions, wanted, strict=True)]
+
+
+def too_few(completions, **columns):
+    return [0.0]
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rewards_of_mine.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "rewards_of_mine", raising=False)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A policy and a reward model with their tokenizers."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, model in (("policy", tiny_model("llama")), ("judge", tiny_classifier("llama", num_labels=1))):
+        tokenizer = word_tokenizer(eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+        model.config.pad_token_id = tokenizer.pad_token_id
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, models):
+    rows = [{"question": "the cat ", "wanted": "cat"}, {"question": "the mat ", "wanted": "mat"}] * 4
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed: dict[str, object] = {
+        "model_name_or_path": str(models / "policy"), "dataset_name": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "out"),
+        "column_mapping": {"question": "prompt"}, "report_to": "none", "max_steps": 2, "disable_tqdm": True, "use_cpu": True,
+        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "logging_steps": 1,
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fixed))
+
+    def command(name, *line):
+        script = SCRIPTS[name]
+        return run_script(script.make_parser(), script.main, ["--config", "run.yaml", *line])
+
+    return command
+
+
+def logged(out: Path) -> dict[str, float]:
+    newest = max(out.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
+    return json.loads((newest / "trainer_state.json").read_text())["log_history"][-1]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_functions_and_models_judge_together(run, name, tmp_path, models, capsys):
+    """By dotted path from the working directory, by name, and by folder, each with its weight."""
+    rewards = ["rewards_of_mine.as_wanted", "think_format_reward", str(models / "judge")]
+    assert run(name, "--reward_funcs", *rewards, "--reward_weights", "1", "0.5", "2") == 0
+    out = capsys.readouterr().out
+    assert f"Model saved in {tmp_path / 'out'}" in out
+    assert f"To go on: trl {name} with the same options" in out
+    found = logged(tmp_path / "out")
+    means = [found[f"rewards/{source}/mean"] for source in ("as_wanted", "think_format_reward", "judge")]
+    price = (
+        0.05 * found["kl"] if name == "rloo" else 0.0
+    )  # taken off a reward per completion, in nats of the whole
+    if not price:
+        assert found["reward"] == pytest.approx(means[0] + 0.5 * means[1] + 2 * means[2], abs=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
+
+
+def test_a_config_file_names_one_reward_or_several(run, tmp_path, capsys):
+    settings = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    for given in ("rewards_of_mine.cats", ["rewards_of_mine.cats", "rewards_of_mine.as_wanted"]):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "reward_funcs": given}))
+        assert run("grpo") == 0, capsys.readouterr().err
+        found = logged(tmp_path / "out")
+        assert "rewards/cats/mean" in found
+        assert ("rewards/as_wanted/mean" in found) is (given != "rewards_of_mine.cats")
+
+
+def test_an_adapter_is_trained_and_evaluated(run, tmp_path, capsys):
+    line = "--use_peft --lora_target_modules q_proj v_proj --learning_rate 0.01 --eval_strategy steps --eval_steps 2"
+    more = "--dataset_test_split train[:2] --per_device_eval_batch_size 4"
+    rewards = ("--reward_funcs", "rewards_of_mine.as_wanted")
+    assert run("grpo", *rewards, *line.split(), *more.split()) == 0
+    assert "eval_reward " in capsys.readouterr().out
+    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(".lora_" in name for name in weights)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "reward_funcs is missing: nothing judges the completions. Give one or several with --reward_funcs"),
+        ("--reward_funcs acuracy_reward", "'acuracy_reward' is unknown. Did you mean accuracy_reward? Known are"),
+        ("--reward_funcs rewards_of_mine.dogs", "has no 'dogs', it has ['as_wanted', 'cats', 'too_few']. Name one"),
+        ("--reward_funcs ./nowhere", "looks like a path, and there is no such folder"),
+        ("--reward_funcs think_format_reward --reward_weights 1 2", "reward_weights"),
+        ("--reward_funcs think_format_reward --per_device_train_batch_size 6", "num_generations"),
+        ("--reward_funcs think_format_reward --num_generations 1", "num_generations must be a whole number >= 2, got 1"),
+        ("--reward_funcs think_format_reward --column_mapping wanted=solution", "prompt"),
+        ("--reward_funcs rewards_of_mine.as_wanted --column_mapping question=prompt wanted=word", "needs ['wanted']"),
+        ("--reward_funcs think_format_reward --reward_function x", "--reward_function. Did you mean --reward_funcs?"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_message(run, capsys, name, line, message):
+    assert run(name, *line.split()) == 2
+    error = capsys.readouterr().err
+    assert f"trl {name}: error: " in error
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_options_of_the_method_alone(run, capsys):
+    assert run("rloo", "--reward_funcs", "think_format_reward", "--loss_type", "grpo") == 2
+    assert "Unknown option --loss_type" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run("grpo", "--reward_funcs", "think_format_reward", "--loss_type", "gspo")
+    assert "argument --loss_type/--loss-type: invalid choice: 'gspo'" in capsys.readouterr().err
+    line = ("--reward_clip_range", "0", "1", "--normalize_advantages", "true")
+    assert run("rloo", "--reward_funcs", "rewards_of_mine.cats", *line) == 0
+
+
+def test_a_function_that_answers_too_little_stops_the_run(run):
+    """While training, so with its traceback."""
+    with pytest.raises(RewardError, match="'too_few' gave 1 values, expected 4"):
+        run("grpo", "--reward_funcs", "rewards_of_mine.too_few")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_as_a_part_of_another_parser(name):
+    main = TrlParser()
+    parser = SCRIPTS[name].make_parser(main.add_subparsers(parser_class=TrlParser))
+    assert {"--reward_funcs", "--num_generations", "--use_peft"} <= set(parser.spellings())
+    assert COMMANDS[name].module == f"trl.scripts.{name}"
+
+
+@pytest.mark.slow
+def test_the_command_as_a_user_types_it(run, tmp_path):
+    """`trl grpo` in a process of its own: the working directory is where functions are looked for."""
+    command = [sys.executable, "-m", "trl.cli", "grpo", "--config", "run.yaml", "--reward_funcs", "rewards_of_mine.cats"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"Model saved in {tmp_path / 'out'}" in done.stdout
