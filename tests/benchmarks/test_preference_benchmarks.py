@@ -11,6 +11,7 @@ from benchmarks.measure import OURS, run_interleaved
 from benchmarks.pair_data import HARMLESS_LENGTHS, load_pairs, made_up_pairs, pair_row
 from benchmarks.preference_loops import (
     TREE_ATTENTION,
+    behind,
     flatten,
     pad_sequences,
     padded_logps,
@@ -94,6 +95,16 @@ def test_tree_and_padded_rows_give_the_same_log_probs() -> None:
     padded = padded_logps(model, pad_sequences(sequences))
     model.set_attn_implementation(TREE_ATTENTION)
     torch.testing.assert_close(tree_logps(model, row), padded, rtol=0, atol=1e-4)
+
+
+def test_second_completions_behind_the_keys_of_the_first_have_the_same_log_probs() -> None:
+    model = reference_of(build_model("tiny", 5000))
+    model.set_attn_implementation(TREE_ATTENTION)
+    trees = [([5, 6, 7], [[8, 9], [10]]), ([14], [[15], [16, 17]])]
+    both, keys = tree_logps(model, flatten(trees)), []
+    first = tree_logps(model, flatten([(prompt, [own]) for prompt, (own, _) in trees]), keep=keys)
+    torch.testing.assert_close(first, both[0::2], rtol=0, atol=1e-4)
+    torch.testing.assert_close(tree_logps(model, behind(trees), after=keys), both[1::2], rtol=0, atol=1e-4)
 
 
 def test_prefix_sharing_does_the_same_work_with_fewer_operations() -> None:

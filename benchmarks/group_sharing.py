@@ -1,0 +1,78 @@
+"""What it is worth to run a prompt once for all completions of its group: our update with and without."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from benchmarks.data import word_tokenizer
+from benchmarks.group_loops import Work, make_trainer, now
+from benchmarks.prefix_sharing import Sharing
+from benchmarks.throughput import tree_operations
+
+from trl.rollouts.experience import Experience
+from trl.rollouts.sampling import SAMPLING_LOGPS, STOPPED
+from trl.tensors.ragged import Ragged
+
+COMPLETION = 48
+
+
+def time_sharing(ratio: int, model: Any, work: Work, *, steps: int, completion: int = COMPLETION) -> Sharing:
+    """Updates on the same made-up completions in turn, after one that does not count.
+
+    Raises: ValueError where the losses of a first update differ.
+    """
+    prompt = [3 + number % 4000 for number in range(ratio * completion)]
+    work = replace(work, rows=[prompt], new_tokens=completion)
+    trainers = {shared: _ready(copy.deepcopy(model), work, prefix_sharing=shared) for shared in (True, False)}
+    window = _window(trainers[True], prompt, work, completion)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for step in range(steps + 1):
+        losses = []
+        for shared in (True, False) if step % 2 else (False, True):
+            spent, loss = _update(trainers[shared], window, work.device)
+            losses.append(loss)
+            if step:
+                seconds[shared].append(spent)
+        if step == 0 and abs(losses[0] - losses[1]) > 1e-4:
+            raise ValueError(
+                f"the first losses must agree to 1e-4, got {losses}. The layouts do not do the same work."
+            )
+    lengths = [completion] * work.group
+    once = tree_operations(model.config, len(prompt), lengths)
+    each = sum(tree_operations(model.config, len(prompt), [length]) for length in lengths)
+    return Sharing(ratio, seconds, once / each)
+
+
+def _ready(model: Any, work: Work, **settings: Any) -> Any:
+    trainer = make_trainer(model, work, word_tokenizer(), steps=1, **settings)
+    trainer.create_optimizer()
+    return trainer
+
+
+def _window(trainer: Any, prompt: list[int], work: Work, completion: int) -> Experience:
+    """Made-up completions with what the reference and the sampler say of them, and advantages."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(3, 4000, (work.group, completion), generator=generator)
+    experience = Experience(
+        Ragged.of([prompt] * work.group),
+        Ragged.of(drawn.tolist()),
+        {SAMPLING_LOGPS: torch.full((drawn.numel(),), -8.5)},
+        {STOPPED: torch.ones(work.group, dtype=torch.bool)},
+    )
+    experience = trainer.rewarded(experience, {"input_ids": [prompt] * work.group})
+    return trainer.advantages(trainer.scored(experience, learning=True))
+
+
+def _update(trainer: Any, window: Experience, device: str) -> tuple[float, float]:
+    """Seconds and loss of an update: collate, forward, backward, optimiser."""
+    started = now(device)
+    batch = trainer._prepare_inputs(trainer.micro_batch(window))
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    return now(device) - started, loss.item()
