@@ -102,8 +102,8 @@ def option_tables():
     return parser, actions
 
 
-def check_sft_command(words: list[str], option_tables) -> None:
-    parser, actions = option_tables
+def check_training_command(name: str, words: list[str], actions) -> None:
+    parser = importlib.import_module(COMMANDS[name].module).make_parser()
     _, given = take_config_option([word for word in words if word != "--help"])
     split = split_arguments(given, script_options=set(parser.spellings()), launch=actions)
     parser.check_arguments(split.script, None)
@@ -117,8 +117,8 @@ def test_commands_name_what_exists(path, option_tables):
             assert first in targets, first
         elif program == "python":
             assert first == "-m" or (ROOT / first).exists(), first
-        elif first == "sft":
-            check_sft_command(rest, option_tables)
+        elif first in COMMANDS and COMMANDS[first].kind == "training" and rest:
+            check_training_command(first, rest, option_tables[1])
         elif first == "quickstart":
             quickstart_parser().parse_args(rest)
         else:
@@ -127,8 +127,12 @@ def test_commands_name_what_exists(path, option_tables):
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "yaml")], ids=label)
 def test_config_files_have_options_that_exist(path, option_tables):
-    parser, actions = option_tables
+    """Those of the command that a file's first line names (`# grpo.yaml`), of `trl sft` otherwise."""
+    sft, actions = option_tables
     for block in blocks(path, "yaml"):
+        named = re.match(r"# (\w+)\.yaml", block)
+        command = COMMANDS.get(named.group(1)) if named else None
+        parser = importlib.import_module(command.module).make_parser() if command else sft
         values = yaml.safe_load(block)
         values.pop("env", None)
         script, _ = split_config(values, script_options=set(parser.spellings()), launch=actions)

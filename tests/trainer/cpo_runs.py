@@ -1,6 +1,5 @@
 """CPO on the eight fixed pairs of `dpo_runs`, and their log-probs from plain calls of the model."""
 
-import tempfile
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from tokenizers import pre_tokenizers
 
 from tests.tiny import tiny_model
 from tests.trainer.dpo_runs import pairs
-from tests.trainer.one_step import SETTINGS, KeepGradients
+from tests.trainer.one_step import trainer_of
 from tests.trainer.resume_worker import tokenizer
 from trl.trainer.cpo_config import CPOConfig
 from trl.trainer.cpo_trainer import CPOTrainer
@@ -18,31 +17,14 @@ TEXT = [
     {"prompt": "w3 w4 w5", "chosen": " w6 w7", "rejected": " w8"},
     {"prompt": "w9 w10", "chosen": " w11", "rejected": " w12 w13 w14"},
 ]
-ARGUMENTS = (
-    "train_dataset", "eval_dataset", "data_collator", "compute_metrics", "peft_config", "callbacks", "model_init",
-    "processing_class",
-)  # fmt: skip
 
 
-def make(
-    out: str | None = None,
-    *,
-    model: Any = None,
-    kinds: tuple[Any, Any] = (CPOConfig, CPOTrainer),
-    **settings: Any,
-) -> Any:
-    """A trainer with `settings` over the defaults; its callback `keep` holds the gradients of every step."""
-    given = {name: settings.pop(name) for name in ARGUMENTS if name in settings}
-    if model is None and "model_init" not in given:
-        model = tiny_model("gpt2", dtype=torch.float64)
-    keep = KeepGradients()
-    given["callbacks"] = [keep, *given.get("callbacks", [])]
-    given.setdefault("train_dataset", Dataset.from_list(pairs()))
-    given.setdefault("processing_class", words())
-    config, trainer_class = kinds
-    trainer = trainer_class(model, config(out or tempfile.mkdtemp(), **{**SETTINGS, **settings}), **given)
-    trainer.keep = keep
-    return trainer
+def make(out: str | None = None, *, kinds: tuple[Any, Any] = (CPOTrainer, CPOConfig), **settings: Any) -> Any:
+    """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
+    if settings.get("model") is None and "model_init" not in settings:
+        settings["model"] = tiny_model("gpt2", dtype=torch.float64)
+    given = {"train_dataset": Dataset.from_list(pairs()), "processing_class": words()}
+    return trainer_of(*kinds, out, settings, **given)
 
 
 def words() -> Any:

@@ -1,14 +1,12 @@
 """DPO on eight fixed pairs, with a reference that is not the policy."""
 
-import tempfile
 from typing import Any
 
 import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_model
-from tests.trainer.one_step import SETTINGS, KeepGradients
-from tests.trainer.resume_worker import tokenizer
+from tests.trainer.one_step import trainer_of
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -40,28 +38,11 @@ def policy_and_reference(architecture: str = "gpt2", **options: Any) -> tuple[An
     return policy, reference
 
 
-def make(out: str | None = None, *, model: Any = None, ref_model: Any = None, **settings: Any) -> DPOTrainer:
-    """A trainer with `settings` over the defaults; its callback `keep` holds the gradients of every step."""
-    arguments = (
-        "train_dataset",
-        "eval_dataset",
-        "data_collator",
-        "compute_metrics",
-        "peft_config",
-        "callbacks",
-        "processing_class",
-    )
-    given = {name: settings.pop(name) for name in arguments if name in settings}
-    if model is None:
-        model, reference = policy_and_reference()
-        ref_model = (
-            reference if ref_model is None and not settings.pop("copied_reference", False) else ref_model
-        )
-    keep = KeepGradients()
-    given["callbacks"] = [keep, *given.get("callbacks", [])]
-    given.setdefault("train_dataset", Dataset.from_list(pairs()))
-    given.setdefault("processing_class", tokenizer())
-    args = DPOConfig(out or tempfile.mkdtemp(), **{**SETTINGS, **settings})
-    trainer = DPOTrainer(model, ref_model, args, **given)
-    trainer.keep = keep  # type: ignore[attr-defined]
-    return trainer
+def make(out: str | None = None, **settings: Any) -> DPOTrainer:
+    """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
+    copied = settings.pop("copied_reference", False)
+    if settings.get("model") is None:
+        settings["model"], reference = policy_and_reference()
+        if not copied:
+            settings.setdefault("ref_model", reference)
+    return trainer_of(DPOTrainer, DPOConfig, out, settings, train_dataset=Dataset.from_list(pairs()))

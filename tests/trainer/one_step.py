@@ -3,6 +3,7 @@
 As a program: `torchrun --nproc_per_node 2 -m tests.trainer.one_step OUT.pt '{"per_device_train_batch_size": 4}'`.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -65,6 +66,40 @@ class KeepGradients(TrainerCallback):
             if p.grad is not None
         }
         self.steps.append(named)
+
+
+def trainer_of(
+    trainer_class: Any, config_class: Any, out: str | None, settings: dict[str, Any], **defaults: Any
+) -> Any:
+    """A trainer whose callback `keep` holds the gradients of every step.
+
+    `settings` are those of its config, over `SETTINGS`, and its arguments by name, over `defaults`.
+    """
+    names = inspect.signature(trainer_class.__init__).parameters
+    given = {**defaults, **{name: value for name, value in settings.items() if name in names}}
+    own = {name: value for name, value in settings.items() if name not in names}
+    keep = KeepGradients()
+    given["callbacks"] = [keep, *given.get("callbacks", [])]
+    given.setdefault("processing_class", tokenizer())
+    args = config_class(out or tempfile.mkdtemp(), **{**SETTINGS, **own})
+    trainer = trainer_class(args=args, **given)
+    trainer.keep = keep
+    return trainer
+
+
+def train_and_predict(trainer: Any, rows: list[Any], out: str) -> None:
+    """One step, an evaluation and predictions of seven rows (one is missing for two whole batches); what came of them goes
+    into a file."""
+    trainer.train()
+    seven = Dataset.from_list(rows[:7])
+    trainer.evaluate(seven)
+    found = trainer.predict(seven)
+    if trainer.is_world_process_zero():
+        torch.save(
+            {"gradients": trainer.keep.steps, "logs": trainer.state.log_history, "predictions": found.predictions,
+             "labels": found.label_ids}, out
+        )  # fmt: skip
+    trainer.accelerator.end_training()
 
 
 def run(model: Any = None, data: Any = None, **settings: Any) -> tuple[SFTTrainer, KeepGradients]:

@@ -6,4 +6,4 @@ from tests.trainer import cpo_runs
 from trl.trainer.orpo_config import ORPOConfig
 from trl.trainer.orpo_trainer import ORPOTrainer
 
-make = functools.partial(cpo_runs.make, kinds=(ORPOConfig, ORPOTrainer))
+make = functools.partial(cpo_runs.make, kinds=(ORPOTrainer, ORPOConfig))

@@ -2,15 +2,13 @@
 
 import json
 import sys
-import tempfile
 from typing import Any
 
 import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_classifier
-from tests.trainer.one_step import LENGTHS, SETTINGS, KeepGradients
-from tests.trainer.resume_worker import tokenizer
+from tests.trainer.one_step import LENGTHS, train_and_predict, trainer_of
 from trl.trainer.prm_config import PRMConfig
 from trl.trainer.prm_trainer import PRMTrainer
 
@@ -33,40 +31,16 @@ def step_classifier(architecture: str = "gpt2", **options: Any) -> Any:
     return tiny_classifier(architecture, of_tokens=True, **options)
 
 
-def make(out: str | None = None, *, model: Any = None, **settings: Any) -> PRMTrainer:
-    """A trainer with `settings` over the defaults; its callback `keep` holds the gradients of every step."""
-    arguments = (
-        "train_dataset",
-        "eval_dataset",
-        "data_collator",
-        "compute_metrics",
-        "peft_config",
-        "callbacks",
-    )
-    given = {name: settings.pop(name) for name in arguments if name in settings}
-    keep = KeepGradients()
-    given["callbacks"] = [keep, *given.get("callbacks", [])]
-    given.setdefault("train_dataset", Dataset.from_list(rows()))
-    args = PRMConfig(out or tempfile.mkdtemp(), **{**SETTINGS, **settings})
-    trainer = PRMTrainer(model or step_classifier(), args, processing_class=tokenizer(), **given)
-    trainer.keep = keep  # type: ignore[attr-defined]
-    return trainer
+def make(out: str | None = None, **settings: Any) -> PRMTrainer:
+    """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
+    settings.setdefault("model", step_classifier())
+    return trainer_of(PRMTrainer, PRMConfig, out, settings, train_dataset=Dataset.from_list(rows()))
 
 
 def main(out: str, settings: str) -> None:
-    """One step and two evaluations of seven rows, under torchrun: `OUT.pt SETTINGS`."""
+    """One step and two evaluations of seven solutions, under torchrun: `OUT.pt SETTINGS`."""
     torch.set_num_threads(1)
-    trainer = make(**json.loads(settings))
-    trainer.train()
-    seven = Dataset.from_list(rows()[:7])
-    trainer.evaluate(seven)
-    found = trainer.predict(seven)
-    if trainer.is_world_process_zero():
-        torch.save(
-            {"gradients": trainer.keep.steps, "logs": trainer.state.log_history, "predictions": found.predictions,
-             "labels": found.label_ids}, out
-        )  # fmt: skip
-    trainer.accelerator.end_training()
+    train_and_predict(make(**json.loads(settings)), rows(), out)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,26 @@
 
 `python -m tests.trainer.resume_worker JOBS` runs each job of a JSON list `[[OUT, KIND, KILL], ...]` in a fresh process
 of its own and prints how it ended; a run goes on from the newest checkpoint in OUT.
-KILL: `micro:N` before the N-th micro-batch of the process, `write:N` within the N-th file of a checkpoint, or nothing.
+KILL: `micro:N` before the N-th micro-batch of the process, `write:N` within the N-th file of a checkpoint, or nothing; where
+rollouts are learned from also `rollout:N`, `reward:N` or `score:N`, within the N-th call of the engine, of the reward sources,
+or of the scoring pass after a rollout.
 """
 
+import asyncio
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tiny import tiny_model
@@ -33,6 +37,10 @@ KINDS = {
     },
     "streaming": {"gradient_accumulation_steps": 2, "max_steps": 9},
     "padding_free": {"padding_free": True, "num_train_epochs": 3},
+}
+GROUPS = {
+    "grpo": {"steps_per_generation": 4, "num_iterations": 2, "top_entropy_quantile": 0.5},
+    "rloo": {"steps_per_generation": 8, "mask_truncated_completions": True},
 }
 
 
@@ -50,20 +58,35 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KillBefore(TrainerCallback):
-    """Kill the process before its N-th micro-batch: also in the middle of an accumulated step."""
+def arm(trainer, kill: str) -> None:
+    """Let the process die where `kill` says."""
+    what, _, number = kill.partition(":")
+    if what == "micro":  # also in the middle of an accumulated step
+        kill_within(trainer, "training_step", int(number), before=True)
+    elif what == "write":
+        kill_while_writing(int(number))
+    elif what == "rollout":
+        kill_within(trainer.engine, "generate", int(number))
+    elif what == "reward":
+        kill_within(trainer.rewards, "score", int(number))
+    elif what == "score":
+        kill_within(trainer, "score_rollout", int(number))
 
-    def __init__(self, trainer: SFTTrainer, number: int) -> None:
-        inner = trainer.training_step
-        left = [number]
 
-        def training_step(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0:
-                die()
-            return inner(*args, **kwargs)
+def kill_within(holder, method: str, number: int, *, before: bool = False) -> None:
+    """Die after the N-th call has done its work, or `before` it does."""
+    inner, left = getattr(holder, method), [number]
 
-        trainer.training_step = training_step
+    def wrapped(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0 and before:
+            die()
+        found = inner(*args, **kwargs)
+        if left[0] == 0:
+            die()
+        return found
+
+    setattr(holder, method, wrapped)
 
 
 def kill_while_writing(number: int) -> None:
@@ -92,12 +115,9 @@ def kill_while_writing(number: int) -> None:
 
 def main(out: str, kind: str, kill: str = "") -> None:
     torch.set_num_threads(1)
-    trainer = sft(out, kind) if kind in KINDS else preference(out, kind)
-    what, _, number = kill.partition(":")
-    if what == "micro":
-        KillBefore(trainer, int(number))
-    elif what == "write":
-        kill_while_writing(int(number))
+    makers = {**dict.fromkeys(KINDS, sft), **dict.fromkeys(GROUPS, groups)}
+    trainer = makers.get(kind, preference)(out, kind)
+    arm(trainer, kill)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) is not None)
     Path(out, "end.json").write_text(json.dumps(ending(trainer), indent=1))
 
@@ -112,6 +132,34 @@ def preference(out: str, method: str):
         optim="adamw_torch", lr_scheduler_type="cosine", save_strategy="steps", save_steps=2, save_total_limit=2,
         logging_steps=3, **settings,
     )  # fmt: skip
+
+
+def groups(out: str, kind: str):
+    """Windows of four steps twice over, every micro-batch half a step, in which groups are sampled again."""
+    from tests.trainer.grpo_runs import make, prompts
+
+    trainer, _ = make(
+        kind.partition(" ")[0], folder=out, reward_funcs=[by_chance, at_leisure], per_device_train_batch_size=4, num_generations=4,
+        gradient_accumulation_steps=2, max_steps=11, learning_rate=1e-2, optim="adamw_torch", lr_scheduler_type="cosine",
+        save_strategy="steps", save_steps=3, save_total_limit=2, logging_steps=2, dtype="float32", dynamic_sampling=True,
+        max_resampling_rounds=2, sync_ref_model=True, ref_model_sync_steps=3, eval_strategy="steps", eval_steps=7,
+        given={"eval_dataset": prompts(2)}, log_completions=False, **GROUPS[kind],
+    )  # fmt: skip
+    return trainer
+
+
+def by_chance(completion_ids: list[list[int]], **_) -> list[float]:
+    """Often the same for a whole group; draws from two of the global random streams."""
+    return [
+        float((ids[0] + torch.randint(2, ()).item() + np.random.randint(2)) % 7 == 0)
+        for ids in completion_ids
+    ]
+
+
+async def at_leisure(completion_ids: list[list[int]], **_) -> list[float | None]:
+    """The same, from the third; it has no opinion on some rows."""
+    await asyncio.sleep(0)
+    return [None if len(ids) % 3 == 0 else float(random.random() < 0.04) for ids in completion_ids]
 
 
 def sft(out: str, kind: str) -> SFTTrainer:

@@ -2,15 +2,13 @@
 
 import json
 import sys
-import tempfile
 from typing import Any
 
 import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_classifier
-from tests.trainer.one_step import SETTINGS, KeepGradients
-from tests.trainer.resume_worker import tokenizer
+from tests.trainer.one_step import train_and_predict, trainer_of
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
@@ -44,39 +42,16 @@ def reward_model(architecture: str = "gpt2", **options: Any) -> Any:
     return tiny_classifier(architecture, **{"dtype": torch.float64, "num_labels": 1, **options})
 
 
-def make(out: str | None = None, *, model: Any = None, **settings: Any) -> RewardTrainer:
-    """A trainer with `settings` over the defaults; its callback `keep` holds the gradients of every step."""
-    arguments = (
-        "train_dataset",
-        "eval_dataset",
-        "data_collator",
-        "compute_metrics",
-        "peft_config",
-        "callbacks",
-    )
-    given = {name: settings.pop(name) for name in arguments if name in settings}
-    keep = KeepGradients()
-    given["callbacks"] = [keep, *given.get("callbacks", [])]
-    given.setdefault("train_dataset", Dataset.from_list(rows()))
-    args = RewardConfig(out or tempfile.mkdtemp(), **{**SETTINGS, **settings})
-    trainer = RewardTrainer(model or reward_model(), args, processing_class=tokenizer(), **given)
-    trainer.keep = keep  # type: ignore[attr-defined]
-    return trainer
+def make(out: str | None = None, **settings: Any) -> RewardTrainer:
+    """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
+    settings.setdefault("model", reward_model())
+    return trainer_of(RewardTrainer, RewardConfig, out, settings, train_dataset=Dataset.from_list(rows()))
 
 
 def main(out: str, settings: str) -> None:
     """One step and two evaluations of seven pairs, under torchrun: `OUT.pt SETTINGS`."""
     torch.set_num_threads(1)
-    trainer = make(**json.loads(settings))
-    trainer.train()
-    seven = Dataset.from_list(rows()[:7])
-    trainer.evaluate(seven)
-    found = trainer.predict(seven)
-    if trainer.is_world_process_zero():
-        torch.save(
-            {"gradients": trainer.keep.steps, "logs": trainer.state.log_history, "predictions": found.predictions}, out
-        )  # fmt: skip
-    trainer.accelerator.end_training()
+    train_and_predict(make(**json.loads(settings)), rows(), out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Three SFT steps of two processes with sharded parameters, over gloo: `torchrun ... -m tests.trainer.sharded_worker OUT HOW`.
+"""Three steps of two processes with sharded parameters, over gloo: `torchrun ... -m tests.trainer.sharded_worker OUT HOW`.
 
-HOW: `fsdp2` or `zero3`. The process with rank 0 writes the gathered weights and the log.
+HOW: `fsdp2` or `zero3`. The process with rank 0 writes the gathered weights and the log of each method into its folder.
 """
 
 import json
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 KINDS = ("fsdp2", "zero3")
+METHODS = ("sft", "kto")
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": True,
@@ -44,31 +45,63 @@ def use_fsdp_on_cpu() -> None:
     AcceleratorState.__init__ = init
 
 
+def models_of(method: str) -> dict:
+    """A tiny Llama in float32, and for KTO a reference from which its KL is above 0."""
+    from tests.tiny import tiny_model
+
+    if method == "sft":
+        return {"model": tiny_model("llama")}
+    return {"model": tiny_model("llama", seed=1), "ref_model": tiny_model("llama")}
+
+
+def three_steps(method: str, models: dict, **settings):
+    """A trainer after three steps."""
+    from tests.trainer import kto_runs
+    from tests.trainer.one_step import run
+
+    if method == "sft":
+        return run(**models, **{**STEPS, **settings})[0]
+    # KTO's policy runs twice in each step, the second time behind the keys of the first.
+    own = {"beta": 0.1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
+    trainer = kto_runs.make(**models, **{**STEPS, **own, **settings})
+    trainer.remove_callback(trainer.keep)  # it asks for whole gradients
+    trainer.train()
+    return trainer
+
+
 def main(out: str, how: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
-    settings = dict(STEPS)
+    settings = {}
     if how == "fsdp2":
         use_fsdp_on_cpu()
     else:
         settings["deepspeed"] = DEEPSPEED
     import torch
 
-    from tests.tiny import tiny_model
-    from tests.trainer.one_step import run
-
     torch.set_num_threads(1)
-    trainer, _ = run(tiny_model("llama"), **settings)
-    assert how == "zero3" or type(trainer.model).__name__.startswith("FSDP")
-    assert how == "fsdp2" or trainer.deepspeed.zero_optimization_partition_weights()
-    save_and_exit(trainer, out)
+    models = {method: models_of(method) for method in METHODS}  # ZeRO-3, once on, shards new ones
+    for method in METHODS:
+        trainer = three_steps(method, models[method], **settings)
+        assert how == "zero3" or type(trainer.model).__name__.startswith("FSDP")
+        assert how == "fsdp2" or trainer.deepspeed.zero_optimization_partition_weights()
+        save(trainer, Path(out, method))
+    exit_now(trainer)
 
 
-def save_and_exit(trainer, out: str) -> None:
+def save(trainer, out: Path) -> None:
     trainer.save_model(out)
     if trainer.is_world_process_zero():
         Path(out, "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def exit_now(trainer) -> None:
     trainer.accelerator.end_training()
     os._exit(0)  # DeepSpeed's own gloo groups stay open, and now and then abort the interpreter's exit
+
+
+def save_and_exit(trainer, out: str) -> None:
+    save(trainer, Path(out))
+    exit_now(trainer)
 
 
 if __name__ == "__main__":

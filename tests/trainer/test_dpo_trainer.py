@@ -9,8 +9,10 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer import dpo_plain, dpo_runs
+from tests.trainer import dpo_plain
 from tests.trainer.dpo_runs import make, pairs, policy_and_reference
+from tests.trainer.one_step import KeepGradients
+from trl.experimental.bema_for_ref_model import BEMACallback
 
 ROWS = pairs()
 BETA = 0.3
@@ -370,7 +372,7 @@ def test_a_synchronised_reference_is_the_mixture():
     )  # fmt: skip
     seen = {}
 
-    class Watch(dpo_runs.KeepGradients):
+    class Watch(KeepGradients):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             seen[state.global_step] = {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -378,6 +380,14 @@ def test_a_synchronised_reference_is_the_mixture():
     trainer.train()
     for name, parameter in trainer.ref_model.named_parameters():
         torch.testing.assert_close(parameter, 0.7 * seen[2][name] + 0.3 * before[name], rtol=0, atol=1e-12)
+
+
+def test_a_reference_is_moved_by_one_callback_alone():
+    bema = BEMACallback(update_ref_model=True)
+    with pytest.raises(
+        ValueError, match="BEMACallback and SyncRefModelCallback move the reference's weights, one"
+    ):
+        make(sync_ref_model=True, callbacks=[bema])
 
 
 # ---- evaluation

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.preference_methods import RESUMED
-from tests.trainer.resume_worker import KINDS
+from tests.trainer.resume_worker import GROUPS, KINDS
 from tests.trainer.sft_runs import make, model_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +22,13 @@ KILLS = {
     "accumulation": ["micro:8", "write:2", "micro:5"],
     "streaming": ["micro:6", "write:3", "micro:9"],
     "padding_free": ["micro:9", "write:9", "micro:3"],
+}
+
+# Checkpoints at steps 3, 6 and 9 of 11, each of two micro-batches; completions are learned from for four steps.
+# The moments were drawn at random, once.
+KILLS_OF_GROUPS = {
+    "grpo": ["rollout:2", "micro:9", "score:3", "write:4"],
+    "rloo": ["reward:2", "write:9", "rollout:1", "micro:5"],
 }
 
 
@@ -58,6 +65,29 @@ def test_a_killed_run_on_preferences_ends_in_the_same_bits(method, tmp_path):
     assert ends == [0, *[SIGKILLED] * len(jobs), 0], log
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found == expected
+
+
+@pytest.mark.slow
+def test_killed_runs_on_groups_end_in_the_same_bits(tmp_path):
+    """Killed where the moment falls: in a rollout or its refills, in a reward, in scoring, in an update, in a checkpoint."""
+    kills = {kind: ["", *KILLS_OF_GROUPS[kind], ""] for kind in GROUPS}
+    jobs = [
+        [str(tmp_path / f"{kind} {'killed' if number else 'whole'}"), kind, kill]
+        for kind in kills
+        for number, kill in enumerate(kills[kind])
+    ]
+    ends, log = work(*jobs)
+    assert ends == [SIGKILLED if kill else 0 for _, _, kill in jobs], log
+    assert not list(tmp_path.glob("*/incomplete-*"))
+    for kind in GROUPS:
+        expected, found = (
+            json.loads((tmp_path / f"{kind} {run}" / "end.json").read_text()) for run in ("whole", "killed")
+        )
+        assert found["logs"] == expected["logs"]
+        assert found == expected
+        last = [entry for entry in expected["logs"] if "loss" in entry][-1]
+        assert last["tokens/zero_advantage"] > 0 < last["tokens/trained"]
+        assert any(entry.get("dynamic_sampling/rounds", 0) > 0 for entry in expected["logs"])
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])

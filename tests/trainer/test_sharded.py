@@ -1,18 +1,16 @@
-"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three SFT steps of two processes equal those of one, to 1e-5."""
+"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT and KTO of two processes equal those of one, to 1e-5."""
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import tiny_model
-from tests.trainer.one_step import launch, run
-from tests.trainer.sharded_worker import KINDS, STEPS
+from tests.trainer.one_step import launch
+from tests.trainer.sharded_worker import KINDS, models_of, three_steps
 
-ROOT = Path(__file__).resolve().parents[2]
+LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "kl", "rewards/margins"}
 
 
 @pytest.mark.slow
@@ -23,13 +21,15 @@ def test_three_steps_equal_those_of_one_process(how, tmp_path):
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.trainer.sharded_worker", str(tmp_path), how)
 
-    single, _ = run(tiny_model("llama"), **{**STEPS, "per_device_train_batch_size": 4})
-    expected = single.model.state_dict()
-    found = load_file(tmp_path / "model.safetensors")
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5, msg=name)
-    log = json.loads((tmp_path / "log.json").read_text())
-    for one, other in zip(log, single.state.log_history, strict=True):
-        for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"):
-            if name in other:
-                assert one[name] == pytest.approx(other[name], rel=1e-4), name
+    for method, batch_size in (("sft", 4), ("kto", 8)):
+        single = three_steps(method, models_of(method), per_device_train_batch_size=batch_size)
+        expected = single.model.state_dict()
+        found = load_file(tmp_path / method / "model.safetensors")
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+        log = json.loads((tmp_path / method / "log.json").read_text())
+        if method == "kto":
+            assert single.state.log_history[0]["kl"] > 0.5
+        for one, other in zip(log, single.state.log_history, strict=True):
+            for name in LOGGED & other.keys():
+                assert one[name] == pytest.approx(other[name], rel=1e-4), (method, name)

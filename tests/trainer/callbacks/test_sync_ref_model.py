@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trl.experimental.bema_for_ref_model import BEMACallback
 from trl.models.reference import DisabledAdapter, FrozenModel
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.callbacks.reference_moves import lend_reference
@@ -64,6 +65,18 @@ def test_a_trainers_reference_is_lent_to_it():
 def test_a_reference_that_cannot_move_is_refused(reference):
     with pytest.raises(ValueError, match=r"SyncRefModelCallback moves the reference.*sync_ref_model"):
         lend_reference([SyncRefModelCallback(None, None)], reference)
+
+
+def test_two_that_move_the_reference_are_refused():
+    """TR-DPO beside BEMA: each would undo what the other writes."""
+    reference = FrozenModel(pair()[1], None)
+    bema = BEMACallback(update_ref_model=True)
+    with pytest.raises(
+        ValueError, match="BEMACallback and SyncRefModelCallback move the reference's weights, one"
+    ):
+        lend_reference([bema, SyncRefModelCallback(None, None)], reference)
+    watching = BEMACallback(update_ref_model=False)
+    assert lend_reference([watching, SyncRefModelCallback(None, None)], reference) is reference
 
 
 def test_a_moved_reference_goes_on_from_its_checkpoint(tmp_path):
