@@ -230,7 +230,7 @@ def make_trainer(
         **settings,
     )
     if not work.stops:
-        tokenizer.eos_token = None  # completions of full length
+        tokenizer.eos_token = model.config.eos_token_id = None  # completions of full length
     rows = Dataset.from_dict({"input_ids": work.rows})
     trainer = GRPOTrainer(model, even_tokens, args, train_dataset=rows, processing_class=tokenizer)
     trainer.remove_callback(PrinterCallback)
