@@ -335,3 +335,13 @@ def test_settings_that_cannot_work(short, tmp_path):
             IterativeSFTConfig(tmp_path, use_cpu=True, **settings)
     with pytest.raises(ValueError, match="label_smoothing_factor must be 0 for an encoder-decoder"):
         make(tiny_seq2seq("t5"), label_smoothing_factor=0.1)
+
+
+def test_a_tokenizer_in_the_place_of_the_collator_is_refused(tmp_path):
+    """Older programs gave the tokenizer third; it can be called, so it would fail at the first batch only."""
+    tokenizer = tiny_tokenizer()
+    args = IterativeSFTConfig(str(tmp_path), **QUICK)
+    with pytest.raises(
+        TypeError, match=r"data_collator is a tokenizer \(.*Give a tokenizer as processing_class="
+    ):
+        IterativeSFTTrainer(model_for(tokenizer), args, tokenizer, processing_class=tokenizer)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from trl.data.streams import RepeatedStream, is_stream
@@ -54,6 +54,12 @@ class BaseTrainer(Trainer):
     scorer: Scorer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        collator = kwargs.get("data_collator")
+        if isinstance(collator, PreTrainedTokenizerBase):  # it can be called, too
+            raise TypeError(
+                f"data_collator is a tokenizer ({type(collator).__name__}), expected a function that makes batches of rows. "
+                "Give a tokenizer as processing_class=."
+            )
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         self._tokens_seen: Tensor | int = 0
         self._uncounted_steps = 0
