@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.experimental.group_runs import assert_same_steps, make, run
-from tests.trainer import grpo_runs
+from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
 from tests.trainer.one_step import launch
 from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferConfig
 from trl.rollouts.experience import Experience
-from trl.rollouts.ledger import REPLAYED
+from trl.rollouts.ledger import REPLAYED, TOOL_OUTPUT
 from trl.rollouts.replay import ReplayBuffer
 from trl.tensors.ragged import Ragged
 from trl.trainer.group_trainer import ADVANTAGE, WINDOW_SHARE
@@ -37,6 +37,15 @@ def test_the_buffer_keeps_the_best_and_of_equal_ones_the_newest(tmp_path):
     assert again.rows([0, 1]).completions.values.tolist() == [50, 51, 20, 21]
     again.load(tmp_path / "elsewhere")
     assert len(again) == 0
+
+
+def test_groups_of_another_size_are_not_taken_from_a_checkpoint(tmp_path, caplog):
+    buffer = ReplayBuffer(size=2, group_size=2)
+    buffer.add(groups(10, 11, 20, 21), torch.tensor([0.5, 0.9]))
+    buffer.save(tmp_path)
+    again = ReplayBuffer(size=2, group_size=4)
+    again.load(tmp_path)
+    assert len(again) == 0 and "groups of 2 completions, expected groups of num_generations=4" in caplog.text
 
 
 def only_at_first(completion_ids, trainer_state, **_):
@@ -67,6 +76,17 @@ def test_groups_that_teach_nothing_give_way_to_earlier_ones():
     measured = trainer.rollout_metrics(second, share=1.0)
     assert float(measured["frac_reward_zero_std"].mean) == 1.0  # of what was generated
     assert torch.equal(first.per_row[ADVANTAGE].view(2, 4)[0], first.per_row[ADVANTAGE].view(2, 4)[1])
+
+
+def test_what_tools_answered_in_earlier_groups_is_no_part_of_the_mean_length():
+    trainer, _ = grpo_tool_runs.make("replay", reward_funcs=only_at_first)
+    first = trainer.make_window(0)
+    trainer.state.global_step = 1
+    second = trainer.make_window(1)
+    assert second.per_row[REPLAYED].all() and second.per_token[TOOL_OUTPUT].any()
+    share = float(first.per_row[WINDOW_SHARE][0])
+    assert share < float(first.completions.lengths.double().mean())
+    assert float(second.per_row[WINDOW_SHARE][0]) == pytest.approx(share, abs=1e-12)
 
 
 def test_no_group_is_replaced_by_one_that_is_not_there():

@@ -113,6 +113,21 @@ def test_the_policy_comes_to_depend_on_what_is_hidden(seed):
     assert last["entropy"] < first["entropy"]
 
 
+def test_the_loss_of_an_evaluation_is_the_sum_of_its_terms():
+    """Without a difference in reward and without a reference, what is left is the perception loss and the entropies."""
+    trainer, _ = make(
+        dtype="float64",
+        beta=0.0,
+        loss_type="bnpo",
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+    )
+    found = trainer.evaluate(Dataset.from_list(rows()))
+    entropies = found["eval_entropy"] + found["eval_masked_entropy"]
+    assert found["eval_loss"] == pytest.approx(
+        -0.1 * found["eval_perception_kl"] + 0.03 * entropies, abs=1e-8
+    )
+
+
 def test_evaluation_and_what_is_refused():
     trainer, _ = make()
     metrics = trainer.evaluate(Dataset.from_list(rows()[:2]))

@@ -41,6 +41,14 @@ def test_a_sample_is_printed(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_long_names_leave_room_for_the_texts(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    scores = {name: [1.0] for name in ("math_reward_func", "coding_reward_func", "length_reward_func")}
+    print_prompt_completions_sample(["question"], ["answered"], scores, [-123456.789], step=1)
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("question", "answered", "-123456.79", "1.00"))
+
+
 def test_messages_of_every_kind(capsys):
     message = {
         "role": "user",

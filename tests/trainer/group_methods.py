@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # RLOO's ratio is that of whole completions: soon all of them are clipped
     "rloo": {"method": "rloo", "normalize_advantages": True, "learning_rate": 0.001},
 }
-EVALUATED = ("grpo", "rloo")
+EVALUATED = ("grpo", "dapo", "rloo")
 
 
 def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[str, Any]:

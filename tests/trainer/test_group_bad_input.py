@@ -172,6 +172,13 @@ def test_prompts_and_rewards_are_refused_by_the_constructor(method, bad):
     assert_says(caught.value, bad.says)
 
 
+@pytest.mark.parametrize("method", BOTH)
+def test_a_trainer_without_prompts_is_told_what_to_pass(method):
+    config, trainer = TRAINERS[method]
+    with pytest.raises(TypeError, match=r"train dataset is None, expected a datasets\.Dataset .*Pass one"):
+        trainer(reward_funcs=even_tokens, args=config("out", use_cpu=True), **of_words())
+
+
 @pytest.mark.parametrize(("method", "bad"), cases(OF_SETTINGS))
 def test_settings_are_refused_by_the_config(method, bad):
     given = {"per_device_train_batch_size": 8, "num_generations": 4, **bad.settings}

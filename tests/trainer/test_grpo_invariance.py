@@ -98,5 +98,10 @@ def test_two_processes(tmp_path, whole):
         assert_same(two[method], whole(method))
     for method in EVALUATED:
         expected = found_of(method, evaluates=True)["eval"]
-        for name in ("eval_reward", "eval_completions/mean_length", "eval_completions/clipped_ratio"):
+        for name in (
+            "eval_reward",
+            "eval_completions/mean_length",
+            "eval_completions/clipped_ratio",
+            "eval_loss",
+        ):
             assert two[method]["eval"][name] == pytest.approx(expected[name], abs=1e-9), name

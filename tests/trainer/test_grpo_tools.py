@@ -18,10 +18,12 @@ from tests.tiny_tokenizers import CHATML
 from tests.trainer.grpo_runs import CLOCKS, logs
 from tests.trainer.grpo_tool_runs import conversations, make, run
 from tests.trainer.one_step import launch
+from trl.generation.transformers_engine import TransformersEngine
 from trl.models.scored_head import ScoreOptions
 from trl.rollouts.ledger import TOOL_OUTPUT
 from trl.rollouts.sampling import SAMPLING_LOGPS, STOPPED
 from trl.rollouts.tool_loop import CALLS
+from trl.trainer import group_setup
 from trl.trainer.group_trainer import REF
 from trl.trainer.online_trainer import OLD, TRAINED
 
@@ -314,6 +316,19 @@ def test_the_example_learns_to_call_its_calculator(tmp_path):
     (right, right_after), (calls, calls_after) = [tuple(map(float, pair)) for pair in found]
     assert right_after > right + 0.3 and right_after > 0.5, done.stdout
     assert calls < 0.4 and calls_after > 0.8, done.stdout
+
+
+def test_a_smaller_window_of_vllm_bounds_prompts_and_all_turns(monkeypatch):
+    monkeypatch.setattr(group_setup, "check_vllm", lambda: None)
+    monkeypatch.setattr(
+        group_setup, "VLLMEngine", lambda model, settings, **parts: TransformersEngine(model, **parts)
+    )
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 200}
+    found = window(make(**settings, vllm_max_model_length=40)[0])
+    lengths = found.prompts.lengths + found.completions.lengths
+    assert 35 < int(lengths.max()) <= 40, lengths
+    with pytest.raises(ValueError, match=r"a prompt of \d+ tokens, expected at most 8"):
+        make(**settings, vllm_max_model_length=9)
 
 
 def test_no_tools_are_none():

@@ -124,8 +124,8 @@ class VLLM(OptionGroup):
     vllm_mode: VLLMMode = field(
         default="server",
         metadata={
-            "help": "Where vLLM runs: 'server' (a process of its own, started with trl vllm-serve) or 'colocate' (in the "
-            "processes that train, on their devices)."
+            "help": "Where vLLM runs: 'colocate' (in the processes that train, on their devices); 'server' (a process of its "
+            "own) is refused by GRPO and RLOO so far."
         },
     )
     vllm_model_impl: VLLMModelImpl = field(

@@ -42,8 +42,11 @@ def print_prompt_completions_sample(
     table = Table(show_lines=True, expand=True)
     for title in ("Prompt", "Completion"):
         table.add_column(title, ratio=1)
-    for title in (*rewards, "Advantage"):
-        table.add_column(title, justify="right")
+    for title, numbers in (*rewards.items(), ("Advantage", advantages)):
+        widest = max([len("Advantage"), *(len(_number(numbers[row])) for row in rows)])
+        table.add_column(
+            title, justify="right", max_width=widest, overflow="fold"
+        )  # long names leave room for texts
     for row in rows:
         values = [*(_number(values[row]) for values in rewards.values()), _number(advantages[row])]
         table.add_row(_conversation(prompts[row]), _conversation(completions[row]), *values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import rows_of_groups
+
+logger = logging.getLogger(__name__)
 
 _FILE = "replay_buffer.safetensors"
 _SCORES = "replay_scores"
@@ -60,11 +63,23 @@ class ReplayBuffer:
             save_file({**self._rows.state(), _SCORES: self._scores}, Path(folder) / _FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Go on from what `save` wrote; a checkpoint without groups empties the buffer."""
+        """Go on from what `save` wrote; a checkpoint without groups, or with groups of another size,
+        empties the buffer."""
         self.clear()
         file = Path(folder) / _FILE
         if not file.is_file():
             return
         with safe_open(file, "pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        self.add(Experience.from_state(state), state.pop(_SCORES))
+        scores = state.pop(_SCORES)
+        rows = Experience.from_state(state)
+        if len(rows) != len(scores) * self.group_size:
+            logger.warning(
+                "%s holds groups of %d completions, expected groups of num_generations=%d: the replay buffer begins empty. Resume "
+                "with the settings it was saved with to go on with it.",
+                file,
+                len(rows) // max(len(scores), 1),
+                self.group_size,
+            )
+            return
+        self.add(rows, scores)

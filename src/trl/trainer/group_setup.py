@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from trl.generation.engine import Engine, Sampling
 from trl.generation.stopping import end_tokens
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers_engine import TransformersEngine, context_window
 from trl.generation.vllm_engine import VLLMEngine, VLLMSettings, check_vllm
 from trl.models.parts import causal_core
 from trl.models.reference import Reference, make_reference
@@ -18,21 +19,35 @@ from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import tokenizers_for
 from trl.trainer.sft_images import has_images
 
+logger = logging.getLogger(__name__)
 
-def prompt_sets(args: GroupTraining, policy: Policy, *datasets: Any, tools: Any = None) -> PromptSets:
+
+def prompt_sets(
+    args: GroupTraining, policy: Policy, *datasets: Any, tools: Any = None, own: bool = True
+) -> PromptSets:
     """How data sets are prepared; with images where one of `datasets` (or of dicts of them) has some. `tools` are the schemas
-    that prompts show.
+    that prompts show, `own` says whether the run's own engine completes them.
 
     Raises: ImportError, TypeError or ValueError for what rows with images cannot be trained with.
     """
     kind = ImagePromptSets if has_images(*datasets) else PromptSets
-    return kind(
+    sets = kind(
         policy,
         ("max_completion_length", args.max_completion_length),
         keep=args.max_prompt_length,
         template_kwargs=args.chat_template_kwargs,
         tools=tools,
     )
+    if own:
+        sets.window = rollout_window(args, policy)
+    return sets
+
+
+def rollout_window(args: GroupTraining, policy: Policy) -> int | None:
+    """The most tokens of prompt and completion: the model's, or vLLM's where that has fewer; None where nobody says."""
+    own = context_window(policy.model)
+    given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
+    return min((each for each in (own, given) if each is not None), default=None)
 
 
 def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
@@ -62,9 +77,15 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
     return sampling
 
 
-def check_engine(args: GroupTraining) -> None:
-    """Raise for vLLM where it is missing (ImportError), and for a way of running it that there is not (ValueError)."""
+def check_engine(args: GroupTraining, *, own: bool = True) -> None:
+    """Raise for vLLM where it is missing (ImportError), and for a way of running it that there is not (ValueError); say that
+    it is not used where it is not the run's `own` engine that generates."""
     if not args.use_vllm:
+        return
+    if not own:
+        logger.warning(
+            "use_vllm=True has no effect with a rollout_func, which generates by itself. Leave one of them out."
+        )
         return
     if args.vllm_mode != "colocate":
         raise ValueError(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trl.data.formats import remove_none_values
 from trl.generation.engine import Generated
-from trl.generation.transformers_engine import context_window
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience
 from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, experience_of
@@ -20,6 +19,7 @@ from trl.rollouts.tool_runs import FAILURES
 from trl.rollouts.tool_schemas import Tool, tools_of
 from trl.rollouts.tool_turns import check_tool_template
 from trl.tensors.reduce import Weighted, weighted
+from trl.trainer.group_setup import rollout_window
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.policy import Policy
 from trl.trainer.sft_images import has_images
@@ -40,7 +40,7 @@ class GroupTools:
             tools,
             iterations=args.max_tool_calling_iterations,
             deadline=args.tool_deadline,
-            window=context_window(policy.model),
+            window=rollout_window(args, policy),
         )
 
     def completed(

@@ -86,8 +86,7 @@ class GroupTrainer(OnlineTrainer):
         rollout_func: RolloutFunc | None = None,
     ) -> None:
         use_one_device(args)
-        if rollout_func is None:
-            check_engine(args)
+        check_engine(args, own=rollout_func is None)
         assert args.num_generations is not None
         self.sizes = replace(args.window_sizes(), group=args.num_generations)
         self.evaluation_group = args.num_generations_eval or args.num_generations
@@ -101,7 +100,8 @@ class GroupTrainer(OnlineTrainer):
         self.rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
         self.tools = group_tools(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
         schemas = self.tools.schemas if self.tools else None
-        self._sets = prompt_sets(args, policy, train_dataset, eval_dataset, tools=schemas)
+        own = rollout_func is None
+        self._sets = prompt_sets(args, policy, train_dataset, eval_dataset, tools=schemas, own=own)
         self.images = images_of(self._sets, args, rollout_func)
         self.reference = reference_of(args, policy, model)
         self._extremes = {"train": ClippedExtremes(), "eval": ClippedExtremes()}
@@ -221,10 +221,13 @@ class GroupTrainer(OnlineTrainer):
         rewards, advantages = self.judged_groups(rows, group_size or self.sizes.group)
         first = self.args.process_index * len(experience)
         own = slice(first, first + len(experience))
-        share = self.learned_length(rows).expand(len(experience)).clone()
+        share = self._window_share(rows, experience)
         return experience.with_rows(
             **{REWARD: rewards[own].clone(), ADVANTAGE: advantages[own].clone(), WINDOW_SHARE: share}
         )
+
+    def _window_share(self, rows: Mapping[str, Tensor], experience: Experience) -> Tensor:
+        return self.learned_length(rows).expand(len(experience)).clone()
 
     def make_window(self, number: int) -> Experience:
         """Window `number` of this run, whose tokens are counted once, however often they are learned from."""
@@ -323,8 +326,9 @@ class GroupTrainer(OnlineTrainer):
             self._extremes[self.mode].add(terms.metrics)
             for name, value in terms.metrics.items():
                 self.record(name, value)
-            if self.mode == "eval":
-                self.record(LOSS_PARTS + terms.per, Weighted(_total(terms), own[0]))
+        if self.mode == "eval":  # the terms share one divisor, which counts once
+            total = torch.stack([_total(terms) for terms in found.terms]).sum()
+            self.record(LOSS_PARTS + found.terms[0].per, Weighted(total, own[0]))
         self.record_router(found, own)
 
     # ---- what is logged
@@ -376,6 +380,7 @@ class GroupTrainer(OnlineTrainer):
         state, processes = self.accelerator.gradient_state, self.args.world_size
         if processes > 1 and state.end_of_dataloader and state.remainder > 0:
             rows = {name: column[: state.remainder] for name, column in rows.items()}  # no repeats
+            experience = experience.with_rows(**{WINDOW_SHARE: self._window_share(rows, experience)})
         self._sums["eval"].add_all(self._measured(rows, self.evaluation_group, 1 / processes))
         own = min(self.own_rows(), len(inputs))
         experience = experience.take(torch.arange(max(own, 1)))

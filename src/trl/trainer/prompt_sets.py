@@ -38,6 +38,10 @@ class PromptSets:
         if isinstance(dataset, list):
             _check_one_format(dataset, name)
             dataset = Dataset.from_list(dataset)
+        if dataset is None:
+            raise TypeError(
+                f"{name} dataset is None, expected a datasets.Dataset with a column 'prompt'. Pass one to the trainer."
+            )
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
             raise TypeError(
                 f"{name} dataset is of type {type(dataset).__name__}, expected a stored datasets.Dataset: prompts are drawn in "

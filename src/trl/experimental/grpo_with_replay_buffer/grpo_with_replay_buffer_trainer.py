@@ -20,6 +20,7 @@ from trl.rollouts.ledger import REPLAYED
 from trl.rollouts.replay import ReplayBuffer
 from trl.rollouts.schedule import replayed_groups
 from trl.tensors.reduce import Weighted
+from trl.trainer.group_measures import sampled_lengths
 from trl.trainer.group_trainer import WINDOW_SHARE
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online_trainer import OLD, SCORES
@@ -92,7 +93,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         source[rows_of_groups(missing, self.sizes.group)] = len(every) + torch.arange(len(earlier))
         first = self.args.process_index * self.sizes.own_rows
         found = concatenate([every, earlier]).take(source)
-        share = found.completions.lengths.double().mean().to(found.per_row[WINDOW_SHARE].dtype)
+        share = sampled_lengths(found).double().mean().to(found.per_row[WINDOW_SHARE].dtype)
         found = found.with_rows(**{WINDOW_SHARE: share.expand(len(found)).clone()})
         return found.take(torch.arange(first, first + self.sizes.own_rows))
 
