@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from benchmarks.data import word_tokenizer
 from benchmarks.group_loops import Work, make_trainer, now
-from benchmarks.prefix_sharing import Sharing
+from benchmarks.prefix_sharing import Sharing, seconds_in_turn
 from benchmarks.throughput import tree_operations
 
 from trl.rollouts.experience import Experience
@@ -28,18 +28,7 @@ def time_sharing(ratio: int, model: Any, work: Work, *, steps: int, completion: 
     work = replace(work, rows=[prompt], new_tokens=completion)
     trainers = {shared: _ready(copy.deepcopy(model), work, prefix_sharing=shared) for shared in (True, False)}
     window = _window(trainers[True], prompt, work, completion)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for step in range(steps + 1):
-        losses = []
-        for shared in (True, False) if step % 2 else (False, True):
-            spent, loss = _update(trainers[shared], window, work.device)
-            losses.append(loss)
-            if step:
-                seconds[shared].append(spent)
-        if step == 0 and abs(losses[0] - losses[1]) > 1e-4:
-            raise ValueError(
-                f"the first losses must agree to 1e-4, got {losses}. The layouts do not do the same work."
-            )
+    seconds = seconds_in_turn(lambda shared, _: _update(trainers[shared], window, work.device), steps=steps)
     lengths = [completion] * work.group
     once = tree_operations(model.config, len(prompt), lengths)
     each = sum(tree_operations(model.config, len(prompt), [length]) for length in lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -39,12 +39,24 @@ def time_sharing(ratio: int, size: str, vocabulary: int, *, steps: int) -> Shari
     """
     corpus, recipe = pairs_of_ratio(ratio, rows=8 * (steps + 1)), Recipe(steps=steps + 1)
     ours = {shared: Stepper.of(shared, size, vocabulary, corpus, recipe) for shared in (True, False)}
+    seconds = seconds_in_turn(
+        lambda shared, step: ours[shared].step(corpus.rows[8 * step : 8 * step + 8]), steps=steps
+    )
+    return Sharing(ratio, seconds, _operations_ratio(ours[True].trainer.model.config, corpus))
+
+
+def seconds_in_turn(
+    update: Callable[[bool, int], tuple[float, float]], *, steps: int
+) -> dict[bool, list[float]]:
+    """Seconds of each of `steps` updates with sharing and without, in turn, after a first pair that does not count.
+
+    `update(shared, step)` gives seconds and loss. Raises: ValueError where the losses of the first pair differ.
+    """
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for step in range(steps + 1):
-        rows = corpus.rows[8 * step : 8 * step + 8]
         losses = []
         for shared in (True, False) if step % 2 else (False, True):
-            spent, loss = ours[shared].step(rows)
+            spent, loss = update(shared, step)
             losses.append(loss)
             if step:
                 seconds[shared].append(spent)
@@ -52,7 +64,7 @@ def time_sharing(ratio: int, size: str, vocabulary: int, *, steps: int) -> Shari
             raise ValueError(
                 f"the first losses must agree to 1e-4, got {losses}. The layouts do not do the same work."
             )
-    return Sharing(ratio, seconds, _operations_ratio(ours[True].trainer.model.config, corpus))
+    return seconds
 
 
 @dataclass(frozen=True)

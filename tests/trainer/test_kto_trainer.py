@@ -476,7 +476,9 @@ def test_bad_settings(settings, message):
 
 
 def test_one_row_at_a_time_is_enough_for_apo():
-    make(loss_type="apo_zero_unpaired", per_device_train_batch_size=1)
+    trainer = make(loss_type="apo_zero_unpaired", per_device_train_batch_size=1)
+    assert not trainer.mismatched
+    assert [len(batch["label"]) for batch in trainer.get_train_dataloader()] == [1] * len(LABELS)
 
 
 @pytest.mark.parametrize("column", ["label", "completion_input_ids"])
@@ -506,7 +508,8 @@ def test_every_field_has_help():
 
 
 def test_the_config_is_plain_json(tmp_path):
-    json.dumps(KTOConfig(str(tmp_path), use_cpu=True).to_dict())
+    config = KTOConfig(str(tmp_path), use_cpu=True).to_dict()
+    assert json.loads(json.dumps(config))["loss_type"] == config["loss_type"] == "kto"
 
 
 # ---- learning

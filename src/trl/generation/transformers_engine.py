@@ -226,17 +226,17 @@ def forward_obstacle(model: Any, core: Any) -> str | None:
     return obstacle or prompt_learning_obstacle(model) or head_obstacle(core, logit_rule(core.config))
 
 
-def context_window(model: Any) -> int | None:
-    """The most tokens that a model has positions for beside virtual ones; None where its config does not say.
+def context_window(model: Any, at_most: int | None = None) -> int | None:
+    """The most tokens that a model has positions for beside virtual ones, or `at_most`; None where neither says.
 
     A decoder's hold prompt and completion, an encoder-decoder has as many for each.
     """
     config = causal_core(model).config
     config = config if getattr(config, "is_encoder_decoder", False) else config.get_text_config()
     window = getattr(config, "max_position_embeddings", None)
-    if window is None or prompt_learning_obstacle(model) is None:
-        return window
-    return window - (getattr(model.active_peft_config, "num_virtual_tokens", None) or 0)
+    if window is not None and prompt_learning_obstacle(model) is not None:
+        window -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
+    return min((each for each in (window, at_most) if each is not None), default=None)
 
 
 def _pad(core: Any, tokenizer: Any | None) -> int:

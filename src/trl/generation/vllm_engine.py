@@ -85,9 +85,7 @@ class VLLMEngine:
         batch. Raises: ValueError for prompts that cannot be completed.
         """
         core = self._core()
-        window = context_window(core)
-        if self.settings.window is not None:
-            window = self.settings.window if window is None else min(window, self.settings.window)
+        window = context_window(core, self.settings.window)
         found, names = check_requests(prompts, streams, window=window, vocabulary=None)
         longest = completion_limits([len(prompt) for prompt in found], sampling, window, limits)
         seed = fresh_seed() if sampling.seed is None else sampling.seed

@@ -115,6 +115,11 @@ class _SeeingEngine:
         """As the run's engine."""
         return self._engine.exact
 
+    @property
+    def together(self) -> bool:
+        """As the run's engine."""
+        return self._engine.together
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

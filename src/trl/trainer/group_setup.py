@@ -45,9 +45,8 @@ def prompt_sets(
 
 def rollout_window(args: GroupTraining, policy: Policy) -> int | None:
     """The most tokens of prompt and completion: the model's, or vLLM's where that has fewer; None where nobody says."""
-    own = context_window(policy.model)
     given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
-    return min((each for each in (own, given) if each is not None), default=None)
+    return context_window(policy.model, given)
 
 
 def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:

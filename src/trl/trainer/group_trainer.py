@@ -86,7 +86,8 @@ class GroupTrainer(OnlineTrainer):
         rollout_func: RolloutFunc | None = None,
     ) -> None:
         use_one_device(args)
-        check_engine(args, own=rollout_func is None)
+        own = rollout_func is None
+        check_engine(args, own=own)
         assert args.num_generations is not None
         self.sizes = replace(args.window_sizes(), group=args.num_generations)
         self.evaluation_group = args.num_generations_eval or args.num_generations
@@ -100,7 +101,6 @@ class GroupTrainer(OnlineTrainer):
         self.rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
         self.tools = group_tools(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
         schemas = self.tools.schemas if self.tools else None
-        own = rollout_func is None
         self._sets = prompt_sets(args, policy, train_dataset, eval_dataset, tools=schemas, own=own)
         self.images = images_of(self._sets, args, rollout_func)
         self.reference = reference_of(args, policy, model)
@@ -118,9 +118,9 @@ class GroupTrainer(OnlineTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        if rollout_func is None:
+        if own:
             self.check_reward_columns()
-        self.engine = engine_of(args, self.model, policy, self.accelerator, own=rollout_func is None)
+        self.engine = engine_of(args, self.model, policy, self.accelerator, own=own)
         place_reward_models(self.rewards, self.accelerator)
         self.settle_reference()
 
