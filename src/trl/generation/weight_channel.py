@@ -1,0 +1,235 @@
+"""Tensors from one process to others, bit for bit, over a process group of its own.
+
+The default group of `torch.distributed` stays untouched, so that a trainer and vLLM's workers, each with a default group
+of theirs, can still talk to one another.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+BUCKET_BYTES = 64 * 1024**2
+_ALIGNED = 16  # bytes: more than any element needs
+_SENDER = "sender"  # the key under which rank 0 leaves its address
+_Item = TypeVar("_Item")
+Entry = tuple[torch.dtype, Sequence[int]]  # a tensor to come: its dtype and its shape
+
+
+class WeightChannel:
+    """What rank 0 sends, ranks 1 and up receive, in the same order, over gloo (CPU tensors) or NCCL (CUDA tensors).
+
+    Tensors travel in buckets of at most `BUCKET_BYTES`, larger ones alone. A channel that failed once is of no use any
+    more: close it, and join another.
+    """
+
+    def __init__(self, group: Any, store: TCPStore, device: torch.device, timeout_s: float) -> None:
+        self._group: Any = group
+        self._store: TCPStore | None = store  # lives as long as the group
+        self.device, self.timeout_s = device, timeout_s
+
+    @classmethod
+    def join(
+        cls,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        *,
+        backend: Literal["gloo", "nccl"],
+        device: torch.device | str | int = "cpu",
+        timeout_s: float = 240.0,
+        serves_store: bool = False,
+    ) -> WeightChannel:
+        """Meet the other ranks at `host:port`; returns once all `size` of them are there.
+
+        The rank that `serves_store` listens at that address, the others connect to it; they may come first. `timeout_s`
+        (seconds) holds for the meeting, and later for each bucket.
+
+        Raises: ConnectionError if the address cannot be had, or the others do not come in time.
+        """
+        until = time.monotonic() + timeout_s
+        place = torch.device(device if backend == "nccl" else "cpu")
+        try:
+            store = _store(host, port, serves_store, timeout_s)
+            group = _group(store, rank, size, backend, _own_address(store, host, port, rank), timeout_s)
+            channel = cls(group, store, place, timeout_s)
+            channel._broadcast(torch.zeros(1, dtype=torch.uint8, device=place), _left(until))
+        except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+            raise ConnectionError(
+                f"The weight channel at {host}:{port} needs all {size} processes within {timeout_s:g} s; rank {rank} could "
+                f"not join it over {backend}: {_first_line(error)}. Check that the port is free, that the machines reach "
+                "one another, and the log of the other side."
+            ) from error
+        return channel
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Send these tensors (rank 0), which may lie on any device.
+
+        Raises: ConnectionError if a receiver is gone or does not take them in time.
+        """
+        for bucket in buckets(tensors, lambda tensor: byte_count((tensor.dtype, tensor.shape))):
+            self._broadcast(_packed(bucket, self.device))
+
+    def receive(self, entries: Iterable[Entry]) -> Iterator[Tensor]:
+        """The tensors that rank 0 sends, given the dtype and shape of each (ranks 1 and up).
+
+        All of them have to be taken: the sender waits for it.
+
+        Raises: ConnectionError if the sender is gone or does not send them in time.
+        """
+        for bucket in buckets(entries, byte_count):
+            sizes = [byte_count(entry) for entry in bucket]
+            buffer = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device=self.device)
+            self._broadcast(buffer)
+            start = 0
+            for (dtype, shape), size in zip(bucket, sizes, strict=True):
+                yield buffer[start : start + size].view(dtype).view(tuple(shape))
+                start += _padded(size)
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank gets an error. Closing twice does nothing."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.abort()
+
+    def _broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
+        group, timeout = self._group, timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
+        if group is None:
+            raise ConnectionError("The weight channel is closed. Join a new one.")
+        if not buffer.numel():
+            return
+        try:
+            done = group.broadcast(buffer, root=0, timeout=timeout).wait(timeout)
+        except RuntimeError as error:
+            self.close()
+            raise ConnectionError(
+                f"The weight channel broke, or the other side took longer than {timeout.total_seconds():g} s: "
+                f"{_first_line(error)}. See the log of the other side for the reason."
+            ) from error
+        if not done:
+            self.close()
+            raise ConnectionError(
+                f"The weight channel waited longer than {timeout.total_seconds():g} s for the other side. See its log."
+            )
+
+
+def buckets(
+    items: Iterable[_Item], size: Callable[[_Item], int], *, limit: int = BUCKET_BYTES
+) -> Iterator[list[_Item]]:
+    """Successive items in lists of at most `limit` bytes each, by `size`; an item that is larger is a list alone.
+
+    Which items share a list depends on their sizes only, so that both ends of a channel cut alike.
+    """
+    bucket: list[_Item] = []
+    filled = 0
+    for item in items:
+        bytes_here = _padded(size(item))
+        if bucket and filled + bytes_here > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += bytes_here
+    if bucket:
+        yield bucket
+
+
+def byte_count(entry: Entry) -> int:
+    """How many bytes a tensor of this dtype and shape has."""
+    dtype, shape = entry
+    return math.prod(shape) * dtype.itemsize
+
+
+def _padded(size: int) -> int:
+    """`size` rounded up, so that the next tensor of a bucket starts where any dtype may start."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The bytes of these tensors in one buffer on `device`."""
+    sizes = [byte_count((tensor.dtype, tensor.shape)) for tensor in tensors]
+    buffer = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
+    start = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        buffer[start : start + size].copy_(tensor.detach().reshape(-1).view(torch.uint8))
+        start += _padded(size)
+    return buffer
+
+
+def _store(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
+    """The store at `host:port`; whoever serves it listens on that address only."""
+    timeout = timedelta(seconds=timeout_s)
+    if not serves:
+        return TCPStore(reachable(host), port, is_master=False, timeout=timeout, wait_for_workers=False)
+    listener = socket.create_server((host, port), family=resolved(host, port)[0])
+    return TCPStore(
+        reachable(host),
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def reachable(host: str) -> str:
+    """The address to connect to for a server on `host`: the addresses that mean "all" mean this machine here."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """The family and the address that `host:port` stands for, of version 4 where it has one (`localhost` often has both).
+
+    Raises: OSError for a name that nobody knows.
+    """
+    found = [(each[0], each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    return next((each for each in found if each[0] == socket.AF_INET), found[0])
+
+
+def _own_address(store: TCPStore, host: str, port: int, rank: int) -> str:
+    """This machine's address on the way between the sender and the store: the only one that gloo listens on."""
+    if rank == 0:
+        address = _address_towards(reachable(host), port)
+        store.set(_SENDER, address)
+        return address
+    return _address_towards(store.get(_SENDER).decode(), port)
+
+
+def _address_towards(host: str, port: int) -> str:
+    family, target = resolved(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _group(store: TCPStore, rank: int, size: int, backend: str, address: str, timeout_s: float) -> Any:
+    if backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        # NCCL's watchdog would end the process; the waits for a bucket end before it does.
+        options._timeout = timedelta(seconds=2 * timeout_s + 60)
+        return ProcessGroupNCCL(store, rank, size, options)
+    from torch.distributed import ProcessGroupGloo
+
+    kind: Any = ProcessGroupGloo  # whose stubs (torch 2.13) lack its options
+    gloo = kind._Options()
+    gloo._devices = [kind.create_device(hostname=address)]
+    gloo._timeout = timedelta(seconds=timeout_s)
+    return kind(store, rank, size, gloo)
+
+
+def _left(until: float) -> float:
+    return max(0.1, until - time.monotonic())
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

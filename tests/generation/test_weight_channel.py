@@ -1,0 +1,73 @@
+"""The weight channel between real processes: same bits, and errors instead of waiting for ever."""
+
+import ast
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.generation.channel_runs import ENTRIES, ran, tensors
+from trl.generation.weight_channel import BUCKET_BYTES, WeightChannel, buckets, byte_count, reachable
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@pytest.mark.distributed
+def test_a_sender_and_two_receivers():
+    ports = [free_port(), free_port()]
+    command = [sys.executable, "-m", "tests.generation.channel_runs", "2", *map(str, ports)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with ThreadPoolExecutor() as ranks:  # ranks 0 and 1 here, rank 2 there, where it dies with its process
+        sender, receiver = ranks.map(lambda rank: ran(rank, ports), range(2))
+    out, log = other.communicate(timeout=60)
+    assert other.returncode == 0, log
+    died = ast.literal_eval(out)
+    assert not torch.distributed.is_initialized()
+    for same_first, same_second, silent, closed in (receiver[:4], died):
+        assert same_first and same_second
+        assert "took longer than 1 s" in silent and float(silent.split()[0]) < 3
+        assert "The weight channel is closed" in closed
+    assert "The weight channel broke" in sender[0] and "The weight channel broke" in receiver[4]
+
+
+@pytest.mark.distributed
+def test_a_sender_that_never_comes_is_an_error_in_time():
+    port = free_port()
+    said = rf"127.0.0.1:{port} needs all 2 processes within 1 s; rank 1 .*wait timeout.*log of the other side"
+    for _ in range(2):  # the port is free again afterwards
+        started = time.monotonic()
+        with pytest.raises(ConnectionError, match=said):
+            WeightChannel.join("127.0.0.1", port, 1, 2, backend="gloo", timeout_s=1, serves_store=True)
+        assert time.monotonic() - started < 5
+
+
+def test_a_port_that_is_taken_is_an_error_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConnectionError, match=rf"127.0.0.1:{port} .*in use.*Check that the port is free"):
+            WeightChannel.join("127.0.0.1", port, 1, 2, backend="gloo", timeout_s=60, serves_store=True)
+
+
+def test_buckets_hold_what_fits():
+    sizes = [10, 20, 100, 64, 1, 1, 32, 32]
+    found = list(buckets(sizes, lambda size: size, limit=64))
+    assert found == [[10, 20], [100], [64], [1, 1, 32], [32]]  # each takes a multiple of 16 bytes
+    assert [size for bucket in found for size in bucket] == sizes
+    assert list(buckets([], lambda size: size)) == []
+    assert BUCKET_BYTES == 64 * 1024**2
+    both = [
+        list(buckets(found, size))
+        for found, size in ((ENTRIES, byte_count), (tensors(0), lambda t: byte_count((t.dtype, t.shape))))
+    ]
+    assert [len(bucket) for bucket in both[0]] == [len(bucket) for bucket in both[1]] == [6, 1, 1]
+
+
+def test_addresses_that_mean_all_are_reached_here():
+    assert [reachable(host) for host in ("0.0.0.0", "::", "10.1.2.3", "localhost")] == ["127.0.0.1", "::1", "10.1.2.3", "localhost"]  # fmt: skip
