@@ -26,13 +26,26 @@ def checkpoint_weights(model: nn.Module) -> dict[str, Tensor]:
     if obstacle is not None:
         raise ValueError(f"{obstacle}, which no weight can stand for. Use LoRA, or leave use_vllm out.")
     core = causal_core(model)
-    found: dict[str, Tensor] = dict(core.state_dict())
+    found = _own_tensors(core)
     for name, module in _adapted(core):
         own = f"{name}."
         for key in [key for key in found if key.startswith(own)]:
             del found[key]
         found |= {own + part: value for part, value in _summed(name, module).items()}
     return revert_weight_conversion(core, found)
+
+
+def _own_tensors(core: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers as `state_dict` has them, whose hooks would shard what FSDP2 gathered.
+
+    Tied ones by all of their names: on a CPU, vLLM (0.32) packs a head of its own, and gets none from the embedding's name.
+    """
+    found = {name: value.detach() for name, value in core.named_parameters(remove_duplicate=False)}
+    for place, module in core.named_modules(remove_duplicate=False):
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{place}.{name}" if place else name] = value
+    return found
 
 
 def _adapted(core: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,17 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl.generation.checkpoint_weights import checkpoint_weights
-from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
-from trl.generation.phase import generating, without_wrappers
-from trl.generation.request_state import fresh_seed
-from trl.generation.stopping import end_tokens
-from trl.generation.streams import stream_keys
-from trl.generation.transformers_engine import MIXED, context_window
-from trl.models.parts import causal_core
-
-_SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
-_Request = tuple[tuple[int, ...], int, int]  # a prompt, the most tokens of its completion, its seed
+from trl.generation.engine import Generated
+from trl.generation.policy_copy import PolicyCopy, Request, completion_of
+from trl.generation.transformers_engine import MIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +33,7 @@ class VLLMSettings:
     regex: str | None = None
 
 
-class VLLMEngine:
+class VLLMEngine(PolicyCopy):
     """Completions by vLLM in this process: one copy for each process that trains, or for each `settings.parallel` of them.
 
     The copy is made from the policy's config, and gets its weights from `sync_weights`, adapters added on the way: nothing
@@ -51,8 +43,6 @@ class VLLMEngine:
 
     Raises: ImportError where vLLM is missing, ValueError for processes that `parallel` does not divide.
     """
-
-    exact = False
 
     def __init__(
         self,
@@ -64,63 +54,17 @@ class VLLMEngine:
         gather_zero3: bool = True,
     ) -> None:
         check_vllm()
-        self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
-        self.settings, self.gather_zero3 = settings or VLLMSettings(), gather_zero3
+        self.tokenizer, self.settings = tokenizer, settings or VLLMSettings()
+        own = {"window": self.settings.window, "regex": self.settings.regex}
+        super().__init__(model, accelerator=accelerator, gather_zero3=gather_zero3, **own)
         self._sharing = _sharing(self.settings.parallel)
-        self._sent: tuple[int, ...] | None = None  # which weights vLLM has
         self._asleep = False
         self._llm: Any = None
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        streams: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Generated]:
-        """One completion per prompt, in order; see `Engine.generate`.
-
-        Each request has a seed of its own, made of the seed and its stream; vLLM's kernels may round otherwise in another
-        batch. Raises: ValueError for prompts that cannot be completed.
-        """
-        core = self._core()
-        window = context_window(core, self.settings.window)
-        found, names = check_requests(prompts, streams, window=window, vocabulary=None)
-        longest = completion_limits([len(prompt) for prompt in found], sampling, window, limits)
-        seed = fresh_seed() if sampling.seed is None else sampling.seed
-        keys = stream_keys(seed, names).tolist() if names else []
-        own = list(zip(found, longest, [int(key) % _SEEDS for key in keys], strict=True))
-        requests, first = self._of_all_sharing(own)
-        if not requests:
-            return []
-        ends = sorted(end_tokens(sampling.stop_token_ids, core))
-        with self._awake() as engine:
-            answers = engine.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt, _, _ in requests],
-                [self._request(sampling, ends, *request) for request in requests],
-                use_tqdm=False,
-            )
-        return [_generated(answer.outputs[0]) for answer in answers[first : first + len(own)]]
 
     @property
     def together(self) -> bool:
         """Whether other processes share this copy."""
         return self._sharing is not None
-
-    def sync_weights(self, model: nn.Module, step: int) -> None:
-        """Send the weights of `model` to vLLM, unless it has them."""
-        self.model = model
-        versions = tuple(parameter._version for parameter in model.parameters())
-        state = (step, id(model), hash(versions))
-        if state == self._sent:
-            return
-        with generating(model, self.accelerator, gather_zero3=self.gather_zero3) as whole:
-            weights = checkpoint_weights(whole)
-            with self._awake() as engine:
-                engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-                engine.reset_prefix_cache()
-        self._sent = state
 
     def close(self) -> None:
         """Give vLLM's memory back."""
@@ -128,10 +72,26 @@ class VLLMEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _core(self) -> Any:
-        return causal_core(without_wrappers(self.model))
+    def _completed(self, own: Sequence[Request]) -> list[Generated]:
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    def _of_all_sharing(self, own: list[_Request]) -> tuple[list[_Request], int]:
+        requests, first = self._of_all_sharing(list(own))
+        if not requests:
+            return []
+        with self._awake() as engine:
+            answers = engine.generate(
+                [{"prompt_token_ids": list(request.prompt)} for request in requests],
+                [SamplingParams(**_arguments(request.settings)) for request in requests],
+                use_tqdm=False,
+            )
+        return [_generated(answer.outputs[0]) for answer in answers[first : first + len(own)]]
+
+    def _send(self, weights: Mapping[str, Tensor]) -> None:
+        with self._awake() as engine:
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+            engine.reset_prefix_cache()
+
+    def _of_all_sharing(self, own: list[Request]) -> tuple[list[Request], int]:
         """The requests of all processes that share this copy, and the place of the first of this process."""
         if self._sharing is None:
             return own, 0
@@ -190,40 +150,11 @@ class VLLMEngine:
     def _dtype(self, core: Any) -> torch.dtype:
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no")) or core.dtype
 
-    def _request(
-        self, sampling: Sampling, ends: Sequence[int], prompt: Sequence[int], limit: int, seed: int
-    ) -> Any:
-        """One request's settings, as vLLM wants them."""
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-        wanted: dict[str, Any] = {
-            "max_tokens": limit,
-            "min_tokens": min(limit, max(sampling.min_new_tokens, sampling.min_length - len(prompt), 0)),
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(ends),
-            "ignore_eos": True,  # the end tokens are among stop_token_ids
-            "logprobs": 0,
-            "detokenize": bool(sampling.stop_strings),
-        }
-        if not sampling.greedy:
-            wanted |= {"seed": seed, "top_p": 1.0 if sampling.top_p is None else sampling.top_p}
-            wanted |= {"top_k": sampling.top_k or 0, "min_p": sampling.min_p or 0.0}
-        if sampling.stop_strings:
-            wanted |= {"stop": list(sampling.stop_strings), "include_stop_str_in_output": True}
-        if self.settings.regex is not None:
-            from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
-                StructuredOutputsParams,
-            )
-
-            wanted["structured_outputs"] = StructuredOutputsParams(regex=self.settings.regex)
-        return SamplingParams(**wanted)
-
-
-def check_vllm() -> None:
+def check_vllm(needed_by: str = "use_vllm") -> None:
     """Raise ImportError where vLLM is missing."""
     if find_spec("vllm") is None:
-        raise ImportError("use_vllm needs the vllm package. Install it with `pip install trl[vllm]`.")
+        raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install trl[vllm]`.")
 
 
 def _sharing(parallel: int) -> Any:
@@ -243,13 +174,17 @@ def _sharing(parallel: int) -> Any:
     return groups[dist.get_rank() // parallel]
 
 
+def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's settings as `SamplingParams` takes them."""
+    found = dict(settings)
+    if "structured_outputs" in found:
+        from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
+
+        found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
+    return found
+
+
 def _generated(output: Any) -> Generated:
-    ids = list(output.token_ids)
-    if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"vLLM ended a completion with {output.finish_reason!r}, expected 'stop' or 'length'. See its log for the reason."
-        )
-    logps: Tensor = torch.tensor(
-        [step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)], dtype=torch.float32
-    )
-    return Generated(ids, logps, None, output.finish_reason)
+    steps = zip(output.token_ids, output.logprobs, strict=True)
+    logprobs = [step[token].logprob for token, step in steps]
+    return completion_of(output.token_ids, logprobs, output.finish_reason)

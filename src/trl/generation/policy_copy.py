@@ -1,0 +1,160 @@
+"""What engines have in common that complete with a copy of the policy, such as vLLM: requests, seeds, when weights are sent."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl.generation.checkpoint_weights import checkpoint_weights
+from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
+from trl.generation.phase import generating, without_wrappers
+from trl.generation.request_state import fresh_seed
+from trl.generation.stopping import end_tokens
+from trl.generation.streams import stream_keys
+from trl.generation.transformers_engine import context_window
+from trl.models.distributed import reshard
+from trl.models.parts import causal_core
+
+_SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and its own settings: arguments of vLLM's `SamplingParams`, as JSON has them."""
+
+    prompt: tuple[int, ...]
+    settings: Mapping[str, Any]
+
+
+class PolicyCopy(ABC):
+    """Completions by a copy of the policy, which `sync_weights` brings up to date, adapters added on the way.
+
+    Log-probs are the copy's, of the distribution that was sampled from; they differ from the policy's by the rounding of
+    other kernels, and `kept` is never known. `window` is the most tokens of prompt and completion (None: the model's), `regex`
+    what every completion must match.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        accelerator: Any | None,
+        gather_zero3: bool,
+        window: int | None,
+        regex: str | None,
+    ) -> None:
+        self.model, self.accelerator, self.gather_zero3 = model, accelerator, gather_zero3
+        self.window, self.regex = window, regex
+        self._sent: tuple[int, ...] | None = None  # which weights the copy has
+
+    # ---- what an engine says
+
+    @property
+    @abstractmethod
+    def together(self) -> bool:
+        """Whether this process generates only at the same time as others."""
+
+    @abstractmethod
+    def _completed(self, own: Sequence[Request]) -> list[Generated]:
+        """The completions of this process's requests."""
+
+    @abstractmethod
+    def _send(self, weights: Mapping[str, Tensor]) -> None:
+        """Give these weights to the copy, by the names of a checkpoint."""
+
+    def _is_new(self, is_new: bool) -> bool:
+        """Whether weights have to be sent, where this process thinks so (or not)."""
+        return is_new
+
+    # ---- what all do
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        streams: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Generated]:
+        """One completion per prompt, in order; see `Engine.generate`.
+
+        Each request has a seed of its own, made of the seed and its stream; vLLM's kernels may round otherwise in another
+        batch. Raises: ValueError for prompts that cannot be completed.
+        """
+        core = self._core()
+        window = context_window(core, self.window)
+        found, names = check_requests(prompts, streams, window=window, vocabulary=None)
+        longest = completion_limits([len(prompt) for prompt in found], sampling, window, limits)
+        seed = fresh_seed() if sampling.seed is None else sampling.seed
+        keys = stream_keys(seed, names).tolist() if names else []
+        ends = sorted(end_tokens(sampling.stop_token_ids, core))
+        shared = _shared_settings(sampling, ends, self.regex)
+        own = [
+            Request(prompt, shared | _own_settings(sampling, len(prompt), limit, int(key) % _SEEDS))
+            for prompt, limit, key in zip(found, longest, keys, strict=True)
+        ]
+        return self._completed(own)
+
+    def sync_weights(self, model: nn.Module, step: int) -> None:
+        """Send the weights of `model` to the copy, unless it has them."""
+        self.model = model
+        reshard(model)  # or the versions would be those of gathered copies
+        versions = tuple(parameter._version for parameter in model.parameters())
+        state = (step, id(model), hash(versions))
+        if self._is_new(state != self._sent):
+            self._sent = None
+            self._send_all()
+            self._sent = state
+
+    def _send_all(self) -> None:
+        with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as whole:
+            self._send(checkpoint_weights(whole))
+
+    def _core(self) -> Any:
+        return causal_core(without_wrappers(self.model))
+
+
+def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> dict[str, Any]:
+    """The settings that all requests of a call have."""
+    found: dict[str, Any] = {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(ends),
+        "ignore_eos": True,  # the end tokens are among stop_token_ids
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop_strings),
+    }
+    if not sampling.greedy:
+        found["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+        found |= {"top_k": sampling.top_k or 0, "min_p": sampling.min_p or 0.0}
+    if sampling.stop_strings:
+        found |= {"stop": list(sampling.stop_strings), "include_stop_str_in_output": True}
+    if regex is not None:
+        found["structured_outputs"] = {"regex": regex}
+    return found
+
+
+def _own_settings(sampling: Sampling, prompt: int, limit: int, seed: int) -> dict[str, Any]:
+    """The settings of a request whose prompt has this many tokens, and its completion at most `limit`."""
+    least = max(sampling.min_new_tokens, sampling.min_length - prompt, 0)
+    found = {"max_tokens": limit, "min_tokens": min(limit, least)}
+    return found if sampling.greedy else found | {"seed": seed}
+
+
+def completion_of(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> Generated:
+    """A completion as vLLM gave it.
+
+    Raises: RuntimeError where it was broken off.
+    """
+    if finish_reason not in ("stop", "length"):
+        raise RuntimeError(
+            f"vLLM ended a completion with {finish_reason!r}, expected 'stop' or 'length'. See its log for the reason."
+        )
+    return Generated(list(ids), torch.tensor(logprobs, dtype=torch.float32), None, finish_reason)
