@@ -38,6 +38,9 @@ COMMANDS: dict[str, Command] = {
         "train a model on rewards of its own answers (REINFORCE leave-one-out)",
         "training",
     ),
+    "vllm-serve": Command(
+        "trl.scripts.vllm_serve", "serve a model with vLLM, for training commands that generate with it"
+    ),
     "quickstart": Command(
         "trl.scripts.quickstart", "teach a tiny model to add, stage by stage; nothing to download"
     ),

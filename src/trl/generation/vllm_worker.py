@@ -1,0 +1,132 @@
+"""What each of vLLM's workers can do besides generating: receive weights from a trainer over a `WeightChannel`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trl.generation.weight_channel import WeightChannel
+
+logger = logging.getLogger(__name__)
+NamedEntry = Sequence[Any]  # a weight to come: its name, its dtype ("float32") and its shape
+
+
+class WeightReceiver:
+    """Given to vLLM as `worker_extension_cls`: each worker inherits it, and is one receiver of the channel.
+
+    The methods return what went wrong, None where nothing did, and never raise: the executor of several workers (vLLM
+    0.32) stops reading at the first that raises, and would take the others' answers for those to its next question.
+    """
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+    vllm_config: Any
+    reload_weights: Callable[..., None]
+    weight_channel: WeightChannel | None = None
+
+    def join_weight_channel(
+        self, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float
+    ) -> str | None:
+        """Meet the sender and the other workers at `host:port`, where the first worker listens."""
+        self.leave_weight_channel()
+        try:
+            self.weight_channel = WeightChannel.join(
+                host, port, self.rank + 1, size,
+                backend=backend, device=self.device, timeout_s=timeout_s, serves_store=self.rank == 0,
+            )  # fmt: skip
+        except ConnectionError as error:
+            return str(error)
+        return None
+
+    def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | None:
+        """Receive the weights of `entries` and load them; a channel on which that failed is left.
+
+        `whole` says that they are all weights of a checkpoint, named as there.
+        """
+        if self.weight_channel is None:
+            return "no weight channel has been joined. Call init_communicator first."
+        arriving = Arriving(self.weight_channel, entries)
+        try:
+            if whole:
+                self.reload_weights(weights_iterator=iter(arriving))
+            else:
+                self.model_runner.get_model().load_weights(iter(arriving))
+            arriving.take_rest()
+        except Exception as error:
+            logger.error("Loading %s failed:\n%s", arriving.at, traceback.format_exc())
+            self.leave_weight_channel()
+            if whole:
+                self._end_reload()
+            return f"loading {arriving.at} failed with {type(error).__name__}: {error}"
+        return None
+
+    def end_with(self, server: int) -> None:
+        """End vLLM's engine, and with it this worker, when the process `server` is gone without having done so itself.
+
+        vLLM (0.32) would stay, with its memory, after a server that was killed. To be removed once it does not.
+        """
+        if not hasattr(os, "pidfd_open"):  # on Linux only
+            return
+        engine = os.getpid() if os.getppid() == server else os.getppid()
+        threading.Thread(target=_end_after, args=(os.pidfd_open(server), engine), daemon=True).start()
+
+    def shared_memory_name(self) -> str | None:
+        """What the names of this worker's files in shared memory start with; None for workers without such files.
+
+        Workers on CPUs (vLLM 0.32) leave them behind. To be removed once they do not.
+        """
+        return os.environ.get("VLLM_DIST_IDENT")
+
+    def leave_weight_channel(self) -> None:
+        """Leave the channel, if one was joined."""
+        channel, self.weight_channel = self.weight_channel, None
+        if channel is not None:
+            channel.close()
+
+    def _end_reload(self) -> None:
+        """Make the model whole again, though of mixed weights, after a reload that broke off: the next one needs that."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+            finalize_layerwise_reload,
+        )
+
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+
+class Arriving:
+    """Name and tensor of each weight of `entries`, as they arrive; `at` says which one it is at."""
+
+    def __init__(self, channel: WeightChannel, entries: Sequence[NamedEntry]) -> None:
+        self.at = "no weight"
+        self._tensors = self._named(channel, entries)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._tensors
+
+    def take_rest(self) -> None:
+        """Take what the model did not ask for: the sender waits until all is taken."""
+        for _ in self._tensors:
+            pass
+
+    def _named(self, channel: WeightChannel, entries: Sequence[NamedEntry]) -> Iterator[tuple[str, Tensor]]:
+        tensors = channel.receive([(getattr(torch, dtype), tuple(shape)) for _, dtype, shape in entries])
+        for name, dtype, shape in entries:
+            self.at = f"{name} ({dtype}, {list(shape)})"
+            yield name, next(tensors)
+
+
+def _end_after(process: int, engine: int) -> None:
+    """Tell `engine` to end once the process of a file descriptor is gone."""
+    select.select([process], [], [])
+    os.kill(engine, signal.SIGTERM)

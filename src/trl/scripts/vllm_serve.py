@@ -1,0 +1,139 @@
+"""`trl vllm-serve`: a model served by vLLM, for trainers that generate with it and send it their weights."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from types import FrameType
+from typing import Any, Literal, NoReturn
+
+from trl.generation.vllm_backend import ServedModel, VLLMBackend
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import CommandError, reporting_input_errors, run_script
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ServeArguments(ServedModel):
+    """The model, how vLLM runs it, and where the server listens."""
+
+    host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "help": "Address to listen on. The default is this machine only; 0.0.0.0 lets others in, and needs a secret in "
+            "TRL_VLLM_SERVER_TOKEN, the same here and where the training runs."
+        },
+    )
+    port: int = field(default=8000, metadata={"help": "Port to listen on."})
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = field(
+        default="info", metadata={"help": "How much the server and vLLM say."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.port < 65536:
+            raise ValueError(f"port must be from 1 to 65535, got {self.port}.")
+
+
+def make_parser() -> TrlParser:
+    """The parser of `trl vllm-serve`."""
+    kinds: Any = ServeArguments
+    return TrlParser(
+        kinds,
+        prog="trl vllm-serve",
+        description="Serve a model with vLLM: trainers with use_vllm=True generate with it and send it their weights.",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the process is told to end (Ctrl-C, SIGTERM); returns the exit status."""
+    return run_script(make_parser(), serve, argv)
+
+
+def serve(arguments: ServeArguments) -> None:
+    """Load the model and answer requests until the process is told to end.
+
+    Raises: CommandError for what was asked for in vain: vLLM or the token is missing, the address is taken.
+    """
+    from trl.generation.server_token import server_token
+    from trl.generation.vllm_engine import check_vllm
+    from trl.generation.vllm_server import BackendDied, GenerationServer
+
+    os.environ["VLLM_LOGGING_LEVEL"] = arguments.log_level.upper()
+    logging.getLogger("trl").setLevel(arguments.log_level.upper())
+    with ExitStack() as stack:
+        stack.enter_context(until_told())
+        with reporting_input_errors():
+            check_vllm("trl vllm-serve")
+            token = stack.enter_context(server_token(arguments.host, arguments.port))
+        try:
+            server = stack.enter_context(GenerationServer(arguments.host, arguments.port, token=token))
+        except OSError as error:
+            raise CommandError(_taken(arguments, error)) from error
+        backend = stack.enter_context(loaded(arguments))
+        logger.info("Serving %s on http://%s:%d", arguments.model, arguments.host, arguments.port)
+        try:
+            server.serve(backend)
+        except BackendDied as error:
+            raise CommandError(str(error)) from error
+        except OSError as error:  # another server that was loading, too, came first
+            raise CommandError(_taken(arguments, error)) from error
+
+
+class Told(BaseException):
+    """The process was told to end. No `Exception`, so that vLLM passes it on."""
+
+
+@contextmanager
+def until_told() -> Iterator[None]:
+    """Leave the block when the process is told to end (SIGTERM, Ctrl-C); told again while it ends, it goes on ending."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Told(signal.Signals(number).name)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    for each in before:
+        signal.signal(each, end)
+    try:
+        yield
+    except Told as told:
+        logger.info("Ended by %s.", told)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def loaded(arguments: ServeArguments) -> Iterator[VLLMBackend]:
+    """The model in vLLM, whose processes end with the block.
+
+    Raises: CommandError for a model that vLLM cannot run; with TRL_TRACEBACK=1 it shows vLLM's own error.
+    """
+    served = {each.name: getattr(arguments, each.name) for each in fields(ServedModel)}
+    try:
+        backend = VLLMBackend(ServedModel(**served))
+    except Exception as error:
+        raise CommandError(
+            f"vLLM could not load {arguments.model}: {error} What it logged above says why; TRL_TRACEBACK=1 shows where."
+        ) from error
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def _taken(arguments: ServeArguments, error: OSError) -> str:
+    return (
+        f"Nothing can listen on {arguments.host}:{arguments.port}: {error.strerror or error}. Choose another --port, or end the "
+        "server that has it."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

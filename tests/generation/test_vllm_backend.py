@@ -1,0 +1,272 @@
+"""What `trl vllm-serve` asks of vLLM, with a stand-in for it."""
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from trl.generation import vllm_backend
+from trl.generation.vllm_backend import (
+    WORKER,
+    ServedModel,
+    VLLMBackend,
+    bind_cpu_workers,
+    remove_shared_memory,
+)
+from trl.generation.vllm_bodies import ChatBody, GenerateBody, WeightBody
+from trl.generation.vllm_server import BackendDied, NoChannel
+
+
+class ClientError(Exception):
+    """What vLLM raises for what it was asked."""
+
+
+class Dead(Exception):
+    """What vLLM raises without its engine."""
+
+
+class LLM:
+    """Says what it was asked, and answers each prompt with its first token, twice where n is 2."""
+
+    def __init__(self, **settings):
+        self.settings, self.calls, self.worker_says, self.raises = settings, [], None, None
+        self.model_config = SimpleNamespace(dtype=torch.bfloat16, max_model_len=32, get_vocab_size=lambda: 99)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self._shutdown))
+
+    def _shutdown(self, timeout):
+        self.calls.append(("shutdown", timeout))
+
+    def generate(self, prompts, settings, use_tqdm, **others):
+        self.calls.append(("generate", prompts, settings, others))
+        if self.raises is not None:
+            raise self.raises
+        each = settings if isinstance(settings, list) else [settings] * len(prompts)
+        return [
+            answer(prompt.get("prompt_token_ids", [7]), one.get("n", 1))
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
+
+    def chat(self, conversations, settings, use_tqdm, **others):
+        self.calls.append(("chat", conversations, settings, others))
+        return [answer([3], settings["n"]) for _ in conversations]
+
+    def collective_rpc(self, name, args=()):
+        self.calls.append((name, *args))
+        if name == "shared_memory_name":
+            return ["shm-1", None]
+        return [None, self.worker_says]
+
+    def reset_prefix_cache(self):
+        self.calls.append(("reset",))
+
+
+def answer(ids, n):
+    one = SimpleNamespace(
+        token_ids=ids[:1], logprobs=[{ids[0]: SimpleNamespace(logprob=-0.5)}], finish_reason="length"
+    )
+    return SimpleNamespace(prompt_token_ids=ids, outputs=[one] * n)
+
+
+def parameters(**arguments):
+    if "tempo" in arguments:
+        raise TypeError("Unexpected keyword argument 'tempo'")
+    if arguments.get("temperature", 1) < 0:
+        raise ClientError("temperature must be non-negative")
+    return arguments
+
+
+@pytest.fixture
+def platform(monkeypatch):
+    """Puts modules in vLLM's place; what it yields says which device there is."""
+    device = SimpleNamespace(device_type="cuda", is_cpu=lambda: device.device_type == "cpu")
+    contents = {
+        "vllm": {"LLM": LLM, "SamplingParams": parameters},
+        "vllm.sampling_params": {"StructuredOutputsParams": lambda **found: ("structured", found)},
+        "vllm.platforms": {"current_platform": device},
+        "vllm.exceptions": {"VLLMClientError": ClientError},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.exceptions": {"EngineDeadError": Dead},
+    }
+    for name, names in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(names)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["vllm"].exceptions = sys.modules["vllm.exceptions"]  # type: ignore[attr-defined]
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # put back afterwards
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    return device
+
+
+@pytest.fixture
+def backend(platform):
+    return VLLMBackend(
+        ServedModel("some/model", revision="r1", tensor_parallel_size=2, vllm_model_impl="transformers")
+    )
+
+
+WEIGHTS = [WeightBody(name="w", dtype="float32", shape=[2]), WeightBody(name="v", dtype="bfloat16", shape=[])]
+ENTRIES = [("w", "float32", [2]), ("v", "bfloat16", [])]
+JOIN = {"host": "127.0.0.1", "port": 51216, "size": 3, "backend": "gloo", "timeout_s": 5.0}
+
+
+def test_options_reach_vllm(backend):
+    assert backend._llm.settings == {
+        "model": "some/model", "revision": "r1", "tokenizer_revision": "r1", "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.9, "dtype": "auto", "max_model_len": None, "enable_prefix_caching": None,
+        "enforce_eager": False, "kv_cache_dtype": "auto", "trust_remote_code": False, "model_impl": "transformers",
+        "worker_extension_cls": WORKER, "logprobs_mode": "processed_logprobs", "seed": 0,
+    }  # fmt: skip
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert backend.world_size == 2
+    assert backend.about() == {
+        "model": "some/model", "dtype": "bfloat16", "max_model_len": 32, "vocab_size": 99, "device": "cuda",
+    }  # fmt: skip
+
+
+def test_completions_come_with_their_log_probs(backend):
+    requests = [
+        {
+            "prompt_ids": [5, 6],
+            "sampling": {"max_tokens": 3, "structured_outputs": {"regex": "a"}, "seed": 4},
+        },
+        {"prompt_ids": [8]},
+    ]
+    assert backend.complete(requests) == [
+        {"ids": [5], "logprobs": [-0.5], "finish_reason": "length"},
+        {"ids": [8], "logprobs": [-0.5], "finish_reason": "length"},
+    ]
+    _, prompts, settings, _ = backend._llm.calls[-1]
+    assert prompts == [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [8]}]
+    assert settings == [
+        {"max_tokens": 3, "structured_outputs": ("structured", {"regex": "a"}), "seed": 4, "logprobs": 0},
+        {"logprobs": 0},
+    ]
+    assert backend.complete([]) == []
+
+
+def test_prompts_and_conversations(backend):
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+    asked = GenerateBody(prompts=["a", [1, 2]], images=[pixel, None], n=2, truncate_prompt_tokens=8)
+    assert backend.generate(asked) == {
+        "prompt_ids": [[7], [1, 2]], "completion_ids": [[7], [7], [1], [1]], "logprobs": [[-0.5]] * 4,
+    }  # fmt: skip
+    _, prompts, settings, others = backend._llm.calls[-1]
+    assert prompts[0]["multi_modal_data"]["image"][0].size == (1, 1) and prompts[0]["prompt"] == "a"
+    assert prompts[1] == {"prompt_token_ids": [1, 2]} and others["tokenization_kwargs"] == {
+        "truncate_prompt_tokens": 8
+    }
+    assert settings["n"] == 2 and settings["top_k"] == 0  # -1 means all, as 0 does in vLLM
+    with pytest.raises(ValueError, match="PNG or JPEG in base64"):
+        backend.generate(GenerateBody(prompts=["a"], images=["hello"]))
+    asked = ChatBody(messages=[{"role": "user", "content": "?"}], tools=[{"x": 1}], chat_template="t")
+    assert backend.chat(asked) == {"prompt_ids": [[3]], "completion_ids": [[3]], "logprobs": [[-0.5]]}
+    _, conversations, _, others = backend._llm.calls[-1]
+    assert conversations == [[{"role": "user", "content": "?"}]]
+    assert others == {
+        "chat_template": "t", "tools": [{"x": 1}], "chat_template_kwargs": None, "tokenization_kwargs": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [({"tempo": 1}, "Unexpected keyword argument 'tempo'"), ({"temperature": -1}, "must be non-negative"), ({"_private": 1}, "got _private"), ({"output_kind": 1}, "got output_kind")],
+)  # fmt: skip
+def test_sampling_arguments_that_vllm_does_not_take(backend, sampling, said):
+    with pytest.raises(ValueError, match=said):
+        backend.complete([{"prompt_ids": [1], "sampling": sampling}])
+
+
+def test_errors_of_vllm(backend):
+    backend._llm.raises = ClientError("the prompt is too long")
+    with pytest.raises(ValueError, match="too long"):
+        backend.complete([{"prompt_ids": [1]}])
+    backend._llm.raises = Dead("see above.")
+    with pytest.raises(BackendDied, match=r"vLLM's engine has ended: see above\."):
+        backend.complete([{"prompt_ids": [1]}])
+
+
+def test_weights_need_a_channel_and_clear_the_cache(backend):
+    with pytest.raises(NoChannel, match="init_communicator"):
+        backend.load(WEIGHTS, whole=True)
+    backend.join(**JOIN)
+    first = backend.channel
+    assert backend._llm.calls[-1] == ("join_weight_channel", "127.0.0.1", 51216, 3, "gloo", 5.0)
+    backend.load(WEIGHTS, whole=True)
+    assert backend._llm.calls[-2:] == [("receive_weights", ENTRIES, True), ("reset",)]
+    backend.load(WEIGHTS[:1], whole=False)
+    assert backend._llm.calls[-2] == ("receive_weights", ENTRIES[:1], False)
+    backend.join(**JOIN)
+    assert first and backend.channel and backend.channel != first
+    backend.leave()
+    assert backend.channel is None and backend._llm.calls[-1] == ("leave_weight_channel",)
+
+
+def test_a_failed_update_is_no_model_until_a_whole_one_came(backend):
+    backend.join(**JOIN)
+    backend._llm.worker_says = "out of memory"
+    with pytest.raises(RuntimeError, match="worker 1: out of memory"):
+        backend.load(WEIGHTS, whole=True)
+    assert backend.channel is None
+    with pytest.raises(RuntimeError, match=r"worker 1: out of memory.*Send all of them again"):
+        backend.complete([{"prompt_ids": [1]}])
+    with pytest.raises(RuntimeError, match="worker 1: out of memory"):
+        backend.join(**JOIN)
+    assert backend.channel is None
+    backend._llm.worker_says = None
+    backend.join(**JOIN)
+    backend.load(WEIGHTS, whole=False)
+    with pytest.raises(RuntimeError, match="Send all of them again"):
+        backend.generate(GenerateBody(prompts=["a"]))
+    backend.load(WEIGHTS, whole=True)
+    assert backend.complete([{"prompt_ids": [1]}])
+
+
+def test_what_a_cpu_cannot_do(backend, platform):
+    platform.device_type = "cpu"
+    with pytest.raises(ValueError, match="backend must be 'gloo' for a server on cpu"):
+        backend.join(**JOIN | {"backend": "nccl"})
+    backend.join(**JOIN)
+    with pytest.raises(ValueError, match=r"packs its weights on a CPU.*update_model_params"):
+        backend.load(WEIGHTS[:1], whole=False)
+    platform.device_type = "cuda"
+    backend.join(**JOIN | {"backend": "nccl"})
+
+
+def test_closing_ends_the_engine_and_removes_its_shared_memory(backend, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_backend, "_SHARED_MEMORY", tmp_path)
+    for name in ("shm-1-tp:0-[0-1]-cpushm_0", "shm-1-tp:0-[0-1]-cpushm_1", "shm-12-cpushm_0", "shm-1-other"):
+        (tmp_path / name).touch()
+    backend.close()
+    assert backend._llm.calls[-1] == ("shutdown", 30.0)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["shm-1-other", "shm-12-cpushm_0"]
+    remove_shared_memory({"shm-12"}, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["shm-1-other"]
+
+
+def test_workers_on_a_cpu_share_its_cores(platform, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 2, 3, 5, 7}, raising=False)
+    bind_cpu_workers(2)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ  # a GPU
+    platform.device_type = "cpu"
+    bind_cpu_workers(1)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    bind_cpu_workers(2)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    bind_cpu_workers(2)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|5,7"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"), ({"gpu_memory_utilization": 0}, r"must be in \(0, 1\], got 0"), ({"max_model_len": 0}, "max_model_len must be at least 1")],
+)  # fmt: skip
+def test_options_that_cannot_be(options, said):
+    with pytest.raises(ValueError, match=said):
+        ServedModel("m", **options)

@@ -1,0 +1,300 @@
+"""The HTTP side of `trl vllm-serve` over loopback, with a backend that records what it is asked."""
+
+import http.client
+import json
+import socket
+import threading
+from dataclasses import asdict
+
+import pytest
+
+from trl.generation.vllm_server import ROUTES, BackendDied, GenerationServer, NoChannel
+
+TOKEN = "secret"
+
+
+class Recorder:
+    """Says what it was asked; `raises` is raised instead, once."""
+
+    world_size = 2
+
+    def __init__(self):
+        self.calls, self.raises, self.channel = [], None, None
+
+    def _called(self, *call):
+        self.calls.append(call)
+        error, self.raises = self.raises, None
+        if error is not None:
+            raise error
+
+    def about(self):
+        return {"model": "m", "dtype": "bfloat16", "max_model_len": 32, "vocab_size": 99, "device": "cpu"}
+
+    def complete(self, requests):
+        self._called("complete", requests)
+        return [{"ids": [1], "logprobs": [-0.5], "finish_reason": "stop"} for _ in requests]
+
+    def generate(self, asked):
+        self._called("generate", asked)
+        return {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
+
+    def chat(self, asked):
+        self._called("chat", asked, asked.conversations())
+        return {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
+
+    def join(self, **where):
+        self._called("join", where)
+        self.channel = "c1"
+
+    def load(self, weights, *, whole):
+        self._called("load", [(one.name, one.dtype, one.shape) for one in weights], whole)
+
+    def leave(self):
+        self._called("leave")
+        self.channel = None
+
+    def reset_prefix_cache(self):
+        self._called("reset")
+
+
+class Served:
+    def __init__(self):
+        self.backend, self.ended = Recorder(), []
+        self.server = GenerationServer("127.0.0.1", 0, token=TOKEN, max_body_bytes=10_000)
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self):
+        try:
+            self.server.serve(self.backend)
+        except BackendDied as died:
+            self.ended.append(str(died))
+
+    def ask(self, method, path, body=None, *, token=TOKEN, headers=None):
+        """Status and answer; `body` is an object, or bytes as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=20)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = ({"Authorization": f"Bearer {token}"} if token else {}) | (headers or {})
+        try:
+            connection.request(method, path, data, sent)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+
+def started():
+    made, wait = Served(), threading.Event()
+    while True:
+        try:
+            made.ask("GET", "/health/")
+            return made
+        except ConnectionRefusedError:  # the thread has not come to listen yet
+            wait.wait(0.02)
+
+
+def ended(made):
+    made.server.shutdown()
+    made.thread.join()
+    made.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    made = started()
+    yield made
+    ended(made)
+
+
+@pytest.fixture
+def served(shared):
+    shared.backend = shared.server.backend = Recorder()
+    return shared
+
+
+SETTINGS = {"temperature": 0.5, "max_tokens": 3}
+
+
+def test_every_route_reaches_the_backend(served):
+    weight = {"name": "w", "dtype": "bfloat16", "shape": [2, 3]}
+    join = {"host": "ignored", "port": 51216, "world_size": 3, "backend": "gloo", "timeout_s": 5}
+    requests = [{"prompt_ids": [1, 2], "sampling": SETTINGS}]
+    lists = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
+    about = served.backend.about()
+    assert served.ask("GET", "/health/") == (200, {"status": "ok"})
+    assert served.ask("GET", "/get_world_size/") == (200, {"world_size": 2})
+    assert served.ask("GET", "/model/") == (200, about | {"channel": None})
+    assert served.ask("POST", "/init_communicator/", join) == (200, {"status": "joined", "channel": "c1"})
+    assert served.ask("GET", "/model") == (200, about | {"channel": "c1"})
+    completion = {"ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}
+    assert served.ask("POST", "/complete/", {"requests": requests}) == (
+        200,
+        {"completions": [completion], "channel": "c1"},
+    )
+    assert served.ask("POST", "/generate/", {"prompts": ["a", [1, 2]], "images": [None, "x"], "n": 2}) == (
+        200,
+        lists,
+    )
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "QUJD"}]}
+    ]
+    assert served.ask("POST", "/chat/", {"messages": [messages], "tools": [{}], "top_p": 1}) == (200, lists)
+    assert served.ask("POST", "/update_weights/", {"weights": [weight, weight]}) == (200, {"loaded": 2})
+    assert served.ask("POST", "/update_named_param/", weight) == (200, {"loaded": 1})
+    assert served.ask("POST", "/reset_prefix_cache/", {}) == (200, {"status": "ok"})
+    assert served.ask("POST", "/close_communicator/", b"") == (200, {"status": "ok"})
+
+    calls = {call[0]: call[1:] for call in served.backend.calls}
+    assert calls["join"] == (
+        {"host": "127.0.0.1", "port": 51216, "size": 3, "backend": "gloo", "timeout_s": 5},
+    )
+    assert calls["complete"] == (requests,)
+    generated = calls["generate"][0]
+    assert asdict(generated) == {
+        "n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 16,
+        "truncate_prompt_tokens": None, "guided_decoding_regex": None, "generation_kwargs": None, "prompts": ["a", [1, 2]],
+        "images": [None, "x"],
+    }  # fmt: skip
+    assert [generated.images_of(index) for index in range(2)] == [[], ["x"]]
+    asked, conversations = calls["chat"]
+    assert asked.top_p == 1 and asked.tools == [{}]
+    assert conversations[0][0]["content"] == [
+        {"type": "text", "text": "?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
+    ]
+    assert [call[1:] for call in served.backend.calls if call[0] == "load"] == [
+        ([("w", "bfloat16", [2, 3])] * 2, True),
+        ([("w", "bfloat16", [2, 3])], False),
+    ]
+    assert [call[0] for call in served.backend.calls[-2:]] == ["reset", "leave"]
+
+
+def test_sampling_arguments_of_prompts():
+    from trl.generation.vllm_bodies import GenerateBody, read
+
+    body = {
+        "prompts": ["a"],
+        "guided_decoding_regex": "[0-9]",
+        "generation_kwargs": {"seed": 3, "top_k": 5},
+        "max_tokens": 7,
+    }
+    assert read(GenerateBody, body).sampling() == {
+        "n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "max_tokens": 7,
+        "structured_outputs": {"regex": "[0-9]"}, "seed": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + "x", "sécret"])
+def test_all_but_health_needs_the_token(served, token):
+    sent = None if token is None else token.encode()
+    headers = {} if sent is None else {"Authorization": b"Bearer " + sent}
+    for method, path in ROUTES:
+        status, answer = served.ask(
+            method, path, {} if method == "POST" else None, token=None, headers=headers
+        )
+        assert status == (200 if path == "/health" else 401), path
+        assert path == "/health" or "TRL_VLLM_SERVER_TOKEN" in answer["error"]
+    assert served.backend.calls == []
+
+
+BAD = [
+    ("/complete/", b"{", "no JSON"),
+    ("/complete/", b"[]", "A JSON object is needed"),
+    ("/complete/", {}, "requests is missing"),
+    ("/complete/", {"requests": 1}, "requests must be list, got 1"),
+    ("/complete/", {"requests": [{"prompt_ids": []}]}, r"requests[0]: prompt_ids must be token ids, got []"),
+    ("/complete/", {"requests": [{"prompt_ids": [1, True]}]}, "prompt_ids must be token ids"),
+    ("/complete/", {"requests": [{"prompt_ids": [1], "n": 2}]}, "may have sampling"),
+    ("/complete/", {"requests": [{"prompt_ids": [1], "sampling": {"n": 2}}]}, "an object without n"),
+    ("/generate/", {"prompts": ["a"], "temperatur": 1}, "Unknown: temperatur. Known: n, repetition_penalty"),
+    ("/generate/", {"prompts": ["a"], "n": "2"}, "n must be int, got '2'"),
+    ("/generate/", {"prompts": ["a"], "n": True}, "n must be int, got True"),
+    ("/generate/", {"prompts": ["a"], "truncate_prompt_tokens": "2"}, "must be int or None"),
+    ("/generate/", {"prompts": ["a", {}]}, "prompts[1] must be a text or a list of token ids"),
+    ("/generate/", {"prompts": ["a"], "images": []}, "one entry for each of 1 prompts, got 0"),
+    ("/chat/", {"messages": ["hello"]}, "messages must be conversations"),
+    ("/chat/", {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]]}, "Send the image itself"),
+    ("/init_communicator/", {"port": 51216, "world_size": 2, "backend": "gloo"}, "world_size must be 3"),
+    ("/init_communicator/", {"port": 0, "world_size": 3, "backend": "gloo"}, "port must be from 1 to 65535"),
+    ("/init_communicator/", {"port": 51216, "world_size": 3, "backend": "mpi"}, "'gloo' (CPU) or 'nccl' (GPU)"),
+    ("/init_communicator/", {"port": 51216, "world_size": 3, "backend": "gloo", "timeout_s": 0}, "timeout_s must be more"),
+    ("/update_weights/", {"weights": [{"name": "w", "dtype": "floaty", "shape": []}]}, "one of torch's"),
+    ("/update_named_param/", {"name": "w", "dtype": "float32", "shape": [-1]}, "must be a list of sizes"),
+    ("/reset_prefix_cache/", {"now": 1}, "Unknown: now"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "said"), BAD)
+def test_bad_input_is_400_and_says_why(served, path, body, said):
+    status, answer = served.ask("POST", path, body)
+    assert status == 400 and said in answer["error"]
+    if path.startswith("/update"):  # else the client would wait for this server to receive
+        assert [call[0] for call in served.backend.calls] == ["leave"]
+    else:
+        assert all(call[0] == "chat" for call in served.backend.calls)
+
+
+def test_the_servers_own_port_is_no_place_to_meet(served):
+    body = {"port": served.server.server_port, "world_size": 3, "backend": "gloo"}
+    status, answer = served.ask("POST", "/init_communicator/", body)
+    assert status == 400 and "Choose another group_port" in answer["error"]
+
+
+def test_errors_of_the_backend(served):
+    requests = {"requests": [{"prompt_ids": [1]}]}
+    served.backend.raises = ValueError("too long")
+    assert served.ask("POST", "/complete/", requests) == (400, {"error": "too long"})
+    served.backend.raises = RuntimeError("out of memory")
+    assert served.ask("POST", "/complete/", requests) == (500, {"error": "RuntimeError: out of memory"})
+    served.backend.raises = NoChannel("no channel")
+    assert served.ask("POST", "/update_weights/", {"weights": []}) == (409, {"error": "no channel"})
+    assert served.ask("POST", "/complete/", requests)[0] == 200
+
+
+def test_the_server_ends_with_what_generates():
+    made = started()
+    made.backend.raises = BackendDied("the engine is gone")
+    answer = made.ask("POST", "/complete/", {"requests": [{"prompt_ids": [1]}]})
+    assert answer == (500, {"error": "the engine is gone"})
+    made.thread.join(10)
+    assert made.ended == ["the engine is gone"]
+    made.server.server_close()
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("POST", "/nowhere/"), ("GET", "/complete/"), ("POST", "/health/")])  # fmt: skip
+def test_unknown_addresses_are_404_and_list_the_known(served, method, path):
+    status, answer = served.ask(method, path, {} if method == "POST" else None)
+    assert status == 404 and "POST /complete/" in answer["error"] and path in answer["error"]
+
+
+def test_a_body_that_is_too_long_is_413(served):
+    body = {
+        "requests": [{"prompt_ids": [1] * 2_000_000}]
+    }  # 6 MB, which the server does not read before it answers
+    status, answer = served.ask("POST", "/complete/", body)
+    assert status == 413 and "10000 are allowed" in answer["error"]
+    assert served.ask("POST", "/complete/", body, token="wrong")[0] == 401
+
+
+def test_a_body_needs_its_length(served):
+    status, answer = served.ask("POST", "/complete/", None, headers={"Content-Length": "-5"})
+    assert status == 411 and "Content-Length" in answer["error"]
+
+
+def test_one_connection_serves_several_requests(served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.server.server_port, timeout=20)
+    for _ in range(3):
+        connection.request("GET", "/model/", headers={"Authorization": f"Bearer {TOKEN}"})
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read()
+        kept = connection.sock
+    assert kept is not None
+    connection.close()
+
+
+def test_the_address_is_taken_before_there_is_a_model():
+    server = GenerationServer("127.0.0.1", 0, token=TOKEN)
+    with server, pytest.raises(ConnectionRefusedError):  # bound, and not listening yet
+        socket.create_connection(("127.0.0.1", server.server_port), timeout=5)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        GenerationServer("127.0.0.1", taken.getsockname()[1], token=TOKEN)

@@ -1,0 +1,150 @@
+"""The command `trl vllm-serve`: options, errors before a model is loaded, and how it ends. vLLM is not needed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+
+from trl.cli.main import main
+from trl.generation.server_token import VARIABLE, token_file
+from trl.scripts import vllm_serve
+from trl.scripts.vllm_serve import ServeArguments, make_parser, until_told
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # put back afterwards: the command sets it
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def with_vllm(monkeypatch):
+    monkeypatch.setattr("trl.generation.vllm_engine.find_spec", lambda name: True)
+
+
+def test_options_and_their_defaults(tmp_path):
+    (found,) = make_parser().parse_args_and_config(["--model", "m"])
+    assert found == ServeArguments("m")
+    assert (found.host, found.port, found.gpu_memory_utilization, found.dtype) == (
+        "127.0.0.1",
+        8000,
+        0.9,
+        "auto",
+    )
+    given = [
+        "--model",
+        "m",
+        "--revision",
+        "r",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "9",
+        "--tensor-parallel-size",
+        "2",
+    ]
+    given += [
+        "--gpu_memory_utilization",
+        "0.5",
+        "--dtype",
+        "float32",
+        "--max_model_len",
+        "77",
+        "--kv_cache_dtype",
+        "fp8",
+    ]
+    given += [
+        "--enable_prefix_caching",
+        "true",
+        "--enforce_eager",
+        "--trust_remote_code",
+        "--log_level",
+        "debug",
+    ]
+    (found,) = make_parser().parse_args_and_config([*given, "--vllm_model_impl", "transformers"])
+    assert found == ServeArguments(
+        "m", "r", 2, 0.5, "float32", 77, True, True, "fp8", True, "transformers", "0.0.0.0", 9, "debug"
+    )
+    config = tmp_path / "serve.yaml"
+    config.write_text("model: m\nport: 7\nenable_prefix_caching: false\n")
+    (found,) = make_parser().parse_args_and_config(["--config", str(config), "--port", "8"])
+    assert found == ServeArguments("m", port=8, enable_prefix_caching=False)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_help_and_the_missing_package(capsys):
+    assert main(["vllm-serve", "--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert "--tensor_parallel_size" in help_text and VARIABLE in help_text
+    assert main(["vllm-serve", "--model", "m"]) == 2
+    assert "trl vllm-serve needs the vllm package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "--model"),
+        (["--model", "m", "--modle", "x"], "Did you mean"),
+        (["--model", "m", "--port", "70000"], "port must be from 1 to 65535, got 70000"),
+        (["--model", "m", "--gpu_memory_utilization", "2"], "must be in (0, 1], got 2.0"),
+        (["--model", "m", "--host", "0.0.0.0"], f"--host 0.0.0.0 lets other machines in, and they need a token. Set {VARIABLE}"),
+    ],
+)  # fmt: skip
+def test_errors_before_a_model_is_loaded(argv, said, with_vllm, capsys):
+    assert main(["vllm-serve", *argv]) == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_port_that_is_taken(with_vllm, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["vllm-serve", "--model", "m", "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"Nothing can listen on 127.0.0.1:{port}" in said and "Choose another --port" in said
+    assert not token_file(port).exists()
+
+
+def test_a_model_that_cannot_be_loaded(with_vllm, monkeypatch, capsys):
+    def fails(served):
+        assert token_file(port).exists() and served.model == "m" and not hasattr(served, "host")
+        raise OSError("no such model.")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(vllm_serve, "VLLMBackend", fails)
+    assert main(["vllm-serve", "--model", "m", "--port", str(port)]) == 2
+    assert "vLLM could not load m: no such model." in capsys.readouterr().err
+    assert not token_file(port).exists()
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_it_ends_what_it_began(told):
+    before, events = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)], []
+
+    @contextmanager
+    def begun():
+        try:
+            yield
+        finally:
+            os.kill(os.getpid(), told)  # impatience changes nothing
+            events.append("ended")
+
+    with until_told(), begun():
+        os.kill(os.getpid(), told)
+        events.append("went on")
+    assert events == ["ended"]
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_help_of_trl_needs_neither_torch_nor_vllm():
+    code = "import sys; from trl.cli import main; main(['--help']); print([m for m in ('torch', 'trl.scripts.vllm_serve') if m in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "  vllm-serve " in found.stdout and found.stdout.splitlines()[-1] == "[]"
