@@ -1,0 +1,69 @@
+"""What one process does for all processes of a run: it is given what each has, and gives each its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def process_count() -> int:
+    """How many processes work together."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_main_process() -> bool:
+    """Whether this process is the first of them."""
+    import torch.distributed as dist
+
+    return process_count() == 1 or dist.get_rank() == 0
+
+
+def any_process(value: bool) -> bool:
+    """Whether it is true in any process. All must call it."""
+    if process_count() == 1:
+        return value
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * process_count()
+    dist.all_gather_object(found, value)
+    return any(found)
+
+
+def through_main(own: _T, make: Callable[[list[_T]], Sequence[_R]]) -> _R:
+    """This process's part of what the main process makes of `own` of all of them. All must call it.
+
+    What goes wrong there is raised in every process: elsewhere than there as an error of the same kind, or as RuntimeError.
+    """
+    if process_count() == 1:
+        return make([own])[0]
+    import torch.distributed as dist
+
+    is_main, parts, failure = dist.get_rank() == 0, None, None
+    given: Any = [None] * process_count() if is_main else None
+    dist.gather_object(own, given, dst=0)
+    if is_main:
+        try:
+            parts = [("made", part) for part in make(given)]
+        except Exception as error:
+            failure = error
+            parts = [("failed", (_known(error), str(error)))] * process_count()
+    answer: list[Any] = [None]
+    dist.scatter_object_list(answer, parts, src=0)
+    if failure is not None:
+        raise failure
+    how, value = answer[0]
+    if how == "failed":
+        kind, words = value
+        raise kind(f"in the main process: {words}")
+    return value
+
+
+def _known(error: Exception) -> type[Exception]:
+    """The kind of error that other processes raise: one that takes a text alone."""
+    kinds = (ConnectionError, PermissionError, ValueError)
+    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)

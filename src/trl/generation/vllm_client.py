@@ -1,0 +1,326 @@
+"""The client of `trl vllm-serve`: completions over HTTP, weights over a channel of their own."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import io
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl.generation.checkpoint_weights import checkpoint_weights
+from trl.generation.server_connection import ServerConnection, ServerLost
+from trl.generation.weight_channel import WeightChannel
+
+CHANNEL_TIMEOUT_S = 240.0  # for the meeting of all workers, and for each bucket of weights
+
+
+class VLLMClient:
+    """Talks to a server that was started with `trl vllm-serve`.
+
+    `base_url` (such as http://10.0.0.7:8000) comes before `host` and `server_port`; the host 0.0.0.0 means this machine.
+    `group_port` is where the server's machine listens for the meeting of weight channels, `connection_timeout` how many seconds
+    to wait for the server here. `token` is the server's secret (None: TRL_VLLM_SERVER_TOKEN, or what a server of this machine
+    left). The package vllm is not needed on this side.
+
+    Raises: ConnectionError where no server answers in time.
+
+    Example:
+        >>> from trl.extras.vllm_client import VLLMClient
+        >>> client = VLLMClient()  # doctest: +SKIP
+        >>> client.init_communicator(device="cuda:0")  # doctest: +SKIP
+        >>> client.update_model_params(model)  # doctest: +SKIP
+        >>> client.generate(["The sky is"], n=2, max_tokens=8)["completion_ids"]  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        host: str = "0.0.0.0",
+        server_port: int = 8000,
+        group_port: int = 51216,
+        connection_timeout: float = 0.0,
+        *,
+        token: str | None = None,
+    ) -> None:
+        address = base_url or f"http://{f'[{host}]' if ':' in host else host}:{server_port}"
+        self._http = ServerConnection(address, token)
+        self.base_url, self.host, self.server_port = self._http.base_url, self._http.host, self._http.port
+        self.group_port = group_port
+        self._channel: WeightChannel | None = None
+        self._channel_name: str | None = None  # what the server calls it
+        self._joining: Thread | None = None
+        self.check_server(connection_timeout)
+
+    # ---- the server
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait until the server answers, for `total_timeout` seconds at most, asking every `retry_interval` seconds.
+
+        Raises: ConnectionError where it does not.
+        """
+        until = time.monotonic() + total_timeout
+        while True:
+            try:
+                self._http.get("/health/", timeout_s=max(5.0, retry_interval))
+                return
+            except ServerLost as error:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise ConnectionError(
+                        f"No vLLM server answered at {self.base_url} within {total_timeout:g} s ({error.__cause__ or error}). Start one "
+                        "with `trl vllm-serve --model <model>` (it answers once the model is loaded), or set the host, the port and "
+                        "the time to wait."
+                    ) from error
+                time.sleep(min(retry_interval, left))
+
+    def get_world_size(self) -> int:
+        """How many workers of vLLM take weights."""
+        return int(self._http.get("/get_world_size/")["world_size"])
+
+    def model(self) -> dict[str, Any]:
+        """What is served: `model`, `dtype`, `max_model_len` (tokens), `vocab_size`, `device`."""
+        return self._http.get("/model/")
+
+    # ---- completions
+
+    def complete(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A completion of each request, with `ids`, `logprobs` and `finish_reason`.
+
+        A request has `prompt_ids` and `sampling`, arguments of vLLM's `SamplingParams`. Raises: ServerLost where the server lost
+        the weights that it was sent, as it was started anew.
+        """
+        answer = self._http.post("/complete/", {"requests": [dict(request) for request in requests]})
+        self._check_channel(answer)
+        return answer["completions"]
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        images: list | None = None,
+        n: int = 1,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        max_tokens: int = 16,
+        truncate_prompt_tokens: int | None = None,
+        guided_decoding_regex: str | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, list[list[Any]]]:
+        """`n` completions of each prompt, a text or its tokens: `prompt_ids` of each prompt, `completion_ids` and `logprobs` of
+        each completion, those of a prompt side by side.
+
+        `images` are PIL images, one or a list for each prompt (None: none). `top_k` -1 and `top_p` 1 cut nothing;
+        `generation_kwargs` are further arguments of vLLM's `SamplingParams`.
+        """
+        sampling = _sampling(locals())
+        shown = None if images is None else [_encoded(each) for each in images]
+        return self._http.post("/generate/", {"prompts": list(prompts), "images": shown, **sampling})
+
+    def chat(
+        self,
+        messages: list[list[dict[str, Any]]],
+        n: int = 1,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        max_tokens: int = 16,
+        truncate_prompt_tokens: int | None = None,
+        guided_decoding_regex: str | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list | None = None,
+        chat_template: str | None = None,
+    ) -> dict[str, list[list[Any]]]:
+        """The same of conversations, by the chat template of the server's tokenizer or the one given here."""
+        sampling = _sampling(locals())
+        template = {
+            "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
+            "chat_template": chat_template,
+        }
+        shown = [[_without_pixels(message) for message in conversation] for conversation in messages]
+        return self._http.post("/chat/", {"messages": shown, **sampling, **template})
+
+    def reset_prefix_cache(self) -> None:
+        """Have the server forget the prompts it has read."""
+        self._http.post("/reset_prefix_cache/")
+
+    # ---- weights
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a weight channel to the server."""
+        return self._channel is not None
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Open the weight channel, from `device` (NCCL between GPUs, else gloo). A server has one: an older one is closed.
+
+        Raises: ConnectionError where the workers cannot be met.
+        """
+        self._drop_channel()
+        if self._joining is not None:  # an attempt that failed must not take part in this meeting
+            self._joining.join()
+        self._http.post(
+            "/close_communicator/"
+        )  # or the new sender would find the meeting place of the older one
+        size, place = self.get_world_size() + 1, _device(device)
+        backend = "nccl" if place.type == "cuda" and self.model().get("device") == "cuda" else "gloo"
+        found: list[Any] = []
+
+        def join() -> None:
+            try:
+                how: Any = {"backend": backend, "device": place, "timeout_s": CHANNEL_TIMEOUT_S}
+                with _on(place):
+                    found.append(WeightChannel.join(self.host, self.group_port, 0, size, **how))
+            except Exception as error:
+                found.append(error)
+
+        self._joining = Thread(target=join, daemon=True)
+        self._joining.start()
+        wanted = {"host": self.host, "port": self.group_port, "world_size": size, "backend": backend}
+        answer = self._http.post("/init_communicator/", {**wanted, "timeout_s": CHANNEL_TIMEOUT_S})
+        self._joining.join()
+        self._joining = None
+        if isinstance(found[0], Exception):
+            raise found[0]
+        self._channel, self._channel_name = found[0], answer.get("channel")
+        atexit.register(self.close_communicator)
+
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Send all weights of a checkpoint, by their names.
+
+        Raises: ServerLost where the server has no channel to this program (any more), RuntimeError for what fails there.
+        """
+        described = [_described(name, weight) for name, weight in weights.items()]
+        self._send("/update_weights/", {"weights": described}, weights.values())
+
+    def update_named_param(self, name: str, weights: Tensor) -> None:
+        """Send one weight, by its name in a checkpoint."""
+        self._send("/update_named_param/", _described(name, weights), [weights])
+
+    def update_model_params(self, model: nn.Module) -> None:
+        """Send all weights of a model, LoRA adapters added to copies of them."""
+        self.update_weights(checkpoint_weights(model))
+
+    def close_communicator(self) -> None:
+        """Close the weight channel. Nothing happens where there is none, or where the server is gone."""
+        is_open = self.is_connected
+        self._drop_channel()
+        if is_open:
+            try:
+                self._http.post("/close_communicator/", timeout_s=10.0)
+            except (OSError, RuntimeError):
+                return  # gone, or another one by now: that closed it
+
+    def _send(self, path: str, body: dict[str, Any], tensors: Iterable[Tensor]) -> None:
+        channel, failed = self._channel, []
+        if channel is None:
+            raise ServerLost(
+                f"There is no weight channel to the vLLM server at {self.base_url}. Call init_communicator first."
+            )
+        if self._channel_name is not None:
+            self._check_channel(self.model())
+
+        def send() -> None:
+            try:
+                with _on(channel.device):
+                    channel.send(tensors)
+            except Exception as error:
+                failed.append(error)
+
+        sender = Thread(target=send, daemon=True)
+        sender.start()
+        try:
+            self._http.post(path, body)
+        except BaseException:
+            self._drop_channel()  # a failed update ends the channel on the server's side too
+            raise
+        sender.join()
+        if failed:
+            self._drop_channel()
+            raise failed[0]
+
+    def _check_channel(self, answer: Mapping[str, Any]) -> None:
+        """Raise where the server's weights are not those that came through this channel."""
+        if self._channel_name is None or answer.get("channel") == self._channel_name:
+            return
+        self._drop_channel()
+        if answer.get("channel") is None:
+            raise ServerLost(
+                f"The vLLM server at {self.base_url} has lost the weights it was sent: it was started anew, or a transfer failed."
+            )
+        raise RuntimeError(
+            f"The vLLM server at {self.base_url} has been given weights by another program since. Give each run a server of its own."
+        )
+
+    def _drop_channel(self) -> None:
+        channel, self._channel, self._channel_name = self._channel, None, None
+        if channel is not None:
+            atexit.unregister(self.close_communicator)
+            channel.close()
+
+
+def pil_to_base64(image: Any) -> str:
+    """A PIL image as the text of its PNG file in base64."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+_SAMPLING = (
+    "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "truncate_prompt_tokens",
+    "guided_decoding_regex", "generation_kwargs",
+)  # fmt: skip
+
+
+def _sampling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in _SAMPLING}
+
+
+def _encoded(images: Any) -> Any:
+    """An image, or the images of a prompt, as text."""
+    if images is None or isinstance(images, str):
+        return images
+    return [pil_to_base64(each) for each in images] if isinstance(images, list) else pil_to_base64(images)
+
+
+def _without_pixels(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its images as addresses that hold them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, "content": [_part(part) for part in content]}
+
+
+def _part(part: Any) -> Any:
+    image = part.get("image", part.get("image_pil")) if isinstance(part, dict) else None
+    if image is None or isinstance(image, str):
+        return part
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{pil_to_base64(image)}"}}
+
+
+def _described(name: str, weight: Tensor) -> dict[str, Any]:
+    return {"name": name, "dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+
+
+def _device(given: torch.device | str | int) -> torch.device:
+    """A device; a number means that GPU, or the CPU where there is none."""
+    if isinstance(given, int):
+        return torch.device("cuda", given) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device(given)
+
+
+def _on(device: torch.device) -> Any:
+    """The device as the current one of this thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
