@@ -17,6 +17,7 @@ from trl.cli.main import COMMANDS
 from trl.scripts.config_file import ConfigFile, take_config_option
 from trl.scripts.quickstart import make_parser as quickstart_parser
 from trl.scripts.sft import make_parser as sft_parser
+from trl.scripts.vllm_serve import make_parser as serve_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -121,6 +122,8 @@ def test_commands_name_what_exists(path, option_tables):
             check_training_command(first, rest, option_tables[1])
         elif first == "quickstart":
             quickstart_parser().parse_args(rest)
+        elif first == "vllm-serve" and rest:
+            serve_parser().parse_args_and_config(rest)
         else:
             assert first in (*COMMANDS, "--help", "--version", "..."), first
 

@@ -105,6 +105,7 @@ OURS = {
     "max_resampling_rounds": 10,
     "max_tool_calling_iterations": None,  # newer than 0.26
     "tool_deadline": 60.0,
+    "vllm_group_port": 51216,
 }
 
 

@@ -238,17 +238,6 @@ def test_bad_rollouts_are_named(given, error, words):
         run(given=given)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"use_vllm": True}, "vllm_mode='server'"),
-    ],
-)
-def test_bad_input_is_refused_before_the_first_step(settings, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        make(**settings)
-
-
 def test_the_policy_learns_which_tokens_are_wanted():
     trainer, _ = make(
         max_steps=60, beta=0.0, learning_rate=0.02, optim="adamw_torch", max_completion_length=4,

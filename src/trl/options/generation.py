@@ -118,19 +118,20 @@ class VLLM(OptionGroup):
     use_vllm: bool = field(
         default=False,
         metadata={
-            "help": "Generate with vLLM instead of the model that is trained (needs the extra 'vllm')."
+            "help": "Generate with vLLM instead of the model that is trained: by default with a server that `trl vllm-serve` "
+            "started."
         },
     )
     vllm_mode: VLLMMode = field(
         default="server",
         metadata={
-            "help": "Where vLLM runs: 'colocate' (in the processes that train, on their devices); 'server' (a process of its "
-            "own) is refused by GRPO and RLOO so far."
+            "help": "Where vLLM runs: 'server' (a process of its own, which `trl vllm-serve` starts), or 'colocate' (in the "
+            "processes that train, on their devices; needs the extra 'vllm')."
         },
     )
     vllm_model_impl: VLLMModelImpl = field(
         default="vllm",
-        metadata={"help": "Whose code of the model vLLM runs: 'vllm' or 'transformers'."},
+        metadata={"help": "With 'colocate', whose code of the model vLLM runs: 'vllm' or 'transformers'."},
     )
     vllm_enable_sleep_mode: bool = field(
         default=False,
@@ -146,11 +147,21 @@ class VLLM(OptionGroup):
             "vllm_server_port."
         },
     )
-    vllm_server_host: str = field(default="0.0.0.0", metadata={"help": "Host of the server."})
+    vllm_server_host: str = field(
+        default="0.0.0.0", metadata={"help": "Host of the server. 0.0.0.0: this machine."}
+    )
     vllm_server_port: int = field(default=8000, metadata={"help": "Port of the server."})
     vllm_server_timeout: float = field(
         default=240.0,
-        metadata={"help": "Seconds to wait for the server to answer at the start before giving up, > 0."},
+        metadata={
+            "help": "Seconds to wait for the server to answer, at the start and where it is started anew amid a run, > 0."
+        },
+    )
+    vllm_group_port: int = field(
+        default=51216,
+        metadata={
+            "help": "Port of the server's machine over which weights are arranged to be sent; each server needs one of its own."
+        },
     )
     vllm_gpu_memory_utilization: float = field(
         default=0.3,

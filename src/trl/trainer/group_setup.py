@@ -18,6 +18,7 @@ from trl.trainer.policy import Policy, make_scorer
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import tokenizers_for
 from trl.trainer.sft_images import has_images
+from trl.trainer.vllm_served import Served, check_served, served_of, server_engine
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ def prompt_sets(
 def rollout_window(args: GroupTraining, policy: Policy) -> int | None:
     """The most tokens of prompt and completion: the model's, or vLLM's where that has fewer; None where nobody says."""
     given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
-    return context_window(policy.model, given)
+    found = given, policy.window
+    return context_window(policy.model, min((each for each in found if each is not None), default=None))
 
 
 def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
@@ -76,29 +78,56 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
     return sampling
 
 
-def check_engine(args: GroupTraining, *, own: bool = True) -> None:
-    """Raise for vLLM where it is missing (ImportError), and for a way of running it that there is not (ValueError); say that
-    it is not used where it is not the run's `own` engine that generates."""
+def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
+    """The vLLM server of a run, which answers; None for runs without one. Says that vLLM is not used where it is not the
+    run's `own` engine that generates.
+
+    Raises: ImportError where vLLM is to run here and is missing, ValueError for sharded weights that are not to be gathered, and
+    what `served_of` raises.
+    """
     if not args.use_vllm:
-        return
+        return None
     if not own:
         logger.warning(
             "use_vllm=True has no effect with a rollout_func, which generates by itself. Leave one of them out."
         )
-        return
-    if args.vllm_mode != "colocate":
+        return None
+    if not args.ds3_gather_for_generation:
         raise ValueError(
-            f"vllm_mode={args.vllm_mode!r}, expected 'colocate': this version runs vLLM in the processes that train. Set "
-            "vllm_mode='colocate', or ask a server in a rollout_func."
+            "ds3_gather_for_generation=False with use_vllm=True, expected True: vLLM is sent whole weights. Leave one of them out."
         )
+    if args.vllm_mode == "server":
+        return served_of(args)
     check_vllm()
+    return None
+
+
+def with_served_window(policy: Policy, args: GroupTraining, served: Served | None) -> Policy:
+    """The policy, bounded by the window of the server that completes for it.
+
+    Raises: ValueError where that server cannot stand for it.
+    """
+    if served is None:
+        return policy
+    check_served(served, args, policy)
+    return policy._replace(window=served.window)
 
 
 def engine_of(
-    args: GroupTraining, model: Any, policy: Policy, accelerator: Any, *, own: bool = True
+    args: GroupTraining,
+    model: Any,
+    policy: Policy,
+    accelerator: Any,
+    *,
+    own: bool = True,
+    served: Served | None = None,
 ) -> Engine:
-    """What generates: the policy itself, or vLLM if that is asked for; always the former where it is not its `own` rollouts
-    that are learned from."""
+    """What generates: the policy itself, or vLLM if that is asked for, in the server that was found; always the policy where it
+    is not its `own` rollouts that are learned from."""
+    if served is not None:
+        return server_engine(
+            served, args, model, window=rollout_window(args, policy), accelerator=accelerator
+        )
     parts = {
         "tokenizer": policy.tokenizer,
         "accelerator": accelerator,

@@ -44,6 +44,7 @@ from trl.trainer.group_setup import (
     reference_of,
     reward_sources,
     sampling_of,
+    with_served_window,
 )
 from trl.trainer.group_tools import group_tools, tool_metrics, with_messages
 from trl.trainer.grpo_config import GroupTraining
@@ -87,12 +88,12 @@ class GroupTrainer(OnlineTrainer):
     ) -> None:
         use_one_device(args)
         own = rollout_func is None
-        check_engine(args, own=own)
+        served = check_engine(args, own=own)
         assert args.num_generations is not None
         self.sizes = replace(args.window_sizes(), group=args.num_generations)
         self.evaluation_group = args.num_generations_eval or args.num_generations
         self.shuffles = bool(args.shuffle_dataset)
-        policy = set_up_policy(model, args, processing_class, peft_config)
+        policy = with_served_window(set_up_policy(model, args, processing_class, peft_config), args, served)
         check_decoder_only(causal_core(policy.model))
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
@@ -120,7 +121,7 @@ class GroupTrainer(OnlineTrainer):
         )
         if own:
             self.check_reward_columns()
-        self.engine = engine_of(args, self.model, policy, self.accelerator, own=own)
+        self.engine = engine_of(args, self.model, policy, self.accelerator, own=own, served=served)
         place_reward_models(self.rewards, self.accelerator)
         self.settle_reference()
 

@@ -185,7 +185,9 @@ class GRPOConfig(FusedLoss, GroupTraining):
     )
     vllm_max_model_length: int | None = field(
         default=None,
-        metadata={"help": "vLLM's window, in tokens of prompt and completion. None: as the model says."},
+        metadata={
+            "help": "vLLM's window, in tokens of prompt and completion. None: as the model (and the server) says."
+        },
     )
     vllm_importance_sampling_correction: bool = field(
         default=True,

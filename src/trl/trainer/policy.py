@@ -26,12 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class Policy(NamedTuple):
-    """What a trainer trains, and how it is scored."""
+    """What a trainer trains, and how it is scored. `window` is the most tokens of prompt and completion that its engine takes,
+    where that may be fewer than the model's."""
 
     model: Any
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
     tokenizer: PreTrainedTokenizerBase
     scorer: Any
+    window: int | None = None
 
 
 def set_up_policy(

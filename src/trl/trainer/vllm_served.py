@@ -1,0 +1,118 @@
+"""The vLLM server of a run: found and checked before the first step."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+
+from trl.generation.main_process import through_main
+from trl.generation.transformers_engine import MIXED, context_window
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_server_engine import VLLMServerEngine
+from trl.models.parts import causal_core
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+COLOCATED = (
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_model_impl",
+)  # fmt: skip
+
+
+class Served(NamedTuple):
+    """A server that answers, and what it serves: its window in tokens of prompt and completion, its vocabulary's size, its
+    dtype. Only the main process has the `client`."""
+
+    client: VLLMClient | None
+    address: str
+    model: str
+    window: int
+    vocabulary: int
+    dtype: str
+
+
+def served_of(args: GroupTraining) -> Served:
+    """The server that `args` name, waited for by the main process.
+
+    Raises: ConnectionError where it does not answer within `vllm_server_timeout` seconds, PermissionError for a wrong token.
+    """
+    _warn_of_ignored(args)
+    made: list[VLLMClient] = []
+
+    def ask(given: list[None]) -> list[Served]:
+        address = args.vllm_server_base_url or f"{args.vllm_server_host}:{args.vllm_server_port}"
+        logger.info("Waiting up to %g s for the vLLM server at %s.", args.vllm_server_timeout, address)
+        client = VLLMClient(
+            args.vllm_server_base_url,
+            args.vllm_server_host,
+            args.vllm_server_port,
+            args.vllm_group_port,
+            args.vllm_server_timeout,
+        )
+        made.append(client)
+        facts = client.model()
+        found = facts["model"], int(facts["max_model_len"]), int(facts["vocab_size"]), facts["dtype"]
+        return [Served(None, client.base_url, *found)] * len(given)
+
+    served = through_main(None, ask)
+    return served._replace(client=made[0] if made else None)
+
+
+def check_served(served: Served, args: GroupTraining, policy: Policy) -> None:
+    """Raise ValueError where the server cannot stand for the policy: another vocabulary, or a window that is too small."""
+    vocabulary = causal_core(policy.model).config.get_text_config().vocab_size
+    where = f"the vLLM server at {served.address} serves {served.model}"
+    if served.vocabulary != vocabulary:
+        raise ValueError(
+            f"{where}, with a vocabulary of {served.vocabulary}, expected the policy's, {vocabulary}. Start it with the model that is "
+            "trained: `trl vllm-serve --model <model>`."
+        )
+    room, longest = args.max_completion_length or 1, args.max_prompt_length or 1
+    own = context_window(policy.model, getattr(args, "vllm_max_model_length", None))
+    if served.window < room + longest and (own is None or own >= room + longest):
+        raise ValueError(
+            f"{where}, with a window of {served.window} tokens, expected at least {room + longest}: max_prompt_length="
+            f"{args.max_prompt_length} and max_completion_length={args.max_completion_length}. Start it with --max_model_len "
+            f"{room + longest}, or lower them."
+        )
+    dtype = _dtype_of(args, policy)
+    if served.dtype != dtype:
+        logger.warning(
+            "%s in %s, and the policy is trained in %s: completions are sampled from probabilities that differ by the rounding. Start "
+            "the server with --dtype %s.", where, served.dtype, dtype, dtype
+        )  # fmt: skip
+
+
+def server_engine(
+    served: Served, args: GroupTraining, model: Any, *, window: int | None, accelerator: Any
+) -> VLLMServerEngine:
+    """What generates through the server."""
+    return VLLMServerEngine(
+        model,
+        served.client,
+        accelerator=accelerator,
+        gather_zero3=args.ds3_gather_for_generation,
+        window=window,
+        regex=args.vllm_guided_decoding_regex,
+        patience=args.vllm_server_timeout,
+    )
+
+
+def _dtype_of(args: GroupTraining, policy: Policy) -> str:
+    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    dtype: torch.dtype = MIXED.get(mixed) or causal_core(policy.model).dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def _warn_of_ignored(args: GroupTraining) -> None:
+    """Say which settings only count for vLLM in the processes that train."""
+    defaults = {field.name: field.default for field in fields(args)}
+    for name in (name for name in COLOCATED if getattr(args, name) != defaults[name]):
+        logger.warning(
+            "%s=%r has no effect with vllm_mode='server': the server has a setting of its own (`trl vllm-serve --help`). Leave it "
+            "out, or set vllm_mode='colocate'.", name, getattr(args, name)
+        )  # fmt: skip

@@ -1,0 +1,83 @@
+"""Runs that generate with a server of `stand_in`; under torchrun: `-m tests.generation.served_runs FOLDER HOW URL PORT`.
+
+HOW: `tools` (DDP), `fsdp2` or `zero3`.
+"""
+
+import copy
+import os
+import sys
+
+import torch
+
+from tests.generation.stand_in import LocalCopy
+from tests.tiny import tiny_model
+from tests.trainer import grpo_runs, grpo_tool_runs
+from tests.trainer.grpo_runs import CLOCKS, logs
+from tests.trainer.sharded_worker import DEEPSPEED, exit_now, use_fsdp_on_cpu
+
+# Windows of 16 completions, of which two optimiser steps learn from 8 each.
+WINDOWS = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 4}
+SHARDED = {
+    **WINDOWS, "dtype": "float32", "optim": "adamw_torch", "adam_epsilon": 1e-4, "learning_rate": 1e-3, "beta": 0.0,
+    "prefix_sharing": False, "max_grad_norm": 1.0,
+}  # fmt: skip
+KINDS = {
+    "plain": (grpo_runs, lambda: tiny_model("gpt2", dtype=torch.float64), WINDOWS),
+    "tools": (grpo_tool_runs, grpo_tool_runs.caller, WINDOWS),
+    "lora": (grpo_runs, lambda: tiny_model("llama", dtype=torch.float64), WINDOWS),
+    "sharded": (grpo_runs, lambda: tiny_model("llama"), SHARDED),
+}
+
+
+def asks(url, port, **more):
+    """The settings of a run with a server."""
+    own = {
+        "use_vllm": True,
+        "vllm_server_base_url": url,
+        "vllm_group_port": port,
+        "vllm_server_timeout": 20.0,
+    }
+    return {**own, **more}
+
+
+def trainer_of(kind, method="grpo", *, served=None, given=None, **settings):
+    """A trainer with a server, or with a copy in this process; and what holds its gradients."""
+    runs, policy, own = KINDS[kind]
+    given = {"model": policy(), **(given or {})}
+    trainer, keep = runs.make(method, given=given, **{**own, **(served or {}), **settings})
+    if served is None:
+        trainer.engine = LocalCopy(trainer.model, trainer.accelerator)
+    return trainer, keep
+
+
+def found_of(kind, method="grpo", **settings):
+    """Gradients of each step, logs, and an evaluation behind the run."""
+    trainer, keep = trainer_of(kind, method, **settings)
+    if kind == "sharded":
+        trainer.remove_callback(keep)  # it asks for whole gradients
+    trainer.train()
+    rows = grpo_tool_runs.conversations(3) if kind == "tools" else grpo_runs.prompts(4)
+    metrics = trainer.evaluate(rows)
+    trainer.engine.close()
+    metrics = {name: value for name, value in metrics.items() if not any(word in name for word in CLOCKS)}
+    return trainer, {"gradients": keep.steps, "logs": logs(trainer), "eval": metrics}
+
+
+def main(folder: str, how: str, url: str, port: str) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
+    settings: dict = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}
+    if how == "fsdp2":
+        use_fsdp_on_cpu()
+    elif how == "zero3":
+        settings["deepspeed"] = copy.deepcopy(DEEPSPEED)
+    kind = "tools" if how == "tools" else "sharded"
+    trainer, found = found_of(kind, served=asks(url, int(port)), **settings)
+    trainer.save_model(f"{folder}/model")
+    torch.save(found, f"{folder}/found_{trainer.args.process_index}.pt")
+    trainer.accelerator.wait_for_everyone()
+    exit_now(trainer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

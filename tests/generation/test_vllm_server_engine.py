@@ -1,0 +1,244 @@
+"""Training with a vLLM server, in whose place the embedded engine answers: the same numbers as without a server."""
+
+import importlib.util
+import logging
+import socket
+from contextlib import ExitStack
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from tests.generation.served_runs import KINDS, asks, found_of, trainer_of
+from tests.generation.stand_in import TOKEN, StandIn, serving
+from tests.tiny import tiny_model
+from tests.trainer.group_methods import comparable
+from tests.trainer.one_step import launch
+from trl.generation.engine import Engine, Sampling
+from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_server_engine import VLLMServerEngine
+
+GREEDY = Sampling(max_new_tokens=6, do_sample=False, stop_token_ids=())
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("TRL_VLLM_SERVER_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def group_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def zeroed(kind):
+    """A stand-in of the policy of some runs, all of whose weights are 0 until it is sent others."""
+    stand_in = StandIn(KINDS[kind][1]())
+    with torch.no_grad():
+        for weight in stand_in.served.parameters():
+            weight.zero_()
+    return stand_in
+
+
+def assert_same(found, expected, atol):
+    assert len(found["gradients"]) == len(expected["gradients"])
+    torch.testing.assert_close(found["gradients"], expected["gradients"], rtol=0, atol=atol)
+    for one, other in zip(
+        [*found["logs"], found["eval"]], [*expected["logs"], expected["eval"]], strict=True
+    ):
+        assert one.keys() == other.keys()
+        assert {name: one[name] for name in comparable(other)} == pytest.approx(
+            {name: other[name] for name in comparable(other)}, rel=1e-6, abs=atol
+        )
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("plain", "grpo"), ("plain", "rloo"), ("tools", "grpo"), ("lora", "grpo")]
+)
+def test_runs_with_a_server_equal_those_with_a_copy_here(kind, method, group_port):
+    """Gradients, logs and an evaluation; weights are sent once for each window and once for the evaluation."""
+    adapter = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    given = {"peft_config": adapter} if kind == "lora" else {}
+    expected = found_of(kind, method, given=given)[1]
+    stand_in = zeroed(kind)
+    with serving(stand_in) as url:
+        found = found_of(kind, method, given=given, served=asks(url, group_port))[1]
+    assert_same(found, expected, 1e-9)
+    assert stand_in.calls.count("load") == 3 and stand_in.calls.count("join") == 1
+    batches = 7  # of the evaluation
+    assert (stand_in.calls.count("complete") > 2 + batches) == (kind == "tools")
+    assert stand_in.received[0] == set(stand_in.served.state_dict())  # adapters are added on the way
+    assert max(float(step.abs().max()) for step in found["gradients"][-1].values()) > 0.01
+
+
+@pytest.mark.distributed
+def test_two_processes_with_tools_share_one_server(tmp_path, group_port):
+    """They ask together, one of them now and then for nothing; all equals one process without a server."""
+    stand_in = zeroed("tools")
+    with serving(stand_in) as url:
+        launch("tests.generation.served_runs", str(tmp_path), "tools", url, str(group_port))
+    found = torch.load(tmp_path / "found_0.pt")
+    expected = found_of("tools")[1]
+    assert_same(found, expected, 1e-6)
+    assert stand_in.calls.count("load") == 3 and stand_in.calls.count("join") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["fsdp2", "zero3"])
+def test_sharded_weights_are_gathered_and_sent(how, tmp_path, group_port):
+    if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    stand_in = zeroed("sharded")
+    with serving(stand_in) as url:
+        launch("tests.generation.served_runs", str(tmp_path), how, url, str(group_port))
+    assert stand_in.calls.count("load") == 3
+    trainer, expected = found_of("sharded")
+    found = torch.load(tmp_path / "found_0.pt")
+    for one, other in zip(found["logs"], expected["logs"], strict=True):
+        for name in comparable(other):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-4), name
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for name, weight in trainer.model.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(stand_in.served.state_dict()[name], weight, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_an_engine_without_a_trainer(group_port):
+    policy = tiny_model("llama")
+    stand_in = StandIn(policy)
+    with serving(stand_in) as url:
+        engine = VLLMServerEngine(policy, VLLMClient(url, group_port=group_port))
+        assert isinstance(engine, Engine) and not engine.exact and not engine.together
+        prompts = [[5, 6, 7], [8, 9]]
+        seen = []
+        for step in range(2):
+            with torch.no_grad():
+                policy.model.norm.weight.mul_(-1)
+            engine.sync_weights(policy, step)
+            engine.sync_weights(policy, step)  # it has them
+            found = engine.generate(prompts, GREEDY)
+            expected = TransformersEngine(policy).generate(prompts, GREEDY)
+            assert [one.ids for one in found] == [one.ids for one in expected]
+            seen.append([one.ids for one in found])
+        assert seen[0] != seen[1] and len(stand_in.received) == 2
+        assert engine.generate([], GREEDY) == []
+        engine.close()
+        assert stand_in.channel is None
+
+
+# ---- a server that ends
+
+
+class AtStep(TrainerCallback):
+    """Does something before a step's rollout."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
+
+
+def test_a_server_that_is_started_anew_gets_the_weights_again(group_port, caplog):
+    expected = found_of("plain")[1]
+    first, second = zeroed("plain"), zeroed("plain")
+    with ExitStack() as running:
+        url = running.enter_context(serving(first))
+
+        def restart():
+            running.close()
+            running.enter_context(serving(second, int(url.rpartition(":")[2])))
+
+        with caplog.at_level(logging.WARNING, logger="trl"):
+            given = {"callbacks": [AtStep(2, restart)]}
+            found = found_of("plain", given=given, served=asks(url, group_port))[1]
+    assert_same(found, expected, 1e-9)
+    assert len(first.received) == 1 and len(second.received) == 2
+    assert "has lost the weights it was sent" in caplog.text
+
+
+def test_completions_by_other_weights_are_not_taken(group_port):
+    """A server that was started anew since the weights were sent, and one that another program has sent weights."""
+    policy, stand_in = tiny_model("llama"), StandIn(tiny_model("llama", seed=1))
+    with serving(stand_in) as url:
+        engine = VLLMServerEngine(policy, VLLMClient(url, group_port=group_port))
+        engine.sync_weights(policy, 0)
+        stand_in.leave()
+        stand_in.served.load_state_dict(tiny_model("llama", seed=1).state_dict())
+        (found,) = engine.generate([[5, 6, 7]], GREEDY)
+        assert found.ids == TransformersEngine(policy).generate([[5, 6, 7]], GREEDY)[0].ids
+        assert len(stand_in.received) == 2
+        other = VLLMClient(url, group_port=group_port)
+        other.init_communicator("cpu")
+        with pytest.raises(RuntimeError, match="given weights by another program"):
+            engine.generate([[5, 6, 7]], GREEDY)
+        other.close_communicator()
+
+
+def test_a_server_that_dies_ends_the_run(group_port):
+    stand_in = zeroed("plain")
+    with ExitStack() as running:
+        url = running.enter_context(serving(stand_in))
+        given = {"callbacks": [AtStep(2, running.close)]}
+        settings = asks(url, group_port, vllm_server_timeout=0.3)
+        trainer, _ = trainer_of("plain", given=given, served=settings)
+        with pytest.raises(
+            ConnectionError, match=r"No vLLM server answered at .* within 0\.3 s .*trl vllm-serve"
+        ):
+            trainer.train()
+
+
+# ---- bad input
+
+
+def test_no_server_is_named_before_the_model_is_loaded(group_port):
+    settings = {"use_vllm": True, "vllm_server_port": group_port, "vllm_server_timeout": 0.1}
+    with pytest.raises(
+        ConnectionError, match=rf"http://0\.0\.0\.0:{group_port} within 0\.1 s .*trl vllm-serve --model"
+    ):
+        trainer_of("plain", served=settings, given={"model": "no-such-model"})
+
+
+REFUSED = {
+    "vocabulary": ({"vocab_size": 80}, None, {}, "a vocabulary of 80, expected the policy's, 96"),
+    "window": (
+        {}, 20, {"max_prompt_length": 14},
+        "window of 20 tokens, expected at least 21: max_prompt_length=14 and max_completion_length=7",
+    ),
+    "long prompt": ({}, 8, {}, r"prompt.* 8 tokens"),
+    "sharded": ({}, None, {"ds3_gather_for_generation": False}, "expected True: vLLM is sent whole weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_work_is_refused_before_the_first_step(kind, group_port):
+    fields, window, settings, words = REFUSED[kind]
+    stand_in = StandIn(tiny_model("gpt2", **fields), window=window)
+    with serving(stand_in) as url, pytest.raises(ValueError, match=words):
+        trainer_of("plain", served=asks(url, group_port), **settings)
+
+
+def test_a_wrong_token_is_refused(group_port, monkeypatch):
+    monkeypatch.setenv("TRL_VLLM_SERVER_TOKEN", "another")
+    with (
+        serving(StandIn(tiny_model("gpt2"))) as url,
+        pytest.raises(PermissionError, match="Set TRL_VLLM_SERVER_TOKEN to the same text"),
+    ):
+        trainer_of("plain", served=asks(url, group_port))
+
+
+def test_settings_without_effect_and_other_precision_are_said(group_port, caplog):
+    with serving(StandIn(tiny_model("gpt2"))) as url, caplog.at_level(logging.WARNING, logger="trl"):
+        trainer_of("plain", served=asks(url, group_port, vllm_enable_sleep_mode=True))
+    assert "vllm_enable_sleep_mode=True has no effect with vllm_mode='server'" in caplog.text
+    assert "in float32, and the policy is trained in float64" in caplog.text
+    assert caplog.text.count("has no effect") == 1
