@@ -115,6 +115,16 @@ def test_an_adapter_is_trained_and_evaluated(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
+    line = "--dataset_streaming true --eval_strategy steps --eval_steps 2 --dataset_test_split train"
+    more = "--per_device_eval_batch_size 4 --max_steps 3"
+    rewards = ("--reward_funcs", "rewards_of_mine.as_wanted")
+    assert run(name, *rewards, *line.split(), *more.split()) == 0, capsys.readouterr().err
+    assert "eval_rewards/as_wanted/mean" in logged(tmp_path / "out")
+    assert "eval_reward " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -124,6 +134,7 @@ def test_an_adapter_is_trained_and_evaluated(run, tmp_path, capsys):
         ("--reward_funcs ./nowhere", "looks like a path, and there is no such folder"),
         ("--reward_funcs think_format_reward --reward_weights 1 2", "reward_weights"),
         ("--reward_funcs think_format_reward --per_device_train_batch_size 6", "num_generations"),
+        ("--reward_funcs think_format_reward --dataset_streaming true --max_steps -1", "and max_steps is -1, expected the number"),
         ("--reward_funcs think_format_reward --num_generations 1", "num_generations must be a whole number >= 2, got 1"),
         ("--reward_funcs think_format_reward --column_mapping wanted=solution", "prompt"),
         ("--reward_funcs rewards_of_mine.as_wanted --column_mapping question=prompt wanted=word", "needs ['wanted']"),

@@ -82,9 +82,9 @@ OF_PROMPTS: dict[str, Bad] = {
     ),
     "no prompts": Bad(BOTH, ValueError, ("has columns ['text'], expected 'prompt'", "Rename"), rows({"text": "Why?"})),
     "no rows": Bad(BOTH, ValueError, ("train dataset has no rows", "how it was filtered"), Dataset.from_dict({"prompt": []})),
-    "a stream": Bad(
-        BOTH, TypeError, ("of type IterableDataset, expected a stored", "Load it without streaming"),
-        IterableDataset.from_generator(lambda: iter([TEXT])),
+    "a stream without an end": Bad(
+        BOTH, ValueError, ("a stream, whose length nobody knows, and max_steps is -1", "Set max_steps"),
+        IterableDataset.from_generator(lambda: iter([TEXT])), {"max_steps": -1},
     ),
     "a column that a reward function misses": Bad(
         BOTH, ValueError, ("needs_a_column", "solution"), rows(TEXT), {"reward_funcs": needs_a_column}

@@ -1,9 +1,11 @@
 """RLOOTrainer: the divergence is paid for in the reward, and each completion is judged against the others."""
 
+import logging
+
 import pytest
 import torch
 
-from tests.trainer.grpo_runs import logs, make, run
+from tests.trainer.grpo_runs import even_tokens, logs, make, run
 from trl.trainer.group_measures import REWARD
 from trl.trainer.group_trainer import ADVANTAGE, REF
 from trl.trainer.online_trainer import OLD, SCORES
@@ -33,6 +35,33 @@ def test_advantages_of_the_batch_are_normalised():
     advantages = trainer.make_window(0).per_row[ADVANTAGE]
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-12)
     assert float(advantages.std()) == pytest.approx(1, abs=2e-3)
+
+
+def alike_after_the_first(completion_ids, trainer_state, **_):
+    """Even tokens are wanted in the first step, and then everything is as good."""
+    return even_tokens(completion_ids) if trainer_state.global_step == 0 else [0.5] * len(completion_ids)
+
+
+def above_one(completion_ids, **_):
+    return [1.0 + len(set(ids)) for ids in completion_ids]
+
+
+def test_rewards_that_are_all_alike_are_spoken_of_whatever_the_price(caplog):
+    """The divergence tells completions apart, so that they are trained; a metric of its own is of the rewards themselves."""
+    with caplog.at_level(logging.WARNING, logger="trl"):
+        trainer, keep = run("rloo", beta=0.05, max_steps=3, reward_funcs=alike_after_the_first)
+    first, *later = logs(trainer)
+    assert first["frac_given_reward_zero_std"] < 1
+    for entry, gradients in zip(later, keep.steps[1:], strict=True):
+        assert entry["frac_given_reward_zero_std"] == 1.0 > entry["frac_reward_zero_std"]
+        assert any(value.any() for value in gradients.values())
+    said = [
+        record.getMessage() for record in caplog.records if "rewards of each group" in record.getMessage()
+    ]
+    assert len(said) == 1 and "price of their divergence from the reference alone (beta=0.05)" in said[0]
+    cut = {"reward_clip_range": (0.0, 0.1), "reward_funcs": above_one}
+    assert logs(run("rloo", max_steps=1, **cut)[0])[0]["frac_given_reward_zero_std"] == 1.0
+    assert "frac_given_reward_zero_std" not in logs(run("rloo", beta=0.0, max_steps=1)[0])[0]
 
 
 def test_without_a_price_there_is_no_reference():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,28 @@ def prepare_prompts(
     Raises: ValueError or TypeError, naming the row, for prompts that are missing, empty, mixed, not tokens of the model, or
     longer than `settings.longest`.
     """
+    tokenize = prompt_reader(dataset, processing_class, settings, name=name)
+    used = [name for name in _MARKS if name in dataset.column_names]
+    kept = {name: kind for name, kind in dataset.features.items() if name not in used}
+    return dataset.with_format(None).map(
+        tokenize,
+        batched=True,
+        with_indices=True,
+        remove_columns=used,
+        features=Features({**kept, PROMPT_IDS: List(Value("int32"))}),
+        num_proc=settings.num_proc,
+        desc=f"Tokenizing {name} prompts",
+    )
+
+
+def prompt_reader(
+    dataset: Dataset, processing_class: ProcessingClass, settings: PromptPreparation, *, name: str
+) -> Callable[[dict[str, list], list[int]], dict[str, list]]:
+    """What makes a column `input_ids` of a batch of rows like these and their numbers.
+
+    Raises: ValueError for a data set without prompts, or with prompts that its settings do not go with; the reader, as
+    `prepare_prompts` does, for a row's own.
+    """
     tokenized = PROMPT_IDS in dataset.column_names
     if not tokenized and "prompt" not in dataset.column_names:
         raise ValueError(
@@ -68,17 +90,7 @@ def prepare_prompts(
     if tokenize.chat:
         check_chat_template(processing_class, Place(name, 0, "prompt"))
         warn_of_unread_tools(dataset, processing_class, name=name)
-    used = [name for name in _MARKS if name in dataset.column_names]
-    kept = {name: kind for name, kind in dataset.features.items() if name not in used}
-    return dataset.with_format(None).map(
-        tokenize,
-        batched=True,
-        with_indices=True,
-        remove_columns=used,
-        features=Features({**kept, PROMPT_IDS: List(Value("int32"))}),
-        num_proc=settings.num_proc,
-        desc=f"Tokenizing {name} prompts",
-    )
+    return tokenize
 
 
 def _check_tools(dataset: Dataset, name: str, *, carried: bool) -> None:
@@ -95,9 +107,9 @@ def _check_tools(dataset: Dataset, name: str, *, carried: bool) -> None:
         )
 
 
-def columns_for_rewards(dataset: Dataset) -> list[str]:
-    """The columns that reward functions are handed."""
-    return [column for column in dataset.column_names if column not in _OF_PROMPTS]
+def columns_for_rewards(column_names: Sequence[str]) -> list[str]:
+    """Those columns of a prepared set that reward functions are handed."""
+    return [column for column in column_names if column not in _OF_PROMPTS]
 
 
 def _is_chat(dataset: Dataset) -> bool:

@@ -34,11 +34,12 @@ def refilled(
     (`discard`). All processes must call it.
     """
     size, texts, turn, drawn = trainer.sizes.group, trainer._shown.texts, 0, 0
+    rows: Any = trainer._rows()
     missing = trainer.lacks_variance(of_all_processes(experience, trainer.accelerator)).nonzero()[:, 0]
     while len(missing) and turn < trainer.args.max_resampling_rounds:
         turn += 1
         prompts = refill_rows(
-            number, drawn, len(missing), taken=taken, dataset=len(trainer._rows()), seed=trainer._data_seed()
+            number, drawn, len(missing), taken=taken, dataset=len(rows), seed=trainer._data_seed()
         )
         drawn += len(prompts)
         slots = rows_of_groups(missing, size)

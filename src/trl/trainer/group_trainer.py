@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
@@ -51,6 +51,7 @@ from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED, OnlineTrainer, evaluation_streams
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import set_up_policy
+from trl.trainer.prompt_sets import training_prompts
 from trl.trainer.reward_setup import place_reward_models
 from trl.trainer.source_scores import source_columns
 from trl.trainer.terms import LOSS_PARTS, Outcome
@@ -58,6 +59,7 @@ from trl.trainer.token_counts import TokenCounts, sampled_tokens, token_advantag
 
 REF, CHOSEN, WINDOW_SHARE = "ref_logps", "chosen", "window_share"
 
+AnyDataset = Dataset | IterableDataset
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
@@ -76,8 +78,8 @@ class GroupTrainer(OnlineTrainer):
         model: str | nn.Module | PreTrainedModel,
         reward_funcs: Any | Sequence[Any],
         args: GroupTraining,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: Any | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -113,7 +115,7 @@ class GroupTrainer(OnlineTrainer):
             model=policy.model,
             args=args,
             data_collator=list,  # type: ignore[arg-type]
-            train_dataset=self._sets(train_dataset, "train"),
+            train_dataset=training_prompts(self._sets, train_dataset, args),  # type: ignore[arg-type]
             eval_dataset=self._sets.every(eval_dataset),
             processing_class=policy.processing_class,
             callbacks=callbacks,
@@ -131,6 +133,10 @@ class GroupTrainer(OnlineTrainer):
         """What the completions of all processes are worth, and their advantages: `(N,)` each, NaN where no source has an
         opinion. `rows` holds the columns per row."""
         raise TypeError(f"{type(self).__name__} must override judged_groups.")
+
+    def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """The sources' rewards `(N,)` as the method reads them: where a group's are all equal they teach nothing."""
+        return rows[SCORES]
 
     def divisor(self, experience: Experience) -> Tensor:
         """What some rows add to the number that an optimiser step's loss is divided by, 0-dim."""
@@ -271,7 +277,7 @@ class GroupTrainer(OnlineTrainer):
 
     def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Which groups have rewards that are all equal, bool `(N / G,)`; `rows` holds the columns per row of whole groups."""
-        return has_no_variance(rows[SCORES], self.sizes.group)
+        return has_no_variance(self.given_rewards(rows), self.sizes.group)
 
     # ---- a step
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
@@ -25,7 +24,14 @@ from trl.objectives.sampler_correction import correction, correction_extremes, c
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import SAMPLING_KEPT, SAMPLING_LOGPS
 from trl.tensors.reduce import LossTerms, Weighted
-from trl.trainer.group_trainer import CHOSEN, CORRECTION, WINDOW_SHARE, GroupTrainer, RolloutFunc
+from trl.trainer.group_trainer import (
+    CHOSEN,
+    CORRECTION,
+    WINDOW_SHARE,
+    AnyDataset,
+    GroupTrainer,
+    RolloutFunc,
+)
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED
 
@@ -39,7 +45,7 @@ class GRPOTrainer(GroupTrainer):
             sequence classifiers with one label or their paths, or several of them, whose weighted sum is the reward.
         args: a `GRPOConfig`.
         train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
-            reward functions.
+            reward functions. A stream needs `max_steps`.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
         processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved with it.
         reward_processing_classes: the tokenizer of each reward model (None for functions).
@@ -72,8 +78,8 @@ class GRPOTrainer(GroupTrainer):
         model: str | nn.Module | PreTrainedModel,
         reward_funcs: Any | Sequence[Any],
         args: GRPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: Any | None = None,
         callbacks: list[TrainerCallback] | None = None,

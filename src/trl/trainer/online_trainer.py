@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from trl.models.scored_head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import Experience
+from trl.rollouts.prompt_stream import PromptStream
 from trl.rollouts.sampling import SAMPLING_LOGPS, reward_inputs, sample
 from trl.rollouts.saving import load_window, save_window
 from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
@@ -111,18 +113,19 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     def make_window(self, number: int) -> Experience:
         """Window `number` of this run: what the present policy makes of its prompts, and what is to be learned of it."""
         own, first = self.sizes.own_rows, self.args.process_index * self.sizes.own_rows
-        prompts = window_rows(
-            number,
-            self.sizes.prompts,
-            dataset=len(self._rows()),
-            seed=self._data_seed(),
-            shuffle=self.shuffles,
-        )
+        prompts = self._window_prompts(number)
         rows = [prompt for prompt in prompts for _ in range(self.sizes.group)]
         streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + own)
         experience = self.judged_completions(self._rows()[rows[first : first + own]], streams=streams)
         experience = self.chosen_rows(experience, number, prompts)
         return self.advantages(self.scored(experience, learning=True))
+
+    def _window_prompts(self, number: int) -> list[int]:
+        """The data set's rows, or a stream's positions, that window `number` is made of."""
+        rows, count = self._rows(), self.sizes.prompts
+        if isinstance(rows, PromptStream):
+            return list(range(number * count, (number + 1) * count))
+        return window_rows(number, count, dataset=len(rows), seed=self._data_seed(), shuffle=self.shuffles)
 
     def chosen_rows(self, experience: Experience, number: int, prompts: Sequence[int]) -> Experience:
         """The completions of window `number`, of these `prompts` (rows of the data set), that are gone on with: all."""
@@ -210,12 +213,13 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         """Rows that are scored in one forward after a rollout."""
         return self.args.per_device_train_batch_size
 
-    def _rows(self) -> Dataset:
-        assert isinstance(self.train_dataset, Dataset)
-        return self.train_dataset
+    def _rows(self) -> Dataset | PromptStream:
+        rows: Any = self.train_dataset
+        assert isinstance(rows, (Dataset, PromptStream))
+        return rows
 
     def _reward_columns(self) -> list[str]:
-        return columns_for_rewards(self._rows())
+        return columns_for_rewards(self._rows().column_names)
 
     def check_reward_columns(self) -> None:
         """Before the first rollout: raise ValueError where a reward function names an argument that no column gives."""
@@ -233,8 +237,15 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     # ---- the steps of a window
 
     def get_train_dataloader(self) -> DataLoader:
-        """One number for each micro-batch of an epoch: which prompts it stands for follows from the step alone."""
-        windows = max(1, round(len(self._rows()) / self.sizes.prompts))
+        """One number for each micro-batch of an epoch: which prompts it stands for follows from the step alone.
+
+        The epoch of a stream is the whole run.
+        """
+        rows = self._rows()
+        if isinstance(rows, PromptStream):
+            windows = math.ceil(self.args.max_steps / self.sizes.steps)
+        else:
+            windows = max(1, round(len(rows) / self.sizes.prompts))
         return DataLoader(range(windows * self.sizes.steps * self.sizes.micro_batches), batch_size=1)  # type: ignore[arg-type]
 
     def get_batch_samples(

@@ -8,14 +8,19 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
-from trl.data.prompts import PromptPreparation, prepare_prompts
+from trl.data.preparation import STREAM_BATCH
+from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_reader
 from trl.data.validation import Place
 from trl.generation.transformers_engine import context_window
 from trl.models.parts import embedded_tokens
+from trl.rollouts.prompt_stream import PromptStream
+from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.policy import Policy
-from trl.trainer.sft_images import refuse_images
+from trl.trainer.sft_images import has_images, refuse_images
 
 logger = logging.getLogger(__name__)
+
+SHUFFLED_ROWS = 1000  # of a stream, among which the next one is drawn
 
 
 class PromptSets:
@@ -31,10 +36,12 @@ class PromptSets:
         self.vocabulary = embedded_tokens(policy.model)
 
     def __call__(self, dataset: Any, name: str) -> Dataset:
-        """A set with its prompts tokenised.
+        """A set with its prompts tokenised; a stream to evaluate on is read whole first.
 
-        Raises: TypeError for a stream and for what is no data set.
+        Raises: TypeError for a stream to train on and for what is no data set.
         """
+        if isinstance(dataset, IterableDataset) and name != "train":
+            dataset = _stored(dataset)
         if isinstance(dataset, list):
             _check_one_format(dataset, name)
             dataset = Dataset.from_list(dataset)
@@ -47,15 +54,34 @@ class PromptSets:
                 f"{name} dataset is of type {type(dataset).__name__}, expected a stored datasets.Dataset: prompts are drawn in "
                 "random order. Load it without streaming, or take some rows of it with Dataset.from_list(list(...))."
             )
-        settings = PromptPreparation(
-            longest=None if self.window is None else self.window - 1,
-            vocabulary=self.vocabulary,
-            **self._settings,
-        )
         with PartialState().main_process_first():
-            prepared = self.prepared(dataset, settings, name)
+            prepared = self.prepared(dataset, self.settings(), name)
         self._warn_of_short_room(prepared, name)
         return prepared
+
+    def settings(self) -> PromptPreparation:
+        """How prompts are tokenised."""
+        longest = None if self.window is None else self.window - 1
+        return PromptPreparation(longest=longest, vocabulary=self.vocabulary, **self._settings)
+
+    def stream(self, dataset: IterableDataset, *, shuffle_seed: int | None) -> PromptStream:
+        """A training set that is read, and its prompts tokenised, as it goes on; the first rows are looked at now.
+
+        `shuffle_seed` shuffles it in a buffer of `SHUFFLED_ROWS`, anew in each pass; None leaves it as it stands.
+        Raises: ValueError for images, and what `__call__` raises for those rows.
+        """
+        if has_images(dataset):
+            raise ValueError(
+                "train dataset is a stream with a column of images, expected a stored datasets.Dataset: they are found again by the "
+                "number of their row. Load it without streaming."
+            )
+        head = _stored(dataset.take(STREAM_BATCH))
+        prepared = self(head, "train")
+        read = prompt_reader(head, self.policy.processing_class, self.settings(), name="train")
+        rows = dataset.with_format(None)
+        if shuffle_seed is not None:
+            rows = rows.shuffle(seed=shuffle_seed, buffer_size=SHUFFLED_ROWS)
+        return PromptStream(rows, head.column_names, prepared.column_names, read)
 
     def prepared(self, dataset: Dataset, settings: PromptPreparation, name: str) -> Dataset:
         """With a column of each prompt's tokens.
@@ -88,6 +114,33 @@ class PromptSets:
                 self.window,
                 self._name,
             )
+
+
+def training_prompts(sets: PromptSets, dataset: Any, args: GroupTraining) -> Dataset | PromptStream:
+    """What a trainer of groups draws its prompts from.
+
+    Raises: TypeError or ValueError for what is no data set of prompts, and for a stream with settings that need to know how
+    many rows there are.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return sets(dataset, "train")
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"train dataset is a stream, whose length nobody knows, and max_steps is {args.max_steps}, expected the number of "
+            "optimiser steps. Set max_steps, or load the data set without streaming."
+        )
+    if args.dynamic_sampling:
+        raise ValueError(
+            "train dataset is a stream, and dynamic_sampling=True draws from all rows at random, expected one of them. Load the "
+            "data set without streaming, or leave dynamic_sampling out."
+        )
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return sets.stream(dataset, shuffle_seed=seed if args.shuffle_dataset else None)
+
+
+def _stored(stream: IterableDataset) -> Dataset:
+    """All rows of a stream, in memory."""
+    return Dataset.from_list([dict(row) for row in stream.with_format(None)], features=stream.features)
 
 
 def _check_one_format(rows: list[Any], name: str) -> None:

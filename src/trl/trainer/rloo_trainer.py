@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
@@ -13,21 +12,21 @@ from trl.legacy import RLOO_ARGUMENTS, move_arguments
 from trl.models.forward import Scored
 from trl.objectives.group_advantages import (
     clipped_rewards,
-    has_no_variance,
     leave_one_out,
     normalized,
     penalized,
+    reward_statistics,
 )
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.group_trainer import REF, GroupTrainer, RolloutFunc
+from trl.trainer.group_trainer import REF, AnyDataset, GroupTrainer, RolloutFunc
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED
 from trl.trainer.rloo_config import RLOOConfig
 
-KL = "kl"
+KL, EQUAL = "kl", "frac_given_reward_zero_std"
 
 
 class RLOOTrainer(GroupTrainer):
@@ -38,7 +37,7 @@ class RLOOTrainer(GroupTrainer):
         reward_funcs: as `GRPOTrainer` takes them.
         args: an `RLOOConfig`.
         train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
-            reward functions.
+            reward functions. A stream needs `max_steps`.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
         processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved with it.
         reward_processing_classes: the tokenizer of each reward model (None for functions).
@@ -71,8 +70,8 @@ class RLOOTrainer(GroupTrainer):
         model: str | nn.Module | PreTrainedModel | None = None,
         reward_funcs: Any | Sequence[Any] = None,
         args: RLOOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: Any | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -119,7 +118,7 @@ class RLOOTrainer(GroupTrainer):
 
     def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
         """Rewards, cut and less the price of the divergence, and how far each is above the mean of the others."""
-        rewards = clipped_rewards(rows[SCORES], self.args.reward_bounds)
+        rewards = self.given_rewards(rows)
         if self.reference is not None:
             rewards = penalized(rewards, rows[KL], beta=self.args.beta)
         advantages = leave_one_out(rewards, group_size)
@@ -127,9 +126,9 @@ class RLOOTrainer(GroupTrainer):
             advantages = normalized(advantages, ~rewards.isnan())
         return rewards, advantages
 
-    def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Groups whose rewards are all equal once they are cut; the price of the divergence does not count."""
-        return has_no_variance(clipped_rewards(rows[SCORES], self.args.reward_bounds), self.sizes.group)
+    def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """The sources' rewards, cut; the price of the divergence does not count."""
+        return clipped_rewards(rows[SCORES], self.args.reward_bounds)
 
     def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
         """The clipped surrogate of whole completions."""
@@ -137,8 +136,19 @@ class RLOOTrainer(GroupTrainer):
         return [sequence_policy_loss(scored.logps, tokens, self.options, entropies=scored.entropies)]
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """With the divergence from the reference."""
-        return {**self.token_metrics(experience), **super().rollout_metrics(experience, share=share)}
+        """With the divergence from the reference; says, once, where only that is learned from."""
+        found = {**self.token_metrics(experience), **super().rollout_metrics(experience, share=share)}
+        if EQUAL in found and found[EQUAL].mean == 1:
+            self._token_counts.speak_of_price(self.args.beta, metric=EQUAL)
+        return found
+
+    def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
+        """With the share of completions whose group was given equal rewards, which the price makes differ."""
+        found = super()._measured(rows, group_size, share)
+        if self.reference is None:
+            return found
+        given = reward_statistics(self.given_rewards(rows), group_size)["frac_reward_zero_std"]
+        return {**found, EQUAL: Weighted(given.total * share, given.count * share)}
 
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """The divergence per token, `kl`."""

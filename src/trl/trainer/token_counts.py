@@ -102,6 +102,19 @@ class TokenCounts:
             why,
         )
 
+    def speak_of_price(self, beta: float, *, metric: str) -> None:
+        """Say, once, that completions of a whole batch differ by the price of their divergence alone."""
+        if "zero_advantage" in self._said:
+            return
+        self._said.add("zero_advantage")
+        logger.warning(
+            "In a batch of completions %s. They differ by the price of their divergence from the reference alone (beta=%s), and "
+            "only that is learned. Later ones are counted in %s.",
+            _WHY["zero_advantage"],
+            beta,
+            metric,
+        )
+
     def logged(self) -> dict[str, float]:
         """`tokens/<bucket>` of the run so far: that of what is trained, and of buckets that hold something."""
         return {
