@@ -1,5 +1,6 @@
 """PAPO: what is added to GRPO on images, and what stays: splits, resuming, evaluation, errors."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -126,6 +127,27 @@ def test_the_loss_of_an_evaluation_is_the_sum_of_its_terms():
     assert found["eval_loss"] == pytest.approx(
         -0.1 * found["eval_perception_kl"] + 0.03 * entropies, abs=1e-8
     )
+
+
+def test_an_evaluation_has_the_same_masks_every_time():
+    """Of a set that is prepared anew at each call, of one the trainer had from the start, and at another step; a row's mask is
+    its own, and not that of the training row of the same number."""
+    data = Dataset.from_list(rows()[:4])
+    trainer, _ = make(dtype="float64", mask_type="random", given={"eval_dataset": {"own": data}})
+    found = [trainer.evaluate(data), trainer.evaluate(data)]
+    trainer.state.global_step = 3
+    found.append(trainer.evaluate(data))
+    found.append(
+        {name.replace("_own", ""): value for name, value in trainer.evaluate(trainer.eval_dataset).items()}
+    )
+    for name in ("eval_loss", "eval_perception_kl", "eval_masked_entropy"):
+        assert found[0][name] != 0
+        assert all(other[name] == found[0][name] for other in found[1:]), name
+    key, other, later = 2**32, 2**32 + 1, 5 * 2**32
+    image = rows()[0]["images"]
+    masks = [np.asarray(trainer._masked(each, image)[0]) for each in (key, later, other, 0)]
+    assert (masks[0] == masks[1]).all()
+    assert (masks[0] != masks[2]).any() and (masks[0] != masks[3]).any()
 
 
 def test_evaluation_and_what_is_refused():

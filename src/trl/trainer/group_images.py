@@ -39,6 +39,11 @@ ChangeImages = Callable[[int, int, list[Any]], list[Any]]
 """(a row of the batch, its prompt's key and images) -> the images that are shown in their place."""
 
 
+def set_and_row(key: int) -> tuple[int, int]:
+    """Which prepared set a prompt's key belongs to (0: the training set, the others as they came), and which row of it."""
+    return divmod(key, _SET)
+
+
 class PromptImages:
     """Finds the images of prompts by their keys, and makes what a model is given of them."""
 
@@ -61,7 +66,7 @@ class PromptImages:
 
     def _read_row(self, key: int) -> tuple[str, list[Any]]:
         """A prompt's text with placeholders, and its images."""
-        number, index = divmod(key, _SET)
+        number, index = set_and_row(key)
         prompts, row = self._prompts[number], self._sets[number][index]
         images = read_images(row, prompts.column, prompts.place(index, prompts.column or "prompt"))
         return prompts.text(row, index, images), images
@@ -78,7 +83,7 @@ class PromptImages:
         for row, (key, length) in enumerate(prompts):
             text, images = self._row(key)
             rows.append(PromptText(text, images if change is None else change(row, key, images), length))
-        return prompt_inputs(self._prompts[prompts[0][0] // _SET], rows, ends, width)
+        return prompt_inputs(self._prompts[set_and_row(prompts[0][0])[0]], rows, ends, width)
 
     def batch(self, experience: Experience, change: ChangeImages | None = None) -> dict[str, Any]:
         """Padded rows of prompts with images and completions, whose scored tokens are the completions', in order."""

@@ -19,10 +19,11 @@ from trl.models.scored_head import ScoreOptions
 from trl.objectives.perception import perception_loss
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
+from trl.trainer.group_images import set_and_row
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.sft_images import has_images
 
-_MASKS = 0x9A90  # a random stream of its own
+_MASKS, _EVALUATION_MASKS = 0x9A90, 0x9A91  # random streams of their own
 
 
 class PAPOTrainer(GRPOTrainer):
@@ -30,7 +31,7 @@ class PAPOTrainer(GRPOTrainer):
 
     Takes what `GRPOTrainer` takes, and prompts with images. Every completion is scored a second time behind images of which
     a part is hidden; beside GRPO's loss the policy learns to answer otherwise there, with low entropy in both. Masks are
-    drawn anew for each prompt at each optimiser step.
+    drawn anew for each prompt at each optimiser step; those of an evaluation are the same every time.
 
     Example:
         >>> args = PAPOConfig("papo", mask_type="patch", mask_ratio=0.6, use_cpu=True)
@@ -78,8 +79,11 @@ class PAPOTrainer(GRPOTrainer):
         return {**self.images.batch(twice, masked), "experience": experience}
 
     def _masked(self, key: int, images: list[Any]) -> list[Any]:
-        """A prompt's images with hidden parts: the same in every micro-batch of an optimiser step, and for all completions."""
-        draws = np.random.default_rng([self._data_seed() % 2**63, _MASKS, self.state.global_step, key])
+        """A prompt's images with hidden parts, for all of its completions: in training the same in every micro-batch of an
+        optimiser step, in an evaluation by the number of the row alone."""
+        number, row = set_and_row(key)
+        place = [_MASKS, self.state.global_step, row] if number == 0 else [_EVALUATION_MASKS, row]
+        draws = np.random.default_rng([self._data_seed() % 2**63, *place])
         return [masked_image(image, self.args.mask_type, self.args.mask_ratio, draws) for image in images]
 
     def score_options(self) -> ScoreOptions:
