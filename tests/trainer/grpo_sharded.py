@@ -1,7 +1,6 @@
 """GRPO of two processes with sharded weights over gloo: `torchrun ... -m tests.trainer.grpo_sharded FOLDER HOW`.
 
-HOW: one of `KINDS`. A run of four steps, and one that goes on from the checkpoint within its second window; the process
-with rank 0 writes their weights and logs.
+HOW: one of `KINDS`. The runs of `RUNS`; the process with rank 0 writes their weights, each its logs and counts.
 """
 
 import copy
@@ -12,7 +11,8 @@ from pathlib import Path
 import torch
 
 from tests.tiny import tiny_model
-from tests.trainer.grpo_runs import logs, make
+from tests.trainer import grpo_runs, grpo_tool_runs
+from tests.trainer.grpo_runs import logs
 from tests.trainer.sharded_worker import DEEPSPEED, exit_now, use_fsdp_on_cpu
 from trl.trainer import online_trainer
 
@@ -23,31 +23,41 @@ SETTINGS = {
     "adam_epsilon": 1e-4, "learning_rate": 1e-3, "max_grad_norm": 1.0, "beta": 0.1, "prefix_sharing": False,
     "save_strategy": "steps", "save_steps": 3,
 }  # fmt: skip
+# Four steps, the same from the checkpoint within their second window, and a window with tools.
+RUNS = {"whole": {}, "resumed": {}, "tools": {"max_steps": 2, "max_completion_length": 40, "seed": 17}}
 
 
-def four_steps(model, folder: str, *, resumes: bool = False, **settings):
-    """A trainer after its run, and how often it asked for whole weights, scored with the policy and loaded a window."""
-    trainer, keep = make(folder=folder, given={"model": model}, **{**SETTINGS, **settings})
+def policy_of(name: str):
+    """The policy that a run begins with."""
+    return grpo_tool_runs.caller("llama", torch.float32) if name == "tools" else tiny_model("llama")
+
+
+def finished(name: str, model, folder: str, **settings):
+    """A trainer after its run, and how often it asked for whole weights (`nothing`: without a prompt), scored with the policy
+    and loaded a window."""
+    make = grpo_tool_runs.make if name == "tools" else grpo_runs.make
+    trainer, keep = make(folder=folder, given={"model": model}, **{**SETTINGS, **RUNS[name], **settings})
     trainer.remove_callback(keep)  # it asks for whole gradients
-    counts = {"generate": 0, "score_rollout": 0, "load_window": 0}
-    for holder, name in (
+    counts = {"generate": 0, "nothing": 0, "score_rollout": 0, "load_window": 0}
+    for holder, method in (
         (trainer.engine, "generate"),
         (trainer, "score_rollout"),
         (online_trainer, "load_window"),
     ):
-        count_calls(holder, name, counts)
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resumes else None)
+        count_calls(holder, method, counts)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if name == "resumed" else None)
     return trainer, counts
 
 
-def count_calls(holder, name: str, counts: dict[str, int]) -> None:
-    inner = getattr(holder, name)
+def count_calls(holder, method: str, counts: dict[str, int]) -> None:
+    inner = getattr(holder, method)
 
     def counted(*args, **kwargs):
-        counts[name] += 1
+        counts[method] += 1
+        counts["nothing"] += method == "generate" and not args[0]
         return inner(*args, **kwargs)
 
-    setattr(holder, name, counted)
+    setattr(holder, method, counted)
 
 
 def main(folder: str, how: str) -> None:
@@ -61,13 +71,14 @@ def main(folder: str, how: str) -> None:
     from trl.models.distributed import is_sharded
 
     torch.set_num_threads(1)
-    models = [tiny_model("llama") for _ in range(2)]  # ZeRO-3, once on, shards new ones
-    for name, model in zip(("whole", "resumed"), models, strict=True):
-        trainer, counts = four_steps(model, folder, resumes=name == "resumed", **settings)
+    models = {name: policy_of(name) for name in RUNS}  # ZeRO-3, once on, shards new ones
+    for name, model in models.items():
+        trainer, counts = finished(name, model, folder, **settings)
         assert is_sharded(trainer.model) == (how != "zero2")
         trainer.save_model(f"{folder}/{name}")
-        if trainer.is_world_process_zero():
-            torch.save({"logs": logs(trainer), "counts": counts}, Path(folder, f"{name}.pt"))
+        torch.save(
+            {"logs": logs(trainer), "counts": counts}, Path(folder, f"{name}_{trainer.args.process_index}.pt")
+        )
     exit_now(trainer)
 
 

@@ -27,25 +27,31 @@ def many_tools(completions: Any, completion_ids: Any, **_: Any) -> list[float]:
     return [count + 0.01 * len(ids) for count, ids in zip(answered, completion_ids, strict=True)]
 
 
+def caller(architecture: str = "gpt2", dtype: torch.dtype = torch.float64) -> Any:
+    """A policy of random weights that calls tools often, and ends its turns soon."""
+    words = call_tokenizer()
+    model = tiny_model(architecture, dtype=dtype, vocab_size=len(words), initializer_range=0.2)
+    ends = ["</s>", "yes", "no", "hi", "?", "3"]
+    model.generation_config.eos_token_id = words.convert_tokens_to_ids(ends)
+    return model
+
+
 def make(
     method: str = "grpo", *, reward_funcs: Any = many_tools, **settings: Any
 ) -> tuple[Any, KeepGradients]:
-    """A trainer whose policy, of random weights, calls tools often; and what will hold the gradients of its steps."""
-    keep, (config, trainer), words = KeepGradients(), TRAINERS[method], call_tokenizer()
+    """A trainer whose policy is a `caller`; and what will hold the gradients of its steps."""
+    keep, (config, trainer) = KeepGradients(), TRAINERS[method]
     dtype, given = getattr(torch, settings.pop("dtype", "float64")), settings.pop("given", {})
     data, architecture = settings.pop("data", None), settings.pop("architecture", "gpt2")
     own = {"max_completion_length": 24, "max_tool_calling_iterations": 3, **settings}
     args = config(own.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **own})
-    model = tiny_model(architecture, dtype=dtype, vocab_size=len(words), initializer_range=0.2)
-    ends = ["</s>", "yes", "no", "hi", "?", "3"]  # many, so that turns are short
-    model.generation_config.eos_token_id = words.convert_tokens_to_ids(ends)
     made = trainer(
-        model,
+        given.pop("model", None) or caller(architecture, dtype),
         reward_funcs,
         args,
         train_dataset=conversations() if data is None else data,
         callbacks=[keep, *given.pop("callbacks", [])],
-        **{"processing_class": words, "tools": TOOLS, **given},
+        **{"processing_class": call_tokenizer(), "tools": TOOLS, **given},
     )
     return made, keep
 

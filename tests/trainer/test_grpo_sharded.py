@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import tiny_model
 from tests.trainer.group_methods import comparable
 from tests.trainer.grpo_runs import logs, run
-from tests.trainer.grpo_sharded import KINDS, SETTINGS, four_steps
+from tests.trainer.grpo_sharded import KINDS, RUNS, SETTINGS, finished, policy_of
 from tests.trainer.one_step import launch
 from trl.rollouts.sampling import SAMPLING_LOGPS
 from trl.trainer.group_trainer import CORRECTION
@@ -21,25 +20,38 @@ from trl.trainer.online_trainer import OLD
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", KINDS)
 def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, tmp_path):
-    """Weights to 1e-5, logs to 1e-4; a resumed run ends as the one that was not stopped."""
+    """Weights to 1e-5, logs to 1e-4; a resumed run ends as the one that was not stopped.
+
+    With tools, a process whose rows have all ended takes part in gathering the weights for as long as the other goes on.
+    """
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.trainer.grpo_sharded", str(tmp_path), how)
-    single, counts = four_steps(tiny_model("llama"), str(tmp_path / "single"))
-    assert counts == {"generate": 2, "score_rollout": 4, "load_window": 0}
-    expected, first = single.model.state_dict(), tiny_model("llama").state_dict()
+    singles = {name: finished(name, policy_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
+    assert singles["whole"][1] == {"generate": 2, "nothing": 0, "score_rollout": 4, "load_window": 0}
+    assert singles["tools"][1] == {"generate": 4, "nothing": 0, "score_rollout": 2, "load_window": 0}
+    found = {name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in RUNS}
+    for name in RUNS:
+        single = singles["tools" if name == "tools" else "whole"][0]
+        assert_same_end(tmp_path / name, single, policy_of(name).state_dict())
+    for own in found["whole"]:  # the weights are gathered once for each window, or turn of all
+        assert (own["generate"], own["nothing"], own["load_window"]) == (2, 0, 0)
+    assert [(own["generate"], own["load_window"]) for own in found["resumed"]] == [(0, 1), (0, 1)]
+    turns = [(own["generate"], own["nothing"]) for own in found["tools"]]
+    assert turns == ([(4, 2), (4, 0)] if how != "zero2" else [(2, 0), (4, 0)])
+
+
+def assert_same_end(saved, single, first):
+    """Weights and logs that two processes saved are those of the one."""
+    expected = single.model.state_dict()
     assert max(float((weight - first[name]).abs().max()) for name, weight in expected.items()) > 1e-3
-    for end, windows in (("whole", 2), ("resumed", 0)):
-        weights = load_file(tmp_path / end / "model.safetensors")
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5, msg=name)
-        found = torch.load(tmp_path / f"{end}.pt")
-        for one, other in zip(found["logs"], logs(single), strict=True):
-            assert one.keys() == other.keys()
-            for name in comparable(other):
-                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-4), (end, name)
-        assert found["counts"]["generate"] == windows  # the weights are gathered once for each
-        assert found["counts"]["load_window"] == (end == "resumed")
+    for name, weight in load_file(saved / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+    entries = torch.load(saved.with_name(f"{saved.name}_0.pt"))["logs"]
+    for one, known in zip(entries, logs(single), strict=True):
+        assert one.keys() == known.keys()
+        for name in comparable(known):
+            assert one[name] == pytest.approx(known[name], rel=1e-4, abs=1e-4), (saved.name, name)
 
 
 def test_bfloat16_asks_the_policy_again_and_corrects_for_the_sampler():
