@@ -395,3 +395,10 @@ def test_sharded_references(how, whole, tmp_path):
     found = load_file(tmp_path / "adapter_model.safetensors")
     for name, weight in found.items():
         torch.testing.assert_close(weight, adapter[name], rtol=1e-4, atol=1e-4, msg=name)
+    if how == "zero3":  # `prepare_deepspeed` of `trl.trainer.utils`
+        asked = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+        logits = tiny_model("llama", seed=2).eval()(**asked).logits
+        for rank in (0, 1):
+            torch.testing.assert_close(
+                torch.load(tmp_path / f"by_hand_{rank}.pt"), logits, rtol=1e-5, atol=1e-5
+            )

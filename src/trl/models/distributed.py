@@ -19,14 +19,23 @@ def prepare_deepspeed(model: torch.nn.Module, accelerator: Accelerator) -> torch
     Under ZeRO-3 its weights are sharded like the policy's. Below stage 3 there is no optimiser to shard, so it runs
     at stage 0.
     """
-    import deepspeed
+    return frozen_engine(model, deepspeed_config(accelerator.state))
 
-    plugin = accelerator.state.deepspeed_plugin
+
+def deepspeed_config(state: Any) -> dict[str, Any]:
+    """A copy of the run's DeepSpeed config."""
+    plugin = state.deepspeed_plugin
     if plugin is None:
         raise ValueError(
             "prepare_deepspeed needs a run under DeepSpeed. Launch with a DeepSpeed accelerate config."
         )
-    config = copy.deepcopy(plugin.deepspeed_config)
+    return copy.deepcopy(plugin.deepspeed_config)
+
+
+def frozen_engine(model: torch.nn.Module, config: dict[str, Any]) -> torch.nn.Module:
+    """A frozen model under DeepSpeed, of whose `config` that of the optimiser is taken out."""
+    import deepspeed
+
     config.pop("optimizer", None)
     config.pop("scheduler", None)
     stage = config["zero_optimization"]["stage"]

@@ -50,6 +50,16 @@ _NAMES = {
     "AdaptiveKLController": "trl.objectives.kl",
     "FixedKLController": "trl.objectives.kl",
     "RepeatSampler": "trl.rollouts.repeat_sampler",
+    "OnPolicyConfig": "trl.trainer.on_policy_config",
+    "OnlineTrainerState": "trl.trainer.online_state",
+    "add_bos_token_if_needed": "trl.data.special_tokens",
+    "add_eos_token_if_needed": "trl.data.special_tokens",
+    "batch_generation": "trl.generation.padded_queries",
+    "generate": "trl.generation.padded_queries",
+    "forward": "trl.models.padded_queries",
+    "get_reward": "trl.models.padded_queries",
+    "ensure_master_addr_port": "trl.models.rendezvous",
+    "prepare_deepspeed": "trl.models.frozen_deepspeed",
 }
 
 if TYPE_CHECKING:
@@ -61,14 +71,22 @@ if TYPE_CHECKING:
     from trl.collators.reward import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
     from trl.data.constant_length import ConstantLengthDataset as ConstantLengthDataset
     from trl.data.formats import remove_none_values as remove_none_values
+    from trl.data.special_tokens import add_bos_token_if_needed as add_bos_token_if_needed
+    from trl.data.special_tokens import add_eos_token_if_needed as add_eos_token_if_needed
+    from trl.generation.padded_queries import batch_generation as batch_generation
+    from trl.generation.padded_queries import generate as generate
     from trl.models.device_cache import empty_cache as empty_cache
     from trl.models.dropout import disable_dropout_in_model as disable_dropout_in_model
+    from trl.models.frozen_deepspeed import prepare_deepspeed as prepare_deepspeed
     from trl.models.loading import create_model_from_path as create_model_from_path
     from trl.models.loading import get_config_model_id as get_config_model_id
+    from trl.models.padded_queries import forward as forward
+    from trl.models.padded_queries import get_reward as get_reward
     from trl.models.peft import get_peft_config as get_peft_config
     from trl.models.peft import peft_module_casting_to_bf16 as peft_module_casting_to_bf16
     from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
     from trl.models.quantization import get_quantization_config as get_quantization_config
+    from trl.models.rendezvous import ensure_master_addr_port as ensure_master_addr_port
     from trl.objectives.kl import AdaptiveKLController as AdaptiveKLController
     from trl.objectives.kl import FixedKLController as FixedKLController
     from trl.reporting.accuracy import compute_accuracy as compute_accuracy
@@ -100,5 +118,7 @@ if TYPE_CHECKING:
     from trl.tensors.statistics import nanmin as nanmin
     from trl.tensors.statistics import nanstd as nanstd
     from trl.tensors.statistics import selective_log_softmax as selective_log_softmax
+    from trl.trainer.on_policy_config import OnPolicyConfig as OnPolicyConfig
+    from trl.trainer.online_state import OnlineTrainerState as OnlineTrainerState
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,19 +1,15 @@
 """Configuration of PPO on a data set of prompts."""
 
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import TrainingArguments
 
 from trl.options.checks import check_at_least
-from trl.options.dataset import DatasetPreparation
 from trl.options.docs import documented
 from trl.options.model import ModelInit
-from trl.options.online import BatchSizes, Episodes, KLInReward, RewardPolicy, SampleTables
+from trl.options.online import KLInReward, RewardPolicy
 from trl.options.policy_gradient import AdvantageEstimation, ClippedLosses
 from trl.options.preference import Dropout, PrefixSharing, ReferenceAdapters
-from trl.options.rollout import FixedResponses, GatheredGeneration
-from trl.options.training import TrainingDefaults
+from trl.options.rollout import GatheredGeneration
+from trl.trainer.on_policy_config import OnPolicyConfig
 
 
 @documented
@@ -22,18 +18,13 @@ class PPOConfig(
     AdvantageEstimation,
     ClippedLosses,
     KLInReward,
-    FixedResponses,
     GatheredGeneration,
     RewardPolicy,
-    SampleTables,
-    Episodes,
-    BatchSizes,
     ReferenceAdapters,
     PrefixSharing,
     Dropout,
-    DatasetPreparation,
     ModelInit,
-    TrainingDefaults,
+    OnPolicyConfig,
 ):
     """Settings of `trl.experimental.ppo.PPOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
@@ -52,12 +43,6 @@ class PPOConfig(
         default=4, metadata={"help": "Passes over a batch of rollouts before the next one is made."}
     )
     exp_name: str = field(default="ppo_config", metadata={"help": "Name of the experiment, for trackers."})
-    sft_model_path: str = field(
-        default="EleutherAI/pythia-160m",
-        metadata={
-            "help": "Where a script loads the policy from. The trainer itself takes the model it is given."
-        },
-    )
     reward_model_path: str = field(
         default="EleutherAI/pythia-160m",
         metadata={
@@ -68,16 +53,3 @@ class PPOConfig(
     def check(self) -> None:
         super().check()
         check_at_least("num_ppo_epochs", self.num_ppo_epochs, minimum=1, optional=False)
-
-
-def _processes(self: Any) -> int:
-    """What `TrainingArguments` says, which the field would hide."""
-    actual: Any = TrainingArguments.world_size
-    return actual.fget(self)
-
-
-def _ignore_processes(self: Any, value: Any) -> None:
-    """The number of processes is that of the run."""
-
-
-PPOConfig.world_size = property(_processes, _ignore_processes)  # type: ignore[assignment]

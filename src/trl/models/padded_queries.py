@@ -1,0 +1,70 @@
+"""What a model says of queries and responses in padded rows: for loops of a user's own.
+
+Padding is known by its token alone, wherever it stands, so no text may use that token: a tokenizer whose pad token is its
+end token needs another one. The trainers here mask by position instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from trl.models.lending import without_ddp
+from trl.models.parts import causal_core
+from trl.tensors.masking import first_true_indices
+
+
+def forward(model: nn.Module, query_responses: Tensor, pad_token_id: int) -> ModelOutput:
+    """The model's output, with hidden states, for rows `(B, T)` that are padded on either side.
+
+    A token has the same logits as in a row of its own: positions count real tokens, and padding is not attended to. What
+    stands at the places of padding means nothing.
+    """
+    inputs = _taken_by(causal_core(without_ddp(model)), padded_inputs(query_responses, pad_token_id))
+    return model(**inputs, return_dict=True, output_hidden_states=True)
+
+
+def get_reward(
+    model: nn.Module, query_responses: Tensor, pad_token_id: int, context_length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a sequence classifier says after each token, after each response's last one, and where that stands.
+
+    `(B, T) -> (B, T, L), (B,), (B,)` for L labels (`(B, L)` the second where L > 1). Rows are queries of `context_length`
+    places, padded on the left, and responses padded on the right; of a response without a token it is the query's last.
+    Raises: TypeError for a model without a layer `score` over its decoder.
+    """
+    classifier: Any = causal_core(without_ddp(model))
+    decoder = getattr(classifier, classifier.base_model_prefix, None)
+    if decoder is None or not hasattr(classifier, "score"):
+        raise TypeError(
+            f"model is a {type(classifier).__name__}, expected a sequence classifier with a layer `score` over its decoder. Load it "
+            "with AutoModelForSequenceClassification."
+        )
+    inputs = _taken_by(decoder, padded_inputs(query_responses, pad_token_id))
+    found = decoder(**inputs, return_dict=True, use_cache=False)
+    logits = classifier.score(found.last_hidden_state)
+    last = first_true_indices(query_responses[:, context_length:] == pad_token_id) - 1 + context_length
+    rows = torch.arange(len(logits), device=logits.device)
+    return logits, logits[rows, last].squeeze(-1), last
+
+
+def padded_inputs(query_responses: Tensor, pad_token_id: int) -> dict[str, Tensor]:
+    """What a model is given of padded rows `(B, T)`: ids, mask, and positions that count real tokens.
+
+    >>> padded_inputs(torch.tensor([[9, 5, 6, 9]]), pad_token_id=9)["position_ids"]
+    tensor([[0, 0, 1, 2]])
+    """
+    mask = query_responses != pad_token_id
+    ids = query_responses.masked_fill(~mask, 0)  # a pad token may be none of the model's
+    counts = mask.long()
+    return {"input_ids": ids, "attention_mask": counts, "position_ids": counts.cumsum(dim=1) - counts}
+
+
+def _taken_by(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the inputs that the model's forward knows: some take their positions from the mask."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in known}
