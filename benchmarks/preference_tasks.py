@@ -115,7 +115,9 @@ def reward_operations(config: Any, rows: Sequence[Row]) -> tuple[float, float]:
 def _behind(config: Any, prompt: int, completion: int) -> float:
     """Operations with gradient for a completion, and its prompt's last token, behind the keys of the others."""
     tokens = 1 + completion
-    return operations(config, tokens, pairs=(prompt - 1) * tokens + tokens**2 / 2, scored=completion)
+    return operations(
+        config, tokens, pairs=(prompt - 1) * tokens + tokens**2 / 2, scored=completion, last=completion
+    )
 
 
 def kto_operations(config: Any, rows: Sequence[Row]) -> tuple[float, float]:

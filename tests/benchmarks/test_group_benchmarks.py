@@ -88,4 +88,4 @@ def test_a_shared_prompt_is_the_same_update_with_fewer_operations() -> None:
     work = Work([], 0, [], prompts=1, group=4, micro=4)
     found = time_sharing(4, build_model("tiny", 5000), work, steps=1, completion=8)
     assert [len(seconds) for seconds in found.seconds.values()] == [1, 1]
-    assert 0.5 < found.operations < 0.7
+    assert 0.5 < found.operations < 0.75

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ class _Plan:
     segments: Segments
     known: int  # the row's first tokens, whole segments, of which there are keys alone
     calls: tuple[_Call, ...]
-    masks: dict[tuple[int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
+    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
 
     @classmethod
     def of(cls, table: Tensor, known: int) -> _Plan:
@@ -104,12 +105,14 @@ class _Plan:
         """The first segment, and so the first call, that has queries."""
         return sum(start < self.known for start in self.segments.start) if self.known else 0
 
-    def mask(self, number: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What the queries of a call see: bool, or in a floating dtype 0 and -inf. Layers share it, backward too."""
-        key = (number, window, dtype)
+    def mask(
+        self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """What the last `length` of `seen` tokens see: bool, or in a floating dtype 0 and -inf. Layers and calls share it,
+        backward too."""
+        key = (length, seen, window, dtype)
         if key not in self.masks:
-            length, _, prompt = self.calls[number]
-            mask = _causal_mask(length, prompt + length, window, device)
+            mask = _causal_mask(length, seen, window, device)
             if (
                 dtype != torch.bool
             ):  # else the kernel makes this of each layer's mask, and keeps it for backward
@@ -146,10 +149,12 @@ def flat_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    read: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
 
+    `read`, int64 ascending, are the queries whose output somebody reads; that of others may be 0 (last_layer.py).
     Where there are more keys than queries, the row's first segments are keys alone. Without a segment table this is
     transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the same written out.
     """
@@ -175,14 +180,40 @@ def flat_attention(
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     first, lengths = plan.first_asked, [call.length for call in plan.calls]
     keys, values = (part.split(lengths, dim=2) for part in (key, value))
+    asked = lengths[first:]
+    spans = [(0, length) for length in asked]
+    if (
+        read is not None and query.device.type == "cpu" and dropout == 0.0
+    ):  # elsewhere it would have to be waited for
+        spans = _read_spans(read, asked)
     outputs = []
-    for number, q in enumerate(query.split(lengths[first:], dim=2), first):
-        (_, tree, prompt), k, v = plan.calls[number], keys[number], values[number]
+    for number, (q, (start, stop)) in enumerate(zip(query.split(asked, dim=2), spans, strict=True), first):
+        (length, tree, prompt), k, v = plan.calls[number], keys[number], values[number]
+        if stop - start < length:
+            q, k, v = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
         if prompt:
             k = torch.cat([keys[tree][:, :, :prompt], k], dim=2)
             v = torch.cat([values[tree][:, :, :prompt], v], dim=2)
-        outputs.append(_one_call(plan, number, q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
+        output = _one_call(plan, q, k, v, dropout, scaling, window, softcap) if stop else q
+        output = output.transpose(1, 2)
+        outputs.append(
+            output if len(q[0, 0]) == length else F.pad(output, (0, 0, 0, 0, start, length - stop))
+        )
     return torch.cat(outputs, dim=1), None
+
+
+def _read_spans(read: Tensor, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Of each of the row's calls the queries from the first that is read to the last, as where they start and stop.
+
+    All of them unless that is less than half: the kernel is faster on whole squares, and what is left out costs a copy.
+    """
+    positions, end, spans = read.tolist(), 0, []
+    for length in lengths:
+        begin, end = end, end + length
+        of_call = positions[bisect_left(positions, begin) : bisect_left(positions, end)]
+        first, stop = (of_call[0] - begin, of_call[-1] + 1 - begin) if of_call else (0, 0)
+        spans.append((first, stop) if 2 * (stop - first) < length else (0, length))
+    return spans
 
 
 def _in_autocast_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
@@ -197,17 +228,17 @@ def _in_autocast_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
 
 
 def _one_call(
-    plan: _Plan, number: int, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None,
+    plan: _Plan, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None,
     window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last `T` of `K` keys' tokens: `(1, heads, T, D)` over `(1, heads, K, D)`."""
     length, seen = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
-    if softcap is None and length == seen and (window is None or seen <= window):
+    if softcap is None and length in (1, seen) and (window is None or seen <= window):
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=length > 1, enable_gqa=grouped
         )
-    mask = plan.mask(number, window, query.dtype if softcap is None else torch.bool, query.device)
+    mask = plan.mask(length, seen, window, query.dtype if softcap is None else torch.bool, query.device)
     if softcap is not None:
         return _soft_capped(query, key, value, mask, dropout, scaling, softcap)
     return F.scaled_dot_product_attention(
@@ -359,6 +390,11 @@ def use_flat_attention(model: PreTrainedModel) -> bool:
         return False
     if model.config._attn_implementation != FLAT_ATTENTION:
         model.set_attn_implementation(FLAT_ATTENTION)
+    # PEFT's copies of layers (layer_replication, modules_to_save) have copies of the config.
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
+    for config in configs:
+        if getattr(config, "model_type", None) == model.config.model_type:
+            config._attn_implementation = FLAT_ATTENTION
     return True
 
 

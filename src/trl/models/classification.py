@@ -96,7 +96,7 @@ class ClassificationScorer(ScorerBase):
         core: Any = self.core
 
         def forward(**inputs: Any) -> dict[str, Tensor]:
-            with self.embedding_noise(batch):
+            with self.embedding_noise(batch), self.reading_only(positions, batch):
                 outputs = core.base_model(**given_inputs(inputs), **_without_cache(core))
             states = outputs.last_hidden_state.flatten(0, 1)[positions]
             if isinstance(getattr(core, "dropout", None), nn.Dropout):

@@ -17,15 +17,25 @@ def disable_dropout_in_model(model: torch.nn.Module) -> None:
 
 def has_noise(model: torch.nn.Module) -> bool:
     """Whether two forwards in training mode may differ: dropout, layers left out, or a router's jitter."""
-    if any(getattr(module, name) for module, name in _probabilities(model)):
+    return any(map(is_noisy, model.modules()))
+
+
+def is_noisy(module: torch.nn.Module) -> bool:
+    """The same of a module by itself, without those inside of it."""
+    if any(getattr(module, name) for name in _probability_names(module)):
         return True
-    return any(getattr(module, name, 0.0) for module in model.modules() for name in _OTHER_NOISE)
+    return any(getattr(module, name, 0.0) for name in _OTHER_NOISE)
 
 
 def _probabilities(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            yield module, "p"
-        for name in _PROBABILITIES:
-            if isinstance(module.__dict__.get(name), float):
-                yield module, name
+        for name in _probability_names(module):
+            yield module, name
+
+
+def _probability_names(module: torch.nn.Module) -> Iterator[str]:
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        yield "p"
+    for name in _PROBABILITIES:
+        if isinstance(module.__dict__.get(name), float):
+            yield name
