@@ -3,6 +3,7 @@
 import base64
 import http.server
 import io
+import re
 import socket
 import threading
 import time
@@ -100,7 +101,34 @@ def test_a_refused_update_does_not_hang(url, stand_in, group_port):
     client.close_communicator()
 
 
-def test_it_waits_for_a_server_that_starts(stand_in, group_port):
+def test_weights_that_cannot_be_read_here_end_the_update_on_both_sides(url, stand_in, group_port):
+    client = VLLMClient(url, group_port=group_port)
+    client.init_communicator("cpu")
+    weights = {
+        "model.embed_tokens.weight": torch.zeros(96, 32),
+        "model.norm.weight": torch.empty(32, device="meta"),
+    }
+    started = time.monotonic()
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        client.update_weights(weights)
+    assert time.monotonic() - started < 20 and stand_in.channel is None and not client.is_connected
+
+
+def test_a_text_or_a_conversation_alone_is_refused(url):
+    client = VLLMClient(url)
+    with pytest.raises(TypeError, match=r"got the text 'The sky is'\. Put it in a list"):
+        client.generate("The sky is")
+    with pytest.raises(TypeError, match=r"got a single one\. Put it in a list"):
+        client.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_token_that_is_no_header_is_not_shown(url):
+    with pytest.raises(ValueError, match=f"the token of the vLLM server \\({VARIABLE}\\)") as caught:
+        VLLMClient(url, token="my-secret\nX: y").model()
+    assert "my-secret" not in str(caught.value)
+
+
+def test_it_waits_for_a_server_that_starts(stand_in, group_port, caplog):
     found = []
 
     def wait():
@@ -112,6 +140,7 @@ def test_it_waits_for_a_server_that_starts(stand_in, group_port):
     with serving(stand_in, group_port):
         waiting.join()
     assert found[0].base_url == f"http://0.0.0.0:{group_port}" and found[0].host == "127.0.0.1"
+    assert caplog.text.count("answers at http://0.0.0.0") == 1 and "yet. Waiting up to 20 s" in caplog.text
 
 
 def test_a_token_that_changes_is_read_again(stand_in, group_port, monkeypatch, tmp_path):
@@ -143,5 +172,23 @@ def test_other_servers_and_addresses_that_are_none():
         ):
             VLLMClient(f"http://127.0.0.1:{other.server_port}", connection_timeout=5.0)
         other.shutdown()
-    with pytest.raises(ValueError, match=r"base_url='localhost:8000' is no address"):
-        VLLMClient("localhost:8000")
+    for given in (
+        "localhost:8000",
+        "http://[::1",
+        "http://localhost:80:80",
+        "http://:8000",
+        "ftp://localhost",
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"base_url={given!r} is no address")):
+            VLLMClient(given)
+    with pytest.raises(ValueError, match=r"base_url='http://localhost:8000:8000' is no address"):
+        VLLMClient(host="localhost:8000")
+    with pytest.raises(ValueError, match="a user's name or password") as caught:
+        VLLMClient("http://user:my-secret@127.0.0.1:1")
+    assert "my-secret" not in str(caught.value)
+
+
+def test_another_number_of_completions_than_was_asked_for_is_refused(url, stand_in):
+    stand_in.complete = lambda requests: [{}] * (len(requests) + 1)  # left over from a request that failed
+    with pytest.raises(RuntimeError, match="gave 2 completions for 1 requests"):
+        VLLMClient(url).complete([{"prompt_ids": [5]}])

@@ -182,6 +182,22 @@ def test_completions_by_other_weights_are_not_taken(group_port):
         with pytest.raises(RuntimeError, match="given weights by another program"):
             engine.generate([[5, 6, 7]], GREEDY)
         other.close_communicator()
+        stand_in.served.load_state_dict(tiny_model("llama", seed=1).state_dict())
+        engine.sync_weights(
+            policy, 0
+        )  # the same step: whoever goes on after an error gets no answer by those weights
+        (found,) = engine.generate([[5, 6, 7]], GREEDY)
+        assert found.ids == TransformersEngine(policy).generate([[5, 6, 7]], GREEDY)[0].ids
+        assert len(stand_in.received) == 3
+        engine.close()
+
+
+@pytest.mark.parametrize("flag", ["is_loaded_in_4bit", "is_quantized"])
+def test_quantised_policies_are_refused_before_anything_is_sent(flag):
+    policy = tiny_model("llama")
+    setattr(policy, flag, True)
+    with pytest.raises(ValueError, match=r"quantised LlamaForCausalLM, .*without quantisation"):
+        VLLMServerEngine(policy, None)
 
 
 def test_a_server_that_dies_ends_the_run(group_port):

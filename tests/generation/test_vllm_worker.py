@@ -117,6 +117,17 @@ def test_a_failure_is_told_and_the_channel_left():
         )
 
 
+def test_a_model_that_cannot_be_put_together_again_is_told_too(monkeypatch):
+    def fails(self):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(Worker, "_end_reload", fails)
+    with joined() as (worker, sender):
+        said, _ = sent(worker, sender, {"bad": torch.ones(2, 2)}, whole=True)
+        assert said.startswith("loading bad (float32, [2, 2]) failed with KeyError: 'bad'; nor could")
+        assert "RuntimeError: no" in said
+
+
 def test_a_sender_that_does_not_come_is_told():
     said = Worker().join_weight_channel("127.0.0.1", 0, 2, "gloo", 0.5)
     assert said is not None and "needs all 2 processes within 0.5 s" in said

@@ -5,13 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 
 import pytest
 
 from trl.cli.main import main
-from trl.generation.server_token import VARIABLE, token_file
+from trl.generation.server_token import VARIABLE, client_token, server_token, token_file
+from trl.generation.vllm_server import GenerationServer
 from trl.scripts import vllm_serve
 from trl.scripts.vllm_serve import ServeArguments, make_parser, until_told
 
@@ -110,9 +111,32 @@ def test_a_port_that_is_taken(with_vllm, capsys):
     assert not token_file(port).exists()
 
 
+@pytest.mark.parametrize("listens", ["first", "meanwhile"])
+def test_a_second_server_on_the_port_leaves_the_token_of_the_first(listens, with_vllm, monkeypatch, capsys):
+    first = GenerationServer("127.0.0.1", 0)
+    with first, server_token("127.0.0.1", first.server_port) as token, monkeypatch.context() as patched:
+        if listens == "first":
+            first.server_activate()
+        else:  # both were loading
+            patched.setattr(vllm_serve, "loaded", lambda arguments: nullcontext(first.server_activate()))
+        assert main(["vllm-serve", "--model", "m", "--port", str(first.server_port)]) == 2
+        assert f"Nothing can listen on 127.0.0.1:{first.server_port}" in capsys.readouterr().err
+        assert client_token("127.0.0.1", first.server_port) == token
+
+
+def test_a_token_that_cannot_be_left(with_vllm, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(vllm_serve, "loaded", lambda arguments: nullcontext())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert main(["vllm-serve", "--model", "m", "--port", str(port)]) == 2
+    assert f"Set {VARIABLE} to a secret" in capsys.readouterr().err
+
+
 def test_a_model_that_cannot_be_loaded(with_vllm, monkeypatch, capsys):
     def fails(served):
-        assert token_file(port).exists() and served.model == "m" and not hasattr(served, "host")
+        assert not token_file(port).exists() and served.model == "m" and not hasattr(served, "host")
         raise OSError("no such model.")
 
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -11,6 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trl.generation.fused import readable_weight
 from trl.models.parts import causal_core, prompt_learning_obstacle
+from trl.models.quantization import is_quantized
 
 
 @torch.no_grad()
@@ -20,11 +21,9 @@ def checkpoint_weights(model: nn.Module) -> dict[str, Tensor]:
     Active LoRA adapters are added to copies of the weights they belong to; all other tensors are the model's own, not
     copies. Weights must be whole (see `generating`).
 
-    Raises: ValueError for adapters that are more than such a sum.
+    Raises: ValueError for adapters that are more than such a sum, and for quantised weights.
     """
-    obstacle = prompt_learning_obstacle(model)
-    if obstacle is not None:
-        raise ValueError(f"{obstacle}, which no weight can stand for. Use LoRA, or leave use_vllm out.")
+    check_sendable(model)
     core = causal_core(model)
     found = _own_tensors(core)
     for name, module in _adapted(core):
@@ -33,6 +32,19 @@ def checkpoint_weights(model: nn.Module) -> dict[str, Tensor]:
             del found[key]
         found |= {own + part: value for part, value in _summed(name, module).items()}
     return revert_weight_conversion(core, found)
+
+
+def check_sendable(model: nn.Module) -> None:
+    """Raise ValueError where the weights of a policy are nothing that an engine with a copy of it could take."""
+    obstacle = prompt_learning_obstacle(model)
+    if obstacle is not None:
+        raise ValueError(f"{obstacle}, which no weight can stand for. Use LoRA, or leave use_vllm out.")
+    core = causal_core(model)
+    if is_quantized(core):
+        raise ValueError(
+            f"use_vllm=True was given with a quantised {type(core).__name__}, expected weights of 16 bits or more: those of fewer cannot "
+            "be sent to vLLM with adapters added. Load the model without quantisation, or leave use_vllm out."
+        )
 
 
 def _own_tensors(core: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl.generation.checkpoint_weights import checkpoint_weights
+from trl.generation.checkpoint_weights import check_sendable, checkpoint_weights
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
 from trl.generation.phase import generating, without_wrappers
 from trl.generation.request_state import fresh_seed
@@ -53,6 +53,7 @@ class PolicyCopy(ABC):
         self.model, self.accelerator, self.gather_zero3 = model, accelerator, gather_zero3
         self.window, self.regex = window, regex
         self._sent: tuple[int, ...] | None = None  # which weights the copy has
+        check_sendable(without_wrappers(model))
 
     # ---- what an engine says
 

@@ -26,15 +26,23 @@ class ServerConnection:
     """
 
     def __init__(self, base_url: str, token: str | None) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(base_url)
+            port, is_one = parts.port, parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:  # brackets that are open, a port that is no number
+            is_one = False
+        if not is_one:
             raise ValueError(
                 f"base_url={base_url!r} is no address of a server, expected one such as http://localhost:8000. Give the scheme, the "
                 "host and the port."
             )
+        if parts.username is not None:  # and is not shown
+            raise ValueError(
+                f"base_url has a user's name or password in it, expected an address alone. The server's secret comes from {VARIABLE}."
+            )
         self.base_url, self.token = base_url.rstrip("/"), token
-        self.host = reachable(parts.hostname)
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.host = reachable(parts.hostname or "")
+        self.port = port or (443 if parts.scheme == "https" else 80)
         self._path, self._secure = parts.path.rstrip("/"), parts.scheme == "https"
 
     def get(self, path: str, *, timeout_s: float | None = 60.0) -> dict[str, Any]:
@@ -55,7 +63,7 @@ class ServerConnection:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         token = self.token or client_token(self.host, self.port)
         if token:
-            headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = _bearer(token)
         connection = self._open(timeout_s)
         try:
             connection.connect()
@@ -100,6 +108,16 @@ class ServerConnection:
                 f"{where} answers {status} {said!r}, expected a server started with `trl vllm-serve`. Check host and port."
             )
         raise RuntimeError(f"{where} failed ({status}): {said}")
+
+
+def _bearer(token: str) -> str:
+    """The header of a token, which `http.client` would show in its error where it is none."""
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            f"the token of the vLLM server ({VARIABLE}) has characters that no header can have, expected ASCII on one line. Choose "
+            "another one, for the server too."
+        )
+    return f"Bearer {token}"
 
 
 def _notice_a_dead_peer(sock: socket.socket) -> None:

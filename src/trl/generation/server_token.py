@@ -32,8 +32,8 @@ def client_token(host: str, port: int) -> str | None:
 
     It is that of the environment, or for a server of this machine ("0.0.0.0" means it too) that of its file.
     """
-    given = os.environ.get(VARIABLE)
-    if given:
+    given = _from_environment()
+    if given is not None:
         return given
     file = token_file(port)
     if not (is_loopback(host) or host in _ANY) or not file.is_file():
@@ -43,7 +43,7 @@ def client_token(host: str, port: int) -> str | None:
 
 def check_token_source(host: str) -> None:
     """Raise ValueError if clients of a server on `host` could have no token."""
-    if not is_loopback(host) and not os.environ.get(VARIABLE):
+    if not is_loopback(host) and _from_environment() is None:
         raise ValueError(
             f"--host {host} lets other machines in, and they need a token. Set {VARIABLE} to the same secret here and where "
             "the training runs, or use --host 127.0.0.1 for this machine only."
@@ -57,8 +57,8 @@ def server_token(host: str, port: int) -> Iterator[str]:
     Raises: ValueError for a server that other machines reach while the environment has no token.
     """
     check_token_source(host)
-    given = os.environ.get(VARIABLE)
-    if given:
+    given = _from_environment()
+    if given is not None:
         yield given
         return
     token, file = secrets.token_urlsafe(32), token_file(port)
@@ -68,6 +68,11 @@ def server_token(host: str, port: int) -> Iterator[str]:
     finally:
         if file.is_file() and file.read_text(encoding="utf-8") == token:  # not that of a later server
             file.unlink()
+
+
+def _from_environment() -> str | None:
+    """The token of the environment, without the line end that files of secrets have; None where it is empty."""
+    return os.environ.get(VARIABLE, "").strip() or None
 
 
 def _write_private(file: Path, text: str) -> None:

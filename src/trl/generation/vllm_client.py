@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import base64
 import io
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from trl.generation.checkpoint_weights import checkpoint_weights
 from trl.generation.server_connection import ServerConnection, ServerLost
 from trl.generation.weight_channel import WeightChannel
+
+logger = logging.getLogger(__name__)
 
 CHANNEL_TIMEOUT_S = 240.0  # for the meeting of all workers, and for each bucket of weights
 
@@ -49,7 +52,7 @@ class VLLMClient:
         *,
         token: str | None = None,
     ) -> None:
-        address = base_url or f"http://{f'[{host}]' if ':' in host else host}:{server_port}"
+        address = base_url or f"http://{f'[{host}]' if host.count(':') > 1 else host}:{server_port}"
         self._http = ServerConnection(address, token)
         self.base_url, self.host, self.server_port = self._http.base_url, self._http.host, self._http.port
         self.group_port = group_port
@@ -65,7 +68,7 @@ class VLLMClient:
 
         Raises: ConnectionError where it does not.
         """
-        until = time.monotonic() + total_timeout
+        until, told = time.monotonic() + total_timeout, False
         while True:
             try:
                 self._http.get("/health/", timeout_s=max(5.0, retry_interval))
@@ -78,6 +81,11 @@ class VLLMClient:
                         "with `trl vllm-serve --model <model>` (it answers once the model is loaded), or set the host, the port and "
                         "the time to wait."
                     ) from error
+                if not told:  # or a program that waits would look like one that hangs
+                    logger.warning(
+                        "No vLLM server answers at %s yet. Waiting up to %.0f s for it.", self.base_url, left
+                    )
+                    told = True
                 time.sleep(min(retry_interval, left))
 
     def get_world_size(self) -> int:
@@ -98,7 +106,13 @@ class VLLMClient:
         """
         answer = self._http.post("/complete/", {"requests": [dict(request) for request in requests]})
         self._check_channel(answer)
-        return answer["completions"]
+        found = answer["completions"]
+        if len(found) != len(requests):  # they could be those of somebody else
+            raise RuntimeError(
+                f"The vLLM server at {self.base_url} gave {len(found)} completions for {len(requests)} requests. Start it anew; its log "
+                "says what went wrong."
+            )
+        return found
 
     def generate(
         self,
@@ -122,6 +136,10 @@ class VLLMClient:
         `generation_kwargs` are further arguments of vLLM's `SamplingParams`.
         """
         sampling = _sampling(locals())
+        if isinstance(prompts, str):
+            raise TypeError(
+                f"prompts must be a list of texts or of token ids, got the text {prompts[:40]!r}. Put it in a list."
+            )
         shown = None if images is None else [_encoded(each) for each in images]
         return self._http.post("/generate/", {"prompts": list(prompts), "images": shown, **sampling})
 
@@ -149,6 +167,8 @@ class VLLMClient:
             "tools": tools,
             "chat_template": chat_template,
         }
+        if any(isinstance(each, Mapping) for each in messages):
+            raise TypeError("messages must be a list of conversations, got a single one. Put it in a list.")
         shown = [[_without_pixels(message) for message in conversation] for conversation in messages]
         return self._http.post("/chat/", {"messages": shown, **sampling, **template})
 
@@ -238,13 +258,18 @@ class VLLMClient:
                     channel.send(tensors)
             except Exception as error:
                 failed.append(error)
+                channel.close()  # or the server would wait for the rest
 
         sender = Thread(target=send, daemon=True)
         sender.start()
         try:
             self._http.post(path, body)
-        except BaseException:
+        except BaseException as error:
             self._drop_channel()  # a failed update ends the channel on the server's side too
+            if failed and not isinstance(failed[0], ConnectionError):
+                raise failed[
+                    0
+                ] from error  # could not be read here: the server only knows that they did not come
             raise
         sender.join()
         if failed:
@@ -318,7 +343,10 @@ def _device(given: torch.device | str | int) -> torch.device:
     """A device; a number means that GPU, or the CPU where there is none."""
     if isinstance(given, int):
         return torch.device("cuda", given) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(given)
+    device = torch.device(given)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())  # that of this thread: others join and send
 
 
 def _on(device: torch.device) -> Any:

@@ -93,12 +93,16 @@ class Refused(Exception):
 class GenerationServer(ThreadingHTTPServer):
     """Takes the address at once, so that it cannot be lost to another, and requests once `serve` has a backend.
 
+    Nobody's token is right as long as `token` is None.
+
     Raises: OSError if the address cannot be had.
     """
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self, host: str, port: int, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    ) -> None:
         self.host, self.token, self.max_body_bytes = host, token, max_body_bytes
         self.backend: Backend | None = None
         self.died: BackendDied | None = None
@@ -252,7 +256,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_token(self) -> None:
         given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
+        token = self.server.token
+        if token is None or not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise Refused(
                 401,
                 "The token is missing or another one. Set TRL_VLLM_SERVER_TOKEN to the server's, here and there; on one "

@@ -62,6 +62,14 @@ class VLLMServerEngine(PolicyCopy):
 
     def _completed(self, own: Sequence[Request]) -> list[Generated]:
         asked = [{"prompt_ids": list(one.prompt), "sampling": dict(one.settings)} for one in own]
+        try:
+            answers = self._answers(asked)
+        except Exception:
+            self._sent = None  # whose weights the server has is not known: whoever goes on sends them first
+            raise
+        return [completion_of(one["ids"], one["logprobs"], one["finish_reason"]) for one in answers]
+
+    def _answers(self, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
         answers: _Answers = through_main(asked, self._ask)
         if answers is None:  # in all processes
             self._send_all()
@@ -70,7 +78,7 @@ class VLLMServerEngine(PolicyCopy):
             raise ConnectionError(
                 "The vLLM server lost its weights twice in a row. See its log for the reason."
             )
-        return [completion_of(one["ids"], one["logprobs"], one["finish_reason"]) for one in answers]
+        return answers
 
     def _ask(self, asked: list[list[dict[str, Any]]]) -> list[_Answers]:
         """The server's answers to the requests of each process; None to each where it lost the weights."""
@@ -96,7 +104,7 @@ class VLLMServerEngine(PolicyCopy):
                 client.update_weights(weights)
                 return [None] * processes
             except ServerLost as lost:
-                logger.warning("%s Waiting up to %g s for it.", lost, self.patience)
+                logger.warning("%s", lost)
         client.check_server(self.patience)
         client.init_communicator(self._place())
         client.update_weights(weights)

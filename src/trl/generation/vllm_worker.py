@@ -65,9 +65,13 @@ class WeightReceiver:
         except Exception as error:
             logger.error("Loading %s failed:\n%s", arriving.at, traceback.format_exc())
             self.leave_weight_channel()
-            if whole:
-                self._end_reload()
-            return f"loading {arriving.at} failed with {type(error).__name__}: {error}"
+            said = f"loading {arriving.at} failed with {type(error).__name__}: {error}"
+            try:
+                if whole:
+                    self._end_reload()
+            except Exception as later:
+                said += f"; nor could the model be put together again ({type(later).__name__}: {later}). Start the server anew"
+            return said
         return None
 
     def end_with(self, server: int) -> None:

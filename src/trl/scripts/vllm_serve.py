@@ -59,7 +59,7 @@ def serve(arguments: ServeArguments) -> None:
 
     Raises: CommandError for what was asked for in vain: vLLM or the token is missing, the address is taken.
     """
-    from trl.generation.server_token import server_token
+    from trl.generation.server_token import VARIABLE, check_token_source, server_token, token_file
     from trl.generation.vllm_engine import check_vllm
     from trl.generation.vllm_server import BackendDied, GenerationServer
 
@@ -69,19 +69,28 @@ def serve(arguments: ServeArguments) -> None:
         stack.enter_context(until_told())
         with reporting_input_errors():
             check_vllm("trl vllm-serve")
-            token = stack.enter_context(server_token(arguments.host, arguments.port))
+            check_token_source(arguments.host)
         try:
-            server = stack.enter_context(GenerationServer(arguments.host, arguments.port, token=token))
+            server = stack.enter_context(GenerationServer(arguments.host, arguments.port))
         except OSError as error:
             raise CommandError(_taken(arguments, error)) from error
         backend = stack.enter_context(loaded(arguments))
+        try:
+            server.server_activate()
+        except OSError as error:  # another server that was loading, too, came first
+            raise CommandError(_taken(arguments, error)) from error
+        try:  # not before the port is this server's: the file goes by it, and would replace that of the server that has it
+            server.token = stack.enter_context(server_token(arguments.host, arguments.port))
+        except OSError as error:
+            raise CommandError(
+                f"The token cannot be left in {token_file(arguments.port)}: {error.strerror or error}. Set {VARIABLE} to a secret, "
+                "here and where the training runs."
+            ) from error
         logger.info("Serving %s on http://%s:%d", arguments.model, arguments.host, arguments.port)
         try:
             server.serve(backend)
         except BackendDied as error:
             raise CommandError(str(error)) from error
-        except OSError as error:  # another server that was loading, too, came first
-            raise CommandError(_taken(arguments, error)) from error
 
 
 class Told(BaseException):

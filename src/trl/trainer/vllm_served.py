@@ -44,8 +44,6 @@ def served_of(args: GroupTraining) -> Served:
     made: list[VLLMClient] = []
 
     def ask(given: list[None]) -> list[Served]:
-        address = args.vllm_server_base_url or f"{args.vllm_server_host}:{args.vllm_server_port}"
-        logger.info("Waiting up to %g s for the vLLM server at %s.", args.vllm_server_timeout, address)
         client = VLLMClient(
             args.vllm_server_base_url,
             args.vllm_server_host,
