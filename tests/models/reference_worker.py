@@ -91,12 +91,12 @@ def train(folder: str, *, rows: int = 2, ask: bool = True, **settings):
 def save_answer(model, out: str) -> None:
     """The logits of a frozen model that a loop without a trainer wraps."""
     from trl.models.distributed import is_sharded
-    from trl.trainer.utils import prepare_deepspeed
+    from trl.trainer.utils import forward, prepare_deepspeed
 
     engine = prepare_deepspeed(model, per_device_train_batch_size=2)
     assert is_sharded(engine) and not engine.module.training
     with torch.no_grad():
-        logits = engine(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"]).logits
+        logits = forward(engine, BATCH["input_ids"], pad_token_id=0).logits
     torch.save(logits, Path(out, f"by_hand_{os.environ['RANK']}.pt"))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_model
 from trl.models.attention import (
@@ -12,6 +13,7 @@ from trl.models.attention import (
     is_segment_table,
     use_flat_attention,
 )
+from trl.models.forward import Scorer
 from trl.tensors.segments import Segments
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # their grouped products take no float64
@@ -139,6 +141,24 @@ def test_dropout_acts_in_training():
     segments = SHAPES["plain"]
     ids = torch.randint(3, 60, (1, segments.total))
     assert not torch.equal(flat_logits(model, ids, segments), flat_logits(model, ids, segments))
+
+
+@pytest.mark.parametrize(
+    "copies", [{"layer_replication": [[0, 2], [1, 2]]}, {"modules_to_save": ["self_attn"]}]
+)
+def test_layers_that_peft_copied_take_flat_rows(copies):
+    """A copied layer has a copy of the config, and so its own attention implementation."""
+    model = tiny_model("llama", dtype=torch.float64)
+    given = LoraConfig(
+        r=2, target_modules=["up_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **copies
+    )
+    model = get_peft_model(model, given).double()
+    ids = torch.tensor([[5, 9, 3, 7, 7, 8], [4, 6, 2, 0, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.where(ids == 0, -100, ids)}
+    expected = Scorer(model, flat=False).score(model, batch).logps
+    flat = Scorer(model)
+    assert flat.flat
+    torch.testing.assert_close(flat.score(model, batch).logps, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_obstacles_are_named():

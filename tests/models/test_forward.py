@@ -311,6 +311,28 @@ def test_a_compiled_model_is_scored_uncompiled_and_says_so(caplog):
     assert caplog.text.count("torch_compile has no effect") == 1
 
 
+def test_a_model_that_was_compiled_in_place_too(caplog):
+    model = tiny_model("llama").eval()
+    expected = own_logps(model, padded())
+    model.compile(backend="eager")
+    scorer = Scorer(model)
+    for _ in range(2):
+        torch.testing.assert_close(scorer.score(model, padded()).logps, expected)
+    assert caplog.text.count("torch_compile has no effect") == 1
+
+
+def test_adaption_prompts_are_scored_from_the_models_own_logits():
+    peft = pytest.importorskip("peft")
+    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    for name, weight in model.named_parameters():
+        if "adaption" in name:
+            torch.nn.init.constant_(weight, 0.5)
+    scorer = Scorer(model)
+    assert "adaption prompts" in scorer.fallbacks[0]
+    torch.testing.assert_close(scorer.score(model, padded()).logps, own_logps(model, padded()))
+
+
 def test_other_objects_are_refused():
     with pytest.raises(TypeError, match="PreTrainedModel"):
         Scorer(torch.nn.Linear(2, 2))

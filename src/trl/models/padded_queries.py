@@ -10,10 +10,11 @@ import inspect
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from trl.models.lending import without_ddp
 from trl.models.parts import causal_core
 from trl.tensors.masking import first_true_indices
 
@@ -24,7 +25,7 @@ def forward(model: nn.Module, query_responses: Tensor, pad_token_id: int) -> Mod
     A token has the same logits as in a row of its own: positions count real tokens, and padding is not attended to. What
     stands at the places of padding means nothing.
     """
-    inputs = _taken_by(causal_core(without_ddp(model)), padded_inputs(query_responses, pad_token_id))
+    inputs = _taken_by(_core(model), padded_inputs(query_responses, pad_token_id))
     return model(**inputs, return_dict=True, output_hidden_states=True)
 
 
@@ -37,7 +38,7 @@ def get_reward(
     places, padded on the left, and responses padded on the right; of a response without a token it is the query's last.
     Raises: TypeError for a model without a layer `score` over its decoder.
     """
-    classifier: Any = causal_core(without_ddp(model))
+    classifier: Any = _core(model)
     decoder = getattr(classifier, classifier.base_model_prefix, None)
     if decoder is None or not hasattr(classifier, "score"):
         raise TypeError(
@@ -62,6 +63,12 @@ def padded_inputs(query_responses: Tensor, pad_token_id: int) -> dict[str, Tenso
     ids = query_responses.masked_fill(~mask, 0)  # a pad token may be none of the model's
     counts = mask.long()
     return {"input_ids": ids, "attention_mask": counts, "position_ids": counts.cumsum(dim=1) - counts}
+
+
+def _core(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside of DDP, DeepSpeed's engine (`prepare_deepspeed`), FSDP, a compiler and PEFT."""
+    inner: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    return causal_core(inner)
 
 
 def _taken_by(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -65,6 +65,8 @@ def prompt_learning_obstacle(model: nn.Module) -> str | None:
     active = getattr(model, "active_peft_config", None)
     if active is not None and getattr(active, "is_prompt_learning", False):
         return "PEFT's prompt learning puts virtual tokens into its own forward"
+    if getattr(active, "is_adaption_prompt", False):
+        return "PEFT's adaption prompts put virtual tokens into its attention"
     return None
 
 

@@ -59,15 +59,21 @@ class ScorerBase:
         return padded_rows(batch, pad_token_id=self.pad_token_id)
 
     def uncompiled(self, model: nn.Module) -> nn.Module:
-        """The module that `torch.compile` wraps: a stand-in for its forward cannot be traced; said once."""
+        """The module that `torch.compile` wraps, or that was compiled in place: a stand-in for its forward cannot be traced; said
+        once."""
         inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
+        in_place = [
+            each for each in (model, self.core) if getattr(each, "_compiled_call_impl", None) is not None
+        ]
+        if not isinstance(inner, nn.Module) and not in_place:
             return model
+        for each in in_place:
+            each._compiled_call_impl = None  # type: ignore[assignment]
         said = "it runs uncompiled (torch_compile has no effect), because the scoring forward stands in for its own"
         if said not in self.fallbacks:
             self.fallbacks.append(said)
             logger.warning("%s: %s.", type(self.core).__name__, said)
-        return inner
+        return inner if isinstance(inner, nn.Module) else model
 
     def reading_only(self, positions: Tensor | None, batch: ModelBatch) -> AbstractContextManager[None]:
         """Spare the decoder's last layer the positions whose hidden states nobody reads; None: all are read."""

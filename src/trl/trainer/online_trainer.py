@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -243,10 +242,10 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         """
         rows = self._rows()
         if isinstance(rows, PromptStream):
-            windows = math.ceil(self.args.max_steps / self.sizes.steps)
+            steps = self.args.max_steps
         else:
-            windows = max(1, round(len(rows) / self.sizes.prompts))
-        return DataLoader(range(windows * self.sizes.steps * self.sizes.micro_batches), batch_size=1)  # type: ignore[arg-type]
+            steps = max(1, round(len(rows) / self.sizes.prompts)) * self.sizes.steps
+        return DataLoader(range(steps * self.sizes.micro_batches), batch_size=1)  # type: ignore[arg-type]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -51,8 +51,8 @@ class PromptSets:
             )
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
             raise TypeError(
-                f"{name} dataset is of type {type(dataset).__name__}, expected a stored datasets.Dataset: prompts are drawn in "
-                "random order. Load it without streaming, or take some rows of it with Dataset.from_list(list(...))."
+                f"{name} dataset is of type {type(dataset).__name__}, expected a stored datasets.Dataset (GRPO and RLOO train on "
+                "a datasets.IterableDataset, too). Load it without streaming, or take some rows of it with Dataset.from_list(list(...))."
             )
         with PartialState().main_process_first():
             prepared = self.prepared(dataset, self.settings(), name)

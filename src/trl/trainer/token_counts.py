@@ -104,9 +104,9 @@ class TokenCounts:
 
     def speak_of_price(self, beta: float, *, metric: str) -> None:
         """Say, once, that completions of a whole batch differ by the price of their divergence alone."""
-        if "zero_advantage" in self._said:
+        if "price" in self._said:
             return
-        self._said.add("zero_advantage")
+        self._said.add("price")
         logger.warning(
             "In a batch of completions %s. They differ by the price of their divergence from the reference alone (beta=%s), and "
             "only that is learned. Later ones are counted in %s.",
