@@ -63,6 +63,15 @@ def found_of(kind, method="grpo", **settings):
     return trainer, {"gradients": keep.steps, "logs": logs(trainer), "eval": metrics}
 
 
+def refused(trainer):
+    """What each process says where the second one asks for the impossible."""
+    prompts = [[5], []] if trainer.args.process_index else [[5]]
+    try:
+        return str(trainer.engine.generate(prompts, trainer.sampling))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def main(folder: str, how: str, url: str, port: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
@@ -73,6 +82,7 @@ def main(folder: str, how: str, url: str, port: str) -> None:
         settings["deepspeed"] = copy.deepcopy(DEEPSPEED)
     kind = "tools" if how == "tools" else "sharded"
     trainer, found = found_of(kind, served=asks(url, int(port)), **settings)
+    found["refused"] = refused(trainer)
     trainer.save_model(f"{folder}/model")
     torch.save(found, f"{folder}/found_{trainer.args.process_index}.pt")
     trainer.accelerator.wait_for_everyone()

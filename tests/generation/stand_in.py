@@ -15,7 +15,7 @@ import torch
 from trl.generation.engine import Sampling
 from trl.generation.policy_copy import PolicyCopy, completion_of
 from trl.generation.transformers_engine import TransformersEngine
-from trl.generation.vllm_server import GenerationServer, NoChannel
+from trl.generation.vllm_server import BackendDied, GenerationServer, NoChannel
 from trl.generation.weight_channel import WeightChannel
 
 TOKEN = "the-secret"
@@ -79,7 +79,7 @@ class StandIn:
         self.engine = TransformersEngine(self.served)
         self.window = window or model.config.max_position_embeddings
         self.channel, self.calls, self.received = None, [], []
-        self._receiving = None
+        self._receiving, self.dead = None, None
 
     def about(self):
         config, dtype = self.served.config, str(self.served.dtype).removeprefix("torch.")
@@ -102,9 +102,14 @@ class StandIn:
         self.calls.append("join")
         self.channel = secrets.token_hex(4)
 
+    def check(self):
+        if self.dead is not None:
+            raise BackendDied(self.dead)
+
     def load(self, weights, *, whole):
         if self._receiving is None:
             raise NoChannel("no channel")
+        self._receiving.announce()
         own = dict(self.served.named_parameters(remove_duplicate=False)) | dict(self.served.named_buffers())
         entries = [(getattr(torch, each.dtype), each.shape) for each in weights]
         try:
@@ -116,8 +121,11 @@ class StandIn:
             raise
         self.calls.append("load")
         self.received.append({each.name for each in weights})
+        return sorted(self.served.state_dict().keys() - self.received[-1]) if whole else []
 
-    def leave(self):
+    def leave(self, channel=None):
+        if channel not in (None, self.channel):
+            return
         receiving, self._receiving, self.channel = self._receiving, None, None
         if receiving is not None:
             receiving.close()
@@ -131,7 +139,12 @@ def serving(stand_in, port=0):
     """The address of a server of this stand-in, on a port of this machine."""
     server = GenerationServer("127.0.0.1", port, token=TOKEN)
     server.serve_forever = partial(server.serve_forever, 0.02)  # looks as often whether it is to end
-    threading.Thread(target=server.serve, args=(stand_in,), daemon=True).start()
+
+    def serve():
+        with suppress(BackendDied):
+            server.serve(stand_in)
+
+    threading.Thread(target=serve, daemon=True).start()
     while True:
         with suppress(OSError):
             socket.create_connection(("127.0.0.1", server.server_port), timeout=1).close()

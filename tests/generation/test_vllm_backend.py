@@ -34,7 +34,10 @@ class LLM:
     def __init__(self, **settings):
         self.settings, self.calls, self.worker_says, self.raises = settings, [], None, None
         self.model_config = SimpleNamespace(dtype=torch.bfloat16, max_model_len=32, get_vocab_size=lambda: 99)
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self._shutdown))
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.llm_engine = SimpleNamespace(
+            engine_core=SimpleNamespace(shutdown=self._shutdown, resources=self.resources)
+        )
 
     def _shutdown(self, timeout):
         self.calls.append(("shutdown", timeout))
@@ -57,6 +60,8 @@ class LLM:
         self.calls.append((name, *args))
         if name == "shared_memory_name":
             return ["shm-1", None]
+        if name == "kept_weights":
+            return [["b", "a"], ["a"]]
         return [None, self.worker_says]
 
     def reset_prefix_cache(self):
@@ -190,18 +195,27 @@ def test_errors_of_vllm(backend):
         backend.complete([{"prompt_ids": [1]}])
 
 
+def test_an_engine_that_ended_while_idle_is_noticed(backend):
+    backend.check()
+    backend._llm.resources.engine_dead = True
+    with backend._lock, pytest.raises(BackendDied, match="has ended"):  # does not wait for what it is at
+        backend.check()
+
+
 def test_weights_need_a_channel_and_clear_the_cache(backend):
     with pytest.raises(NoChannel, match="init_communicator"):
         backend.load(WEIGHTS, whole=True)
     backend.join(**JOIN)
     first = backend.channel
     assert backend._llm.calls[-1] == ("join_weight_channel", "127.0.0.1", 51216, 3, "gloo", 5.0)
-    backend.load(WEIGHTS, whole=True)
-    assert backend._llm.calls[-2:] == [("receive_weights", ENTRIES, True), ("reset",)]
-    backend.load(WEIGHTS[:1], whole=False)
+    assert backend.load(WEIGHTS, whole=True) == ["a", "b"]
+    assert backend._llm.calls[-3:] == [("receive_weights", ENTRIES, True), ("reset",), ("kept_weights",)]
+    assert backend.load(WEIGHTS[:1], whole=False) == []
     assert backend._llm.calls[-2] == ("receive_weights", ENTRIES[:1], False)
     backend.join(**JOIN)
     assert first and backend.channel and backend.channel != first
+    backend.leave(first)  # another run's, at its exit
+    assert backend.channel is not None and backend._llm.calls[-1][0] == "join_weight_channel"
     backend.leave()
     assert backend.channel is None and backend._llm.calls[-1] == ("leave_weight_channel",)
 

@@ -101,6 +101,53 @@ def test_a_refused_update_does_not_hang(url, stand_in, group_port):
     client.close_communicator()
 
 
+def test_a_server_with_weights_of_its_own_is_warned_about(group_port, caplog):
+    stand_in = StandIn(tiny_model("llama", num_hidden_layers=3))
+    with serving(stand_in) as url:
+        client = VLLMClient(url, group_port=group_port)
+        client.init_communicator("cpu")
+        for _ in range(2):
+            client.update_model_params(tiny_model("llama"))  # of 2 layers
+        client.close_communicator()
+    assert caplog.text.count("keeps its own values of 9 weights") == 1
+    assert "model.layers.2.input_layernorm.weight" in caplog.text and ", ..." in caplog.text
+
+
+def test_at_its_end_a_program_leaves_the_channel_of_another_one_alone(url, stand_in, group_port):
+    first, second = (VLLMClient(url, group_port=group_port) for _ in range(2))
+    first.init_communicator("cpu")
+    second.init_communicator("cpu")
+    first.close_communicator()
+    assert stand_in.channel is not None
+    second.update_model_params(tiny_model("llama"))
+    assert len(stand_in.received) == 1
+    second.close_communicator()
+    assert stand_in.channel is None
+
+
+def test_weights_wait_for_a_server_that_is_busy_with_other_requests(url, stand_in, group_port):
+    """Longer than a bucket may take; a server that fails meanwhile is an error at once."""
+    client = VLLMClient(url, group_port=group_port)
+    client.init_communicator("cpu")
+    client._channel.timeout_s, load = 0.3, stand_in.load
+
+    def busy(*given, **named):
+        time.sleep(0.9)
+        return load(*given, **named)
+
+    stand_in.load = busy
+    client.update_model_params(tiny_model("llama"))
+    torch.testing.assert_close(stand_in.served.state_dict(), tiny_model("llama").state_dict(), rtol=0, atol=0)
+
+    def fails(*given, **named):
+        raise RuntimeError("out of memory")
+
+    stand_in.load, started = fails, time.monotonic()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        client.update_model_params(tiny_model("llama"))
+    assert time.monotonic() - started < 5 and len(stand_in.received) == 1 and not client.is_connected
+
+
 def test_weights_that_cannot_be_read_here_end_the_update_on_both_sides(url, stand_in, group_port):
     client = VLLMClient(url, group_port=group_port)
     client.init_communicator("cpu")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.generation.vllm_runs import adapted, model
+from tests.tiny import tiny_model
 from trl.generation import vllm_engine
 from trl.generation.checkpoint_weights import checkpoint_weights
 from trl.generation.engine import Sampling
@@ -125,6 +126,14 @@ def test_adapters_are_added_in_copies():
     torch.testing.assert_close(dict(policy.state_dict()), before, rtol=0, atol=0)
     with policy.disable_adapter():
         torch.testing.assert_close(checkpoint_weights(policy), dict(model().state_dict()), rtol=0, atol=0)
+
+
+def test_tied_heads_go_by_their_own_name_too_where_vllm_has_them():
+    embedding = tiny_model("qwen3", tie_word_embeddings=True)
+    found = checkpoint_weights(embedding)
+    assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+    gemma = checkpoint_weights(tiny_model("gemma2", tie_word_embeddings=True))
+    assert "model.embed_tokens.weight" in gemma and "lm_head.weight" not in gemma
 
 
 def test_adapters_that_are_no_sum_are_refused():

@@ -19,7 +19,7 @@ class Recorder:
     world_size = 2
 
     def __init__(self):
-        self.calls, self.raises, self.channel = [], None, None
+        self.calls, self.raises, self.channel, self.dead = [], None, None, False
 
     def _called(self, *call):
         self.calls.append(call)
@@ -48,9 +48,14 @@ class Recorder:
 
     def load(self, weights, *, whole):
         self._called("load", [(one.name, one.dtype, one.shape) for one in weights], whole)
+        return ["v"] if whole else []
 
-    def leave(self):
-        self._called("leave")
+    def check(self):
+        if self.dead:
+            raise BackendDied("the engine is gone")
+
+    def leave(self, channel=None):
+        self._called("leave", channel)
         self.channel = None
 
     def reset_prefix_cache(self):
@@ -139,10 +144,13 @@ def test_every_route_reaches_the_backend(served):
         {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "QUJD"}]}
     ]
     assert served.ask("POST", "/chat/", {"messages": [messages], "tools": [{}], "top_p": 1}) == (200, lists)
-    assert served.ask("POST", "/update_weights/", {"weights": [weight, weight]}) == (200, {"loaded": 2})
+    assert served.ask("POST", "/update_weights/", {"weights": [weight, weight]}) == (
+        200,
+        {"loaded": 2, "kept": ["v"]},
+    )
     assert served.ask("POST", "/update_named_param/", weight) == (200, {"loaded": 1})
     assert served.ask("POST", "/reset_prefix_cache/", {}) == (200, {"status": "ok"})
-    assert served.ask("POST", "/close_communicator/", b"") == (200, {"status": "ok"})
+    assert served.ask("POST", "/close_communicator/", {"channel": "c1"}) == (200, {"status": "ok"})
 
     calls = {call[0]: call[1:] for call in served.backend.calls}
     assert calls["join"] == (
@@ -166,7 +174,9 @@ def test_every_route_reaches_the_backend(served):
         ([("w", "bfloat16", [2, 3])] * 2, True),
         ([("w", "bfloat16", [2, 3])], False),
     ]
-    assert [call[0] for call in served.backend.calls[-2:]] == ["reset", "leave"]
+    assert served.backend.calls[-2:] == [("reset",), ("leave", "c1")]
+    served.ask("POST", "/close_communicator/", b"")
+    assert served.backend.calls[-1] == ("leave", None)
 
 
 def test_sampling_arguments_of_prompts():
@@ -251,11 +261,27 @@ def test_errors_of_the_backend(served):
     assert served.ask("POST", "/complete/", requests)[0] == 200
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_log_probs_that_are_no_numbers_are_500_and_no_json_of_their_own(served, value):
+    served.backend.complete = lambda requests: [{"ids": [1], "logprobs": [-0.5, value]}]
+    status, answer = served.ask("POST", "/complete/", {"requests": [{"prompt_ids": [1]}]})
+    assert status == 500 and "the weights that the server was sent are not finite" in answer["error"]
+
+
 def test_the_server_ends_with_what_generates():
     made = started()
     made.backend.raises = BackendDied("the engine is gone")
     answer = made.ask("POST", "/complete/", {"requests": [{"prompt_ids": [1]}]})
-    assert answer == (500, {"error": "the engine is gone"})
+    assert answer == (503, {"error": "the engine is gone"})
+    made.thread.join(10)
+    assert made.ended == ["the engine is gone"]
+    made.server.server_close()
+
+
+def test_an_engine_that_died_while_idle_is_not_healthy():
+    made = started()
+    made.backend.dead = True
+    assert made.ask("GET", "/health/", token=None) == (503, {"error": "the engine is gone"})
     made.thread.join(10)
     assert made.ended == ["the engine is gone"]
     made.server.server_close()

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from tests.generation.served_runs import KINDS, asks, found_of, trainer_of
 from tests.generation.stand_in import TOKEN, StandIn, serving
 from tests.tiny import tiny_model
+from tests.trainer import grpo_runs
 from tests.trainer.group_methods import comparable
 from tests.trainer.one_step import launch
 from trl.generation.engine import Engine, Sampling
@@ -87,6 +88,11 @@ def test_two_processes_with_tools_share_one_server(tmp_path, group_port):
     found = torch.load(tmp_path / "found_0.pt")
     expected = found_of("tools")[1]
     assert_same(found, expected, 1e-6)
+    other = torch.load(tmp_path / "found_1.pt")[
+        "refused"
+    ]  # of which the one asked for nothing that could be wrong
+    assert other.startswith("ValueError: prompts[1] is empty")
+    assert found["refused"] == f"ValueError: in process 1: {other.removeprefix('ValueError: ')}"
     assert stand_in.calls.count("load") == 3 and stand_in.calls.count("join") == 1
 
 
@@ -166,6 +172,28 @@ def test_a_server_that_is_started_anew_gets_the_weights_again(group_port, caplog
     assert "has lost the weights it was sent" in caplog.text
 
 
+def test_a_server_whose_engine_died_is_one_that_ended(group_port):
+    """Found out by the question for its health, and waited for until there is another one."""
+    policy, first, second = (
+        tiny_model("llama"),
+        StandIn(tiny_model("llama", seed=1)),
+        StandIn(tiny_model("llama", seed=1)),
+    )
+    with ExitStack() as running:
+        url = running.enter_context(serving(first))
+        engine = VLLMServerEngine(policy, VLLMClient(url, group_port=group_port), patience=20.0)
+        engine.sync_weights(policy, 0)
+        first.dead = "its engine is gone"
+        with pytest.raises(ConnectionError, match=r"No vLLM server answered .*its engine is gone"):
+            VLLMClient(url)
+        running.close()
+        running.enter_context(serving(second, int(url.rpartition(":")[2])))
+        (found,) = engine.generate([[5, 6, 7]], GREEDY)
+        assert found.ids == TransformersEngine(policy).generate([[5, 6, 7]], GREEDY)[0].ids
+        assert len(first.received) == len(second.received) == 1
+        engine.close()
+
+
 def test_completions_by_other_weights_are_not_taken(group_port):
     """A server that was started anew since the weights were sent, and one that another program has sent weights."""
     policy, stand_in = tiny_model("llama"), StandIn(tiny_model("llama", seed=1))
@@ -190,6 +218,58 @@ def test_completions_by_other_weights_are_not_taken(group_port):
         assert found.ids == TransformersEngine(policy).generate([[5, 6, 7]], GREEDY)[0].ids
         assert len(stand_in.received) == 3
         engine.close()
+
+
+def test_weights_that_were_loaded_are_sent_again(group_port, monkeypatch):
+    """At the same step, and written in a way that no counter of theirs shows."""
+    stand_in = zeroed("plain")
+    with serving(stand_in) as url:
+        trainer, _ = trainer_of("plain", served=asks(url, group_port))
+
+        def written(*given):
+            for weight in trainer.model.parameters():
+                weight.data.mul_(0.5)
+
+        rows = grpo_runs.prompts(4)
+        trainer.evaluate(rows)
+        trainer.evaluate(rows)
+        assert len(stand_in.received) == 1
+        monkeypatch.setattr(Trainer, "_load_best_model", written)
+        trainer._load_best_model()
+        trainer.evaluate(rows)
+        assert len(stand_in.received) == 2
+        torch.testing.assert_close(stand_in.served.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
+        written()
+        monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", lambda self, checkpoint: None)
+        trainer._load_optimizer_and_scheduler(None)  # a run that is not resumed
+        trainer.evaluate(rows)
+        assert len(stand_in.received) == 2
+        trainer._load_optimizer_and_scheduler("checkpoint-0")
+        trainer.evaluate(rows)
+        assert len(stand_in.received) == 3
+        torch.testing.assert_close(stand_in.served.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
+        trainer.engine.close()
+
+
+def test_weights_that_are_no_numbers_are_named(group_port):
+    policy, stand_in = tiny_model("llama"), StandIn(tiny_model("llama"))
+    stand_in.complete = lambda requests: [{"ids": [5], "logprobs": [float("nan")], "finish_reason": "stop"}]
+    with serving(stand_in) as url:
+        engine = VLLMServerEngine(policy, VLLMClient(url, group_port=group_port))
+        engine.sync_weights(policy, 0)
+        with pytest.raises(
+            RuntimeError,
+            match=r"log-probs must be finite.*the weights that the server was sent are not finite",
+        ):
+            engine.generate([[5, 6, 7]], GREEDY)
+        engine.close()
+
+
+def test_adapters_of_experts_are_refused_before_anything_is_sent():
+    adapter = LoraConfig(target_parameters=["mlp.experts.down_proj"])
+    policy = get_peft_model(tiny_model("qwen3_moe"), adapter)
+    with pytest.raises(ValueError, match=r"experts .*ParamWrapper\) is no sum of weights .*Use plain LoRA"):
+        VLLMServerEngine(policy, None)
 
 
 @pytest.mark.parametrize("flag", ["is_loaded_in_4bit", "is_quantized"])

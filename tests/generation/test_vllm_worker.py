@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from trl.generation.weight_channel import WeightChannel
 class Model:
     def __init__(self):
         self.loaded = {}
-        self.stops_after = None
+        self.stops_after, self.is_silent = None, False
 
     def load_weights(self, weights):
         for index, (name, tensor) in enumerate(weights):
@@ -25,7 +26,11 @@ class Model:
                 raise KeyError(name)
             self.loaded[name] = tensor.clone()
             if index == self.stops_after:
-                return
+                break
+        return None if self.is_silent else set(self.loaded)
+
+    def named_parameters(self):
+        return [("a", None), ("qkv", None)]
 
 
 class Worker(WeightReceiver):
@@ -34,6 +39,7 @@ class Worker(WeightReceiver):
     def __init__(self):
         self.model, self.reloads, self.ended = Model(), 0, 0
         self.model_runner = self
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
 
     def get_model(self):
         return self.model
@@ -96,6 +102,23 @@ def test_weights_are_loaded_as_they_were_sent():
         assert worker.reloads == 1  # a single weight goes into the model as it stands
 
 
+def test_what_the_model_keeps_of_its_own_is_told():
+    """By the names that the model gives to what it loaded; nothing where it gives none, or is quantised."""
+    with joined() as (worker, sender):
+        assert sent(worker, sender, WEIGHTS, whole=True) == (None, None)
+        assert worker.kept_weights() == ["qkv"]
+        assert sent(worker, sender, {"qkv": torch.ones(2), "inv_freq": torch.ones(1)}, whole=True) == (
+            None,
+            None,
+        )
+        assert worker.kept_weights() == []
+        worker.model.loaded.clear()
+        worker.vllm_config.model_config.quantization = "fp8"
+        assert sent(worker, sender, WEIGHTS, whole=True) == (None, None) and worker.kept_weights() == []
+        worker.vllm_config.model_config.quantization, worker.model.is_silent = None, True
+        assert sent(worker, sender, WEIGHTS, whole=True) == (None, None) and worker.kept_weights() == []
+
+
 def test_what_the_model_leaves_is_taken_from_the_sender():
     with joined() as (worker, sender):
         worker.model.stops_after = 0
@@ -136,7 +159,7 @@ def test_a_sender_that_does_not_come_is_told():
 def test_names_do_not_collide_with_those_of_a_worker():
     """vLLM refuses extensions with a name that its workers have; these are the ones to keep apart from them."""
     names = {name for name in dir(WeightReceiver) if not name.startswith("__")}
-    assert names == {"join_weight_channel", "receive_weights", "leave_weight_channel", "end_with", "shared_memory_name", "weight_channel", "_end_reload"}  # fmt: skip
+    assert names == {"join_weight_channel", "receive_weights", "leave_weight_channel", "end_with", "shared_memory_name", "weight_channel", "_end_reload", "kept_weights", "weights_kept", "_reload_and_compare"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [None, "vllm_dist_7"])

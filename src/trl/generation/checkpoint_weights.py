@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from trl.generation.fused import readable_weight
+from trl.generation.fused import has_readable_weight, readable_weight
 from trl.models.parts import causal_core, prompt_learning_obstacle
 from trl.models.quantization import is_quantized
+
+_WITHOUT_HEAD = ("gemma2",)  # models for which vLLM (0.32) has the embedding alone
 
 
 @torch.no_grad()
@@ -30,12 +32,12 @@ def checkpoint_weights(model: nn.Module) -> dict[str, Tensor]:
         own = f"{name}."
         for key in [key for key in found if key.startswith(own)]:
             del found[key]
-        found |= {own + part: value for part, value in _summed(name, module).items()}
+        found |= {own + part: value for part, value in _summed(module).items()}
     return revert_weight_conversion(core, found)
 
 
 def check_sendable(model: nn.Module) -> None:
-    """Raise ValueError where the weights of a policy are nothing that an engine with a copy of it could take."""
+    """Raise ValueError where the weights of a policy are nothing that an engine with a copy of it could take. They need not be whole."""
     obstacle = prompt_learning_obstacle(model)
     if obstacle is not None:
         raise ValueError(f"{obstacle}, which no weight can stand for. Use LoRA, or leave use_vllm out.")
@@ -45,18 +47,28 @@ def check_sendable(model: nn.Module) -> None:
             f"use_vllm=True was given with a quantised {type(core).__name__}, expected weights of 16 bits or more: those of fewer cannot "
             "be sent to vLLM with adapters added. Load the model without quantisation, or leave use_vllm out."
         )
+    for name, module in _adapted(core):
+        if not (_has_saved_copy(module) or has_readable_weight(module)):
+            raise ValueError(
+                f"the adapter of {name} ({type(module).__module__}.{type(module).__name__}) is no sum of weights that can be sent "
+                "to vLLM, expected LoRA on linear layers, without DoRA. Use plain LoRA, or leave use_vllm out."
+            )
 
 
 def _own_tensors(core: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers as `state_dict` has them, whose hooks would shard what FSDP2 gathered.
 
-    Tied ones by all of their names: on a CPU, vLLM (0.32) packs a head of its own, and gets none from the embedding's name.
+    Tied ones by all of their names: on a CPU, vLLM (0.32) packs a head of its own, and gets none from the embedding's name. Where
+    it never has one, it takes none either.
     """
     found = {name: value.detach() for name, value in core.named_parameters(remove_duplicate=False)}
     for place, module in core.named_modules(remove_duplicate=False):
         for name, value in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 found[f"{place}.{name}" if place else name] = value
+    config: Any = core.config
+    if config.model_type in _WITHOUT_HEAD and config.tie_word_embeddings:
+        found.pop("lm_head.weight", None)
     return found
 
 
@@ -71,19 +83,19 @@ def _adapted(core: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in core.named_modules() if isinstance(module, kinds)]  # pyright: ignore
 
 
-def _summed(name: str, module: nn.Module) -> dict[str, Tensor]:
+def _has_saved_copy(module: nn.Module) -> bool:
     from peft.utils.other import ModulesToSaveWrapper
 
-    if isinstance(module, ModulesToSaveWrapper):
-        active: Any = module.original_module
+    return isinstance(module, ModulesToSaveWrapper)
+
+
+def _summed(module: Any) -> dict[str, Tensor]:
+    if _has_saved_copy(module):
+        active = module.original_module
         if not module.disable_adapters and module.active_adapters:
             active = module.modules_to_save[module.active_adapters[0]]
         return dict(active.state_dict())
     pair = readable_weight(module)
-    if pair is None:
-        raise ValueError(
-            f"the adapter of {name} ({type(module).__module__}.{type(module).__name__}) is no sum of weights that can be sent "
-            "to vLLM, expected LoRA on linear layers, without DoRA. Use plain LoRA, or leave use_vllm out."
-        )
+    assert pair is not None  # check_sendable
     weight, bias = pair
     return {"weight": weight.detach()} | ({} if bias is None else {"bias": bias.detach()})

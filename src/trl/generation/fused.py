@@ -49,28 +49,45 @@ def _own_class(module: nn.Module) -> type:
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
-def readable_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a linear layer, active LoRA adapters added in a copy; None where it is more."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return module.weight, module.bias
+def has_readable_weight(module: Any) -> bool:
+    """Whether `readable_weight` can say what a layer computes. Its weights need not be there."""
+    if _is_plain_linear(module):
+        return True
     if find_spec("peft") is None:
-        return None
+        return False
     from peft.tuners.lora import Linear as LoraLinear
 
     if type(module) is not LoraLinear or getattr(module, "fan_in_fan_out", False):
+        return False
+    if not _is_plain_linear(module.get_base_layer()):
+        return False
+    if module.disable_adapters or module.merged:
+        return not (module.merged and module.disable_adapters)
+    return not any(name in module.lora_variant or module.lora_bias[name] for name in _active(module))
+
+
+def readable_weight(module: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a linear layer, active LoRA adapters added in a copy; None where it is more."""
+    if not has_readable_weight(module):
         return None
-    base: Any = module.get_base_layer()
-    if not (isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward):
-        return None
-    adapters = [name for name in module.active_adapters if name in module.lora_A]
+    if _is_plain_linear(module):
+        return module.weight, module.bias
+    base, adapters = module.get_base_layer(), _active(module)
     if module.disable_adapters or module.merged or not adapters:
-        return None if module.merged and module.disable_adapters else (base.weight, base.bias)
-    if any(name in module.lora_variant or module.lora_bias[name] for name in adapters):
-        return None
+        return base.weight, base.bias
     weight = base.weight.to(torch.promote_types(base.weight.dtype, torch.float32))
     for name in adapters:
         weight = weight + module.get_delta_weight(name).to(weight.dtype)
     return weight.to(base.weight.dtype), base.bias
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _active(module: Any) -> list[str]:
+    """The active adapters of a LoRA layer."""
+    return [name for name in module.active_adapters if name in module.lora_A]
 
 
 class Projection:

@@ -63,6 +63,26 @@ def through_main(own: _T, make: Callable[[list[_T]], Sequence[_R]]) -> _R:
     return value
 
 
+def raise_in_all(failure: Exception | None, group: Any = None) -> None:
+    """Raise in every process what went wrong in any of them: elsewhere as in `through_main`. All of the group (None: all there are)
+    must call it."""
+    if group is None and process_count() == 1:
+        if failure is not None:
+            raise failure
+        return
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size(group)
+    own = None if failure is None else (_known(failure), str(failure))
+    dist.all_gather_object(found, own, group=group)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(found):
+        if other is not None:
+            kind, words = other
+            raise kind(f"in process {rank}: {words}")
+
+
 def _known(error: Exception) -> type[Exception]:
     """The kind of error that other processes raise: one that takes a text alone."""
     kinds = (ConnectionError, PermissionError, ValueError)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trl.generation.checkpoint_weights import check_sendable, checkpoint_weights
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
+from trl.generation.main_process import raise_in_all
 from trl.generation.phase import generating, without_wrappers
 from trl.generation.request_state import fresh_seed
 from trl.generation.stopping import end_tokens
@@ -74,7 +75,15 @@ class PolicyCopy(ABC):
         """Whether weights have to be sent, where this process thinks so (or not)."""
         return is_new
 
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise what went wrong, in all processes that generate together."""
+        raise_in_all(failure)
+
     # ---- what all do
+
+    def forget(self) -> None:
+        """Send the weights again when they are next asked for, as after loading others: not all ways to write them are noticed."""
+        self._sent = None
 
     def generate(
         self,
@@ -87,8 +96,23 @@ class PolicyCopy(ABC):
         """One completion per prompt, in order; see `Engine.generate`.
 
         Each request has a seed of its own, made of the seed and its stream; vLLM's kernels may round otherwise in another
-        batch. Raises: ValueError for prompts that cannot be completed.
+        batch. Raises: ValueError for prompts that cannot be completed, in all processes that generate together.
         """
+        own, failure = [], None
+        try:
+            own = self._requests(prompts, sampling, streams, limits)
+        except Exception as error:
+            failure = error
+        self._agree(failure)
+        return self._completed(own)
+
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int] | None,
+        limits: Sequence[int] | None,
+    ) -> list[Request]:
         core = self._core()
         window = context_window(core, self.window)
         found, names = check_requests(prompts, streams, window=window, vocabulary=None)
@@ -97,11 +121,10 @@ class PolicyCopy(ABC):
         keys = stream_keys(seed, names).tolist() if names else []
         ends = sorted(end_tokens(sampling.stop_token_ids, core))
         shared = _shared_settings(sampling, ends, self.regex)
-        own = [
+        return [
             Request(prompt, shared | _own_settings(sampling, len(prompt), limit, int(key) % _SEEDS))
             for prompt, limit, key in zip(found, longest, keys, strict=True)
         ]
-        return self._completed(own)
 
     def sync_weights(self, model: nn.Module, step: int) -> None:
         """Send the weights of `model` to the copy, unless it has them."""

@@ -54,7 +54,7 @@ class ServerConnection:
     ) -> dict[str, Any]:
         """What the server answers to a body; `timeout_s` (seconds) None waits for as long as it is alive.
 
-        Raises: ServerLost where it cannot be reached, PermissionError for a wrong token, ValueError for what it does not take,
+        Raises: ServerLost where it cannot be reached or is about to end, PermissionError for a wrong token, ValueError for what it does not take,
         RuntimeError for what fails there.
         """
         return self._ask("POST", path, json.dumps(body or {}).encode(), timeout_s)
@@ -101,6 +101,8 @@ class ServerConnection:
         where, said = f"The vLLM server at {self.base_url}{path}", str(said)[:_WORDS_KEPT]
         if status == 409:
             raise ServerLost(f"{where} has no weight channel to this program: {said}")
+        if status == 503:
+            raise ServerLost(f"{where} cannot answer: {said}")
         if status in (400, 413):
             raise ValueError(f"{where} does not take what it was sent: {said}")
         if status in (200, 404, 405):

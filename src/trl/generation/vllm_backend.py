@@ -117,6 +117,14 @@ class VLLMBackend:
         self._llm.collective_rpc("end_with", args=(os.getpid(),))
         self._shared = {name for name in self._llm.collective_rpc("shared_memory_name") if name}
 
+    def check(self) -> None:
+        """Raise BackendDied where vLLM's engine is gone, which it notices by itself."""
+        from trl.generation.vllm_server import BackendDied
+
+        resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
+        if getattr(resources, "engine_dead", False):
+            raise BackendDied("vLLM's engine has ended. See the server's log.")
+
     def about(self) -> dict[str, Any]:
         """Model, dtype, max_model_len, vocab_size and device."""
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
@@ -185,8 +193,9 @@ class VLLMBackend:
             self._on_workers("join_weight_channel", host, port, size, backend, timeout_s)
             self.channel = secrets.token_hex(8)
 
-    def load(self, weights: Sequence[WeightBody], *, whole: bool) -> None:
-        """Receive these weights over the channel, load them, and forget what was computed with the old ones."""
+    def load(self, weights: Sequence[WeightBody], *, whole: bool) -> list[str]:
+        """Receive these weights over the channel, load them, and forget what was computed with the old ones. Returns the names of
+        the model's weights that did not come, by vLLM's names, where these should be all."""
         from trl.generation.vllm_server import NoChannel
 
         if self.channel is None:
@@ -207,10 +216,14 @@ class VLLMBackend:
                 raise
             self._spoilt = None if whole else before
             llm.reset_prefix_cache()
+            kept = llm.collective_rpc("kept_weights") if whole else []
+        return sorted({name for names in kept for name in names})
 
-    def leave(self) -> None:
-        """Leave the weight channel, if one was joined."""
+    def leave(self, channel: str | None = None) -> None:
+        """Leave the weight channel, if one was joined; a `channel` of another name is left alone."""
         with self._working() as llm:
+            if channel not in (None, self.channel):
+                return
             self.channel = None
             llm.collective_rpc("leave_weight_channel")
 

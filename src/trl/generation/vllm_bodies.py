@@ -161,6 +161,13 @@ class CompleteBody:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveBody:
+    """`/close_communicator/`: the name of the channel to leave; None means whichever is open."""
+
+    channel: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class EmptyBody:
     """For requests that ask for no more than their address says."""

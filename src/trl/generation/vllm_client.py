@@ -22,6 +22,7 @@ from trl.generation.weight_channel import WeightChannel
 logger = logging.getLogger(__name__)
 
 CHANNEL_TIMEOUT_S = 240.0  # for the meeting of all workers, and for each bucket of weights
+_NAMES_SHOWN = 5  # of the weights that a warning lists
 
 
 class VLLMClient:
@@ -59,6 +60,7 @@ class VLLMClient:
         self._channel: WeightChannel | None = None
         self._channel_name: str | None = None  # what the server calls it
         self._joining: Thread | None = None
+        self._warned = False  # of weights that the server keeps
         self.check_server(connection_timeout)
 
     # ---- the server
@@ -215,6 +217,7 @@ class VLLMClient:
         if isinstance(found[0], Exception):
             raise found[0]
         self._channel, self._channel_name = found[0], answer.get("channel")
+        self._warned = False
         atexit.register(self.close_communicator)
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -234,12 +237,12 @@ class VLLMClient:
         self.update_weights(checkpoint_weights(model))
 
     def close_communicator(self) -> None:
-        """Close the weight channel. Nothing happens where there is none, or where the server is gone."""
-        is_open = self.is_connected
+        """Close the weight channel. Nothing happens where there is none, where the server is gone, or has one to another program."""
+        is_open, name = self.is_connected, self._channel_name
         self._drop_channel()
         if is_open:
             try:
-                self._http.post("/close_communicator/", timeout_s=10.0)
+                self._http.post("/close_communicator/", {"channel": name}, timeout_s=10.0)
             except (OSError, RuntimeError):
                 return  # gone, or another one by now: that closed it
 
@@ -254,6 +257,7 @@ class VLLMClient:
 
         def send() -> None:
             try:
+                channel.await_receivers()  # the server may have other requests to answer first
                 with _on(channel.device):
                     channel.send(tensors)
             except Exception as error:
@@ -263,7 +267,7 @@ class VLLMClient:
         sender = Thread(target=send, daemon=True)
         sender.start()
         try:
-            self._http.post(path, body)
+            answer = self._http.post(path, body)
         except BaseException as error:
             self._drop_channel()  # a failed update ends the channel on the server's side too
             if failed and not isinstance(failed[0], ConnectionError):
@@ -275,6 +279,18 @@ class VLLMClient:
         if failed:
             self._drop_channel()
             raise failed[0]
+        self._warn_of_kept(answer.get("kept") or [])
+
+    def _warn_of_kept(self, names: Sequence[str]) -> None:
+        """Say once for a channel which weights of the server's model did not come."""
+        if names and not self._warned:
+            shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+            logger.warning(
+                "The vLLM server at %s keeps its own values of %d weights that it was not sent: %s. Start it with the model that is "
+                "trained, unless that is what you want.",
+                self.base_url, len(names), shown,
+            )  # fmt: skip
+            self._warned = True
 
     def _check_channel(self, answer: Mapping[str, Any]) -> None:
         """Raise where the server's weights are not those that came through this channel."""

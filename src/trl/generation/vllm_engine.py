@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.generation.engine import Generated
+from trl.generation.main_process import raise_in_all
 from trl.generation.policy_copy import PolicyCopy, Request, completion_of
 from trl.generation.transformers_engine import MIXED
 
@@ -71,6 +72,12 @@ class VLLMEngine(PolicyCopy):
         self._llm, self._sent = None, None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _agree(self, failure: Exception | None) -> None:
+        if self._sharing is not None:
+            raise_in_all(failure, self._sharing)
+        elif failure is not None:
+            raise failure
 
     def _completed(self, own: Sequence[Request]) -> list[Generated]:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]

@@ -18,6 +18,7 @@ from trl.generation.vllm_bodies import (
     EmptyBody,
     GenerateBody,
     JoinBody,
+    LeaveBody,
     WeightBody,
     WeightsBody,
     read,
@@ -35,6 +36,10 @@ class Backend(Protocol):
 
     world_size: int  # how many workers receive weights
     channel: str | None  # names the weight channel that is open, another one each time; None where none is
+
+    def check(self) -> None:
+        """Raise BackendDied where what generates is gone; does not wait for what it is at."""
+        ...
 
     def about(self) -> dict[str, Any]:
         """Model, dtype, max_model_len, vocab_size and device."""
@@ -58,15 +63,16 @@ class Backend(Protocol):
         """Join a weight channel with all workers, after leaving the one before."""
         ...
 
-    def load(self, weights: Sequence[WeightBody], *, whole: bool) -> None:
-        """Receive these weights over the channel, load them, and forget what was computed with the old ones.
+    def load(self, weights: Sequence[WeightBody], *, whole: bool) -> list[str]:
+        """Receive these weights over the channel, load them, and forget what was computed with the old ones. Returns which of its
+        own weights the model kept, where these should be all.
 
         Raises: NoChannel where none is open. A failure closes it.
         """
         ...
 
-    def leave(self) -> None:
-        """Leave the weight channel, if one was joined."""
+    def leave(self, channel: str | None = None) -> None:
+        """Leave the weight channel, if one was joined; a `channel` of another name is left alone."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -167,8 +173,23 @@ def _about(server: GenerationServer, backend: Backend, body: EmptyBody) -> dict[
 
 
 def _load_whole(server: GenerationServer, backend: Backend, body: WeightsBody) -> dict[str, Any]:
-    backend.load(body.entries(), whole=True)
-    return {"loaded": len(body.weights)}
+    kept = backend.load(body.entries(), whole=True)
+    return {"loaded": len(body.weights), "kept": kept}
+
+
+def _health(server: GenerationServer, backend: Backend, body: EmptyBody) -> dict[str, Any]:
+    backend.check()
+    return {"status": "ok"}
+
+
+def _leave(server: GenerationServer, backend: Backend, body: LeaveBody) -> dict[str, Any]:
+    backend.leave(body.channel)
+    return {"status": "ok"}
+
+
+def _reset(server: GenerationServer, backend: Backend, body: EmptyBody) -> dict[str, Any]:
+    backend.reset_prefix_cache()
+    return {"status": "ok"}
 
 
 def _load_one(server: GenerationServer, backend: Backend, body: WeightBody) -> dict[str, Any]:
@@ -176,18 +197,8 @@ def _load_one(server: GenerationServer, backend: Backend, body: WeightBody) -> d
     return {"loaded": 1}
 
 
-def _done(
-    action: Callable[[Backend], None],
-) -> Callable[[GenerationServer, Backend, EmptyBody], dict[str, Any]]:
-    def answer(server: GenerationServer, backend: Backend, body: EmptyBody) -> dict[str, Any]:
-        action(backend)
-        return {"status": "ok"}
-
-    return answer
-
-
 ROUTES: dict[tuple[str, str], Route] = {
-    ("GET", "/health"): Route(EmptyBody, lambda server, backend, body: {"status": "ok"}),
+    ("GET", "/health"): Route(EmptyBody, _health),
     ("GET", "/get_world_size"): Route(
         EmptyBody, lambda server, backend, body: {"world_size": backend.world_size}
     ),
@@ -198,8 +209,8 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/init_communicator"): Route(JoinBody, _join),
     ("POST", "/update_weights"): Route(WeightsBody, _load_whole),
     ("POST", "/update_named_param"): Route(WeightBody, _load_one),
-    ("POST", "/reset_prefix_cache"): Route(EmptyBody, _done(lambda backend: backend.reset_prefix_cache())),
-    ("POST", "/close_communicator"): Route(EmptyBody, _done(lambda backend: backend.leave())),
+    ("POST", "/reset_prefix_cache"): Route(EmptyBody, _reset),
+    ("POST", "/close_communicator"): Route(LeaveBody, _leave),
 }
 _SENDING = ("/update_weights", "/update_named_param")  # while a client waits to send
 
@@ -222,6 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._unread = int(length) if length.isdecimal() else 0
         try:
             status, answer = 200, self._answer()
+            text = _json(answer)
         except NoChannel as error:
             status, answer = 409, {"error": str(error)}
         except Refused as error:
@@ -229,12 +241,12 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, TypeError) as error:
             status, answer = 400, {"error": str(error)}
         except BackendDied as error:
-            status, answer = 500, {"error": str(error)}
+            status, answer = 503, {"error": str(error)}
             self.server.end(error)
         except Exception as error:
             logger.exception("%s %s failed", self.command, self.path)
             status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
-        self._send(status, answer)
+        self._send(status, text if status == 200 else _json(answer))
 
     def _answer(self) -> dict[str, Any]:
         path = self.path.partition("?")[0].rstrip("/")
@@ -281,8 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             raise ValueError(f"The body is no JSON: {error}.") from None
 
-    def _send(self, status: int, answer: dict[str, Any]) -> None:
-        body = json.dumps(answer).encode()
+    def _send(self, status: int, body: bytes) -> None:
         refused_unread = self._unread > 0
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -306,3 +317,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("%s %s", self.address_string(), format % args)
+
+
+def _json(answer: dict[str, Any]) -> bytes:
+    """Raises: FloatingPointError for log-probs that no JSON has."""
+    try:
+        return json.dumps(answer, allow_nan=False).encode()
+    except ValueError:
+        raise FloatingPointError(
+            "the completions' log-probs must be finite, got NaN or infinity: the weights that the server was sent are not finite, or "
+            "too large for its dtype. Look for a run that diverged, or start the server with a wider --dtype."
+        ) from None

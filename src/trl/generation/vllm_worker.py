@@ -33,6 +33,7 @@ class WeightReceiver:
     vllm_config: Any
     reload_weights: Callable[..., None]
     weight_channel: WeightChannel | None = None
+    weights_kept: Sequence[str] = ()
 
     def join_weight_channel(
         self, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float
@@ -57,8 +58,9 @@ class WeightReceiver:
             return "no weight channel has been joined. Call init_communicator first."
         arriving = Arriving(self.weight_channel, entries)
         try:
+            self.weight_channel.announce()
             if whole:
-                self.reload_weights(weights_iterator=iter(arriving))
+                self._reload_and_compare(iter(arriving))
             else:
                 self.model_runner.get_model().load_weights(iter(arriving))
             arriving.take_rest()
@@ -73,6 +75,28 @@ class WeightReceiver:
                 said += f"; nor could the model be put together again ({type(later).__name__}: {later}). Start the server anew"
             return said
         return None
+
+    def kept_weights(self) -> list[str]:
+        """The parameters of the model that the last whole update did not reach, of which vLLM only says something in its log. None
+        for models that do not say what they load, and for quantised ones."""
+        return list(self.weights_kept)
+
+    def _reload_and_compare(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        model, self.weights_kept = self.model_runner.get_model(), ()
+        names, load, loaded = {name for name, _ in model.named_parameters()}, model.load_weights, []
+
+        def load_and_tell(*given: Any, **named: Any) -> Any:
+            found = load(*given, **named)
+            loaded.append(found)
+            return found
+
+        model.load_weights = load_and_tell
+        try:
+            self.reload_weights(weights_iterator=weights)
+        finally:
+            del model.load_weights
+        if loaded and loaded[-1] is not None and self.vllm_config.model_config.quantization is None:
+            self.weights_kept = sorted(names - loaded[-1])
 
     def end_with(self, server: int) -> None:
         """End vLLM's engine, and with it this worker, when the process `server` is gone without having done so itself.

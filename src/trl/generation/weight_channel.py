@@ -10,6 +10,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +21,7 @@ from torch.distributed import TCPStore
 BUCKET_BYTES = 64 * 1024**2
 _ALIGNED = 16  # bytes: more than any element needs
 _SENDER = "sender"  # the key under which rank 0 leaves its address
+_READY = "ready"  # the key under which receivers are counted that are about to receive
 _Item = TypeVar("_Item")
 Entry = tuple[torch.dtype, Sequence[int]]  # a tensor to come: its dtype and its shape
 
@@ -35,6 +37,7 @@ class WeightChannel:
         self._group: Any = group
         self._store: TCPStore | None = store  # lives as long as the group
         self.device, self.timeout_s = device, timeout_s
+        self._turns = 0  # how often the sender waited for the receivers
 
     @classmethod
     def join(
@@ -70,6 +73,33 @@ class WeightChannel:
                 "one another, and the log of the other side."
             ) from error
         return channel
+
+    def announce(self) -> None:
+        """Tell the sender that this rank (1 and up) is about to receive.
+
+        Raises: ConnectionError if the channel broke.
+        """
+        if self._store is not None:
+            with _as_connection_errors():
+                self._store.add(_READY, 1)
+
+    def await_receivers(self) -> None:
+        """Wait (rank 0) until all receivers have announced themselves once more, for as long as the channel is open: what keeps
+        them may take longer than a bucket.
+
+        Raises: ConnectionError if the channel is closed, here or there.
+        """
+        self._turns += 1
+        pause = 0.001
+        while True:
+            group, store = self._group, self._store
+            if group is None or store is None:
+                raise ConnectionError("The weight channel was closed before all receivers were at it.")
+            with _as_connection_errors():
+                if store.add(_READY, 0) >= self._turns * (group.size() - 1):
+                    return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         """Send these tensors (rank 0), which may lie on any device.
@@ -225,6 +255,17 @@ def _group(store: TCPStore, rank: int, size: int, backend: str, address: str, ti
     gloo._devices = [kind.create_device(hostname=address)]
     gloo._timeout = timedelta(seconds=timeout_s)
     return kind(store, rank, size, gloo)
+
+
+@contextmanager
+def _as_connection_errors() -> Iterator[None]:
+    """Turn errors of a store whose other side is gone into ConnectionErrors."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError is one
+        raise ConnectionError(
+            f"The weight channel broke: {_first_line(error)}. See the log of the other side for the reason."
+        ) from error
 
 
 def _left(until: float) -> float:

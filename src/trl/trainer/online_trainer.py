@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from trl.data.prompts import columns_for_rewards
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
+from trl.generation.policy_copy import PolicyCopy
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.reference import Reference
@@ -366,10 +367,20 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
                 Path(output_dir), self._window, rank=self.args.process_index, facts=self._window_facts()
             )
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """After weights were loaded, which not all ways of doing so let an engine with a copy of them notice."""
+        if isinstance(self.engine, PolicyCopy):
+            self.engine.forget()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        self._forget_copies()  # the weights have just been loaded too
         self._resumed_from = checkpoint
         if not self.state.global_step % self.sizes.steps:
             return
