@@ -79,7 +79,7 @@ def main(folder: str, how: str, url: str, port: str) -> None:
     if how == "fsdp2":
         use_fsdp_on_cpu()
     elif how == "zero3":
-        settings["deepspeed"] = copy.deepcopy(DEEPSPEED)
+        settings |= {"deepspeed": copy.deepcopy(DEEPSPEED), "ds3_gather_for_generation": False}
     kind = "tools" if how == "tools" else "sharded"
     trainer, found = found_of(kind, served=asks(url, int(port)), **settings)
     found["refused"] = refused(trainer)

@@ -55,14 +55,14 @@ class LocalCopy(PolicyCopy):
     together = False
 
     def __init__(self, model, accelerator=None):
-        super().__init__(model, accelerator=accelerator, gather_zero3=True, window=None, regex=None)
+        super().__init__(model, accelerator=accelerator, window=None, regex=None)
 
     def _completed(self, own):
         engine = TransformersEngine(self.model, accelerator=self.accelerator)
         asked = [{"prompt_ids": list(one.prompt), "sampling": dict(one.settings)} for one in own]
         return [completion_of(**one) for one in completed(engine, asked)]
 
-    def _send(self, weights):
+    def _send(self, parts):
         return None
 
     def close(self):

@@ -311,7 +311,6 @@ REFUSED = {
         "window of 20 tokens, expected at least 21: max_prompt_length=14 and max_completion_length=7",
     ),
     "long prompt": ({}, 8, {}, r"prompt.* 8 tokens"),
-    "sharded": ({}, None, {"ds3_gather_for_generation": False}, "expected True: vLLM is sent whole weights"),
 }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,23 +18,51 @@ from trl.models.quantization import is_quantized
 _WITHOUT_HEAD = ("gemma2",)  # models for which vLLM (0.32) has the embedding alone
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A module's own tensors, without those of the modules inside it; or all that an adapted module stands for."""
+
+    place: str  # its name in the model without adapters
+    module: nn.Module
+    is_adapted: bool
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose parameters it is read from."""
+        return list(self.module.modules()) if self.is_adapted else [self.module]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names in the model without adapters, LoRA adapters added in copies."""
+        own = _summed(self.module) if self.is_adapted else own_tensors(self.module, recurse=False)
+        return {self._named(name): value for name, value in own.items()}
+
+    def described(self, describe: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Tensor]:
+        """What `describe` makes of the tensors that give the same names, shapes and dtypes, each with the module that has it."""
+        source = _source(self.module) if self.is_adapted else self.module
+        found: dict[str, Tensor] = {}
+        for place, module in source.named_modules() if self.is_adapted else [("", source)]:
+            for name, value in _direct(module):
+                found[self._named(f"{place}.{name}" if place else name)] = describe(module, value)
+        return found
+
+    def _named(self, name: str) -> str:
+        return f"{self.place}.{name}" if self.place else name
+
+
 @torch.no_grad()
 def checkpoint_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers as a checkpoint of the model without adapters has them; the model itself is not changed.
 
     Active LoRA adapters are added to copies of the weights they belong to; all other tensors are the model's own, not
-    copies. Weights must be whole (see `generating`).
+    copies. Weights must be whole: `WeightParts` gathers sharded ones.
 
     Raises: ValueError for adapters that are more than such a sum, and for quantised weights.
     """
     check_sendable(model)
     core = causal_core(model)
-    found = _own_tensors(core)
-    for name, module in _adapted(core):
-        own = f"{name}."
-        for key in [key for key in found if key.startswith(own)]:
-            del found[key]
-        found |= {own + part: value for part, value in _summed(module).items()}
+    found: dict[str, Tensor] = {}
+    for piece in pieces(core):
+        found |= piece.tensors()
     return revert_weight_conversion(core, found)
 
 
@@ -47,54 +77,82 @@ def check_sendable(model: nn.Module) -> None:
             f"use_vllm=True was given with a quantised {type(core).__name__}, expected weights of 16 bits or more: those of fewer cannot "
             "be sent to vLLM with adapters added. Load the model without quantisation, or leave use_vllm out."
         )
-    for name, module in _adapted(core):
-        if not (_has_saved_copy(module) or has_readable_weight(module)):
+    for name, module in core.named_modules():
+        if _is_adapter(module) and not (_has_saved_copy(module) or has_readable_weight(module)):
             raise ValueError(
                 f"the adapter of {name} ({type(module).__module__}.{type(module).__name__}) is no sum of weights that can be sent "
                 "to vLLM, expected LoRA on linear layers, without DoRA. Use plain LoRA, or leave use_vllm out."
             )
 
 
-def _own_tensors(core: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers as `state_dict` has them, whose hooks would shard what FSDP2 gathered.
+def pieces(core: nn.Module) -> list[Piece]:
+    """What a model's weights are read from, in the order of its modules.
 
-    Tied ones by all of their names: on a CPU, vLLM (0.32) packs a head of its own, and gets none from the embedding's name. Where
-    it never has one, it takes none either.
+    Tied weights come by all of their names: on a CPU, vLLM (0.32) packs a head of its own, and gets none from the embedding's.
+    Where vLLM never has such a head, it takes none either.
     """
-    found = {name: value.detach() for name, value in core.named_parameters(remove_duplicate=False)}
-    for place, module in core.named_modules(remove_duplicate=False):
-        for name, value in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[f"{place}.{name}" if place else name] = value
     config: Any = core.config
-    if config.model_type in _WITHOUT_HEAD and config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)
+    left_out = "lm_head" if config.model_type in _WITHOUT_HEAD and config.tie_word_embeddings else None
+    found: list[Piece] = []
+    inside = None  # of an adapted module
+    for place, module in core.named_modules(remove_duplicate=False):
+        if inside is not None and place.startswith(inside):
+            continue
+        inside = f"{place}." if _is_adapter(module) else None
+        if place == left_out and inside is None:
+            continue
+        if inside is not None or own_tensors(module, recurse=False):
+            found.append(Piece(place, module, inside is not None))
     return found
 
 
-def _adapted(core: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that PEFT put in the place of the model's own."""
+def own_tensors(module: nn.Module, *, recurse: bool) -> dict[str, Tensor]:
+    """Parameters and persistent buffers as `state_dict` has them, whose hooks would shard what FSDP2 gathered."""
+    found: dict[str, Tensor] = {}
+    for place, inner in module.named_modules(remove_duplicate=False) if recurse else [("", module)]:
+        for name, value in _direct(inner):
+            found[f"{place}.{name}" if place else name] = value.detach()
+    return found
+
+
+def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, value
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether PEFT put a module in the place of the model's own."""
     if find_spec("peft") is None:
-        return []
+        return False
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
-    return [(name, module) for name, module in core.named_modules() if isinstance(module, kinds)]  # pyright: ignore
+    kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return isinstance(module, kinds)
 
 
 def _has_saved_copy(module: nn.Module) -> bool:
+    if find_spec("peft") is None:
+        return False
     from peft.utils.other import ModulesToSaveWrapper
 
     return isinstance(module, ModulesToSaveWrapper)
 
 
-def _summed(module: Any) -> dict[str, Tensor]:
+def _source(module: Any) -> nn.Module:
+    """The module inside an adapted one whose tensors have the names, shapes and dtypes of the adapted."""
+    if not _has_saved_copy(module):
+        return module if isinstance(module, nn.Linear) else module.get_base_layer()
+    if module.disable_adapters or not module.active_adapters:
+        return module.original_module
+    return module.modules_to_save[module.active_adapters[0]]
+
+
+def _summed(module: nn.Module) -> dict[str, Tensor]:
     if _has_saved_copy(module):
-        active = module.original_module
-        if not module.disable_adapters and module.active_adapters:
-            active = module.modules_to_save[module.active_adapters[0]]
-        return dict(active.state_dict())
+        return own_tensors(_source(module), recurse=True)
     pair = readable_weight(module)
     assert pair is not None  # check_sendable
     weight, bias = pair

@@ -34,9 +34,12 @@ def any_process(value: bool) -> bool:
     return any(found)
 
 
-def through_main(own: _T, make: Callable[[list[_T]], Sequence[_R]]) -> _R:
+def through_main(
+    own: _T, make: Callable[[list[_T]], Sequence[_R]], *, meanwhile: Callable[[], None] | None = None
+) -> _R:
     """This process's part of what the main process makes of `own` of all of them. All must call it.
 
+    `meanwhile` is what the others do for it: their part in what all have to do together within `make`.
     What goes wrong there is raised in every process: elsewhere than there as an error of the same kind, or as RuntimeError.
     """
     if process_count() == 1:
@@ -52,6 +55,8 @@ def through_main(own: _T, make: Callable[[list[_T]], Sequence[_R]]) -> _R:
         except Exception as error:
             failure = error
             parts = [("failed", (_known(error), str(error)))] * process_count()
+    elif meanwhile is not None:
+        meanwhile()
     answer: list[Any] = [None]
     dist.scatter_object_list(answer, parts, src=0)
     if failure is not None:

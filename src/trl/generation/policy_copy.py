@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trl.generation.checkpoint_weights import check_sendable, checkpoint_weights
+from trl.generation.checkpoint_weights import check_sendable
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
 from trl.generation.main_process import raise_in_all
 from trl.generation.phase import generating, without_wrappers
@@ -18,7 +18,8 @@ from trl.generation.request_state import fresh_seed
 from trl.generation.stopping import end_tokens
 from trl.generation.streams import stream_keys
 from trl.generation.transformers_engine import context_window
-from trl.models.distributed import reshard
+from trl.generation.weight_parts import WeightParts
+from trl.models.distributed import is_fsdp1, reshard
 from trl.models.parts import causal_core
 
 _SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
@@ -47,11 +48,10 @@ class PolicyCopy(ABC):
         model: nn.Module,
         *,
         accelerator: Any | None,
-        gather_zero3: bool,
         window: int | None,
         regex: str | None,
     ) -> None:
-        self.model, self.accelerator, self.gather_zero3 = model, accelerator, gather_zero3
+        self.model, self.accelerator = model, accelerator
         self.window, self.regex = window, regex
         self._sent: tuple[int, ...] | None = None  # which weights the copy has
         check_sendable(without_wrappers(model))
@@ -68,7 +68,7 @@ class PolicyCopy(ABC):
         """The completions of this process's requests."""
 
     @abstractmethod
-    def _send(self, weights: Mapping[str, Tensor]) -> None:
+    def _send(self, parts: WeightParts) -> None:
         """Give these weights to the copy, by the names of a checkpoint."""
 
     def _is_new(self, is_new: bool) -> bool:
@@ -138,8 +138,11 @@ class PolicyCopy(ABC):
             self._sent = state
 
     def _send_all(self) -> None:
-        with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as whole:
-            self._send(checkpoint_weights(whole))
+        if not is_fsdp1(self.model):
+            self._send(WeightParts(self.model))
+            return
+        with generating(self.model, self.accelerator) as whole:  # FSDP1 knows no smaller part
+            self._send(WeightParts(whole))
 
     def _core(self) -> Any:
         return causal_core(without_wrappers(self.model))

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl.generation.checkpoint_weights import checkpoint_weights
+from trl.generation.main_process import process_count
 from trl.generation.server_connection import ServerConnection, ServerLost
 from trl.generation.weight_channel import WeightChannel
+from trl.generation.weight_parts import WeightParts
 
 logger = logging.getLogger(__name__)
 
@@ -225,16 +226,31 @@ class VLLMClient:
 
         Raises: ServerLost where the server has no channel to this program (any more), RuntimeError for what fails there.
         """
-        described = [_described(name, weight) for name, weight in weights.items()]
-        self._send("/update_weights/", {"weights": described}, weights.values())
+        self.send_weights(weights, weights.values())
+
+    def send_weights(self, shapes: Mapping[str, Tensor], weights: Iterable[Tensor]) -> None:
+        """The same with `weights` that are made one after the other, in this thread, in the order of `shapes`: tensors by their
+        names, which only tell dtypes and shapes (on the device meta)."""
+        described = [_described(name, weight) for name, weight in shapes.items()]
+        self._send("/update_weights/", {"weights": described}, weights)
 
     def update_named_param(self, name: str, weights: Tensor) -> None:
         """Send one weight, by its name in a checkpoint."""
         self._send("/update_named_param/", _described(name, weights), [weights])
 
     def update_model_params(self, model: nn.Module) -> None:
-        """Send all weights of a model, LoRA adapters added to copies of them."""
-        self.update_weights(checkpoint_weights(model))
+        """Send all weights of a model, LoRA adapters added to copies of them, a layer at a time.
+
+        Raises: ValueError for weights of which other processes have parts.
+        """
+        parts = WeightParts(model)
+        if parts.is_sharded and process_count() > 1:
+            raise ValueError(
+                "model is sharded (ZeRO-3 or FSDP), expected whole weights: one process alone cannot gather them. Let "
+                "VLLMServerEngine send them, whose sync_weights is called in all processes."
+            )
+        with parts.read() as weights:
+            self.send_weights(parts.shapes, (weight for _, weight in weights))
 
     def close_communicator(self) -> None:
         """Close the weight channel. Nothing happens where there is none, where the server is gone, or has one to another program."""
@@ -247,7 +263,7 @@ class VLLMClient:
                 return  # gone, or another one by now: that closed it
 
     def _send(self, path: str, body: dict[str, Any], tensors: Iterable[Tensor]) -> None:
-        channel, failed = self._channel, []
+        channel = self._channel
         if channel is None:
             raise ServerLost(
                 f"There is no weight channel to the vLLM server at {self.base_url}. Call init_communicator first."
@@ -255,31 +271,36 @@ class VLLMClient:
         if self._channel_name is not None:
             self._check_channel(self.model())
 
-        def send() -> None:
-            try:
-                channel.await_receivers()  # the server may have other requests to answer first
-                with _on(channel.device):
-                    channel.send(tensors)
-            except Exception as error:
-                failed.append(error)
-                channel.close()  # or the server would wait for the rest
+        failed: list[BaseException] = []
+        answers: list[dict[str, Any]] = []
 
-        sender = Thread(target=send, daemon=True)
-        sender.start()
+        def ask() -> None:
+            try:
+                answers.append(self._http.post(path, body))
+            except BaseException as error:
+                failed.append(error)
+                channel.close()  # or the sending would wait for somebody who takes it
+
+        asking = Thread(target=ask, daemon=True)
+        asking.start()
         try:
-            answer = self._http.post(path, body)
-        except BaseException as error:
-            self._drop_channel()  # a failed update ends the channel on the server's side too
-            if failed and not isinstance(failed[0], ConnectionError):
-                raise failed[
-                    0
-                ] from error  # could not be read here: the server only knows that they did not come
-            raise
-        sender.join()
-        if failed:
+            channel.await_receivers()  # the server may have other requests to answer first
+            with _on(channel.device):
+                channel.send(tensors)  # in this thread: reading them may be work of all processes
+        except Exception as error:
+            self._drop_channel()  # or the server would wait for the rest
+            asking.join()
+            if failed and isinstance(error, ConnectionError):
+                raise failed[0] from error
+            raise  # could not be read here: the server only knows that they did not come
+        except BaseException:
             self._drop_channel()
+            raise
+        asking.join()
+        if failed:
+            self._drop_channel()  # a failed update ends the channel on the server's side too
             raise failed[0]
-        self._warn_of_kept(answer.get("kept") or [])
+        self._warn_of_kept(answers[0].get("kept") or [])
 
     def _warn_of_kept(self, names: Sequence[str]) -> None:
         """Say once for a channel which weights of the server's model did not come."""

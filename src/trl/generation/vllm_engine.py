@@ -11,12 +11,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trl.generation.engine import Generated
 from trl.generation.main_process import raise_in_all
 from trl.generation.policy_copy import PolicyCopy, Request, completion_of
 from trl.generation.transformers_engine import MIXED
+from trl.generation.weight_parts import WeightParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,11 @@ class VLLMEngine(PolicyCopy):
         tokenizer: Any | None = None,
         accelerator: Any | None = None,
         settings: VLLMSettings | None = None,
-        gather_zero3: bool = True,
     ) -> None:
         check_vllm()
         self.tokenizer, self.settings = tokenizer, settings or VLLMSettings()
         own = {"window": self.settings.window, "regex": self.settings.regex}
-        super().__init__(model, accelerator=accelerator, gather_zero3=gather_zero3, **own)
+        super().__init__(model, accelerator=accelerator, **own)
         self._sharing = _sharing(self.settings.parallel)
         self._asleep = False
         self._llm: Any = None
@@ -93,9 +93,9 @@ class VLLMEngine(PolicyCopy):
             )
         return [_generated(answer.outputs[0]) for answer in answers[first : first + len(own)]]
 
-    def _send(self, weights: Mapping[str, Tensor]) -> None:
-        with self._awake() as engine:
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+    def _send(self, parts: WeightParts) -> None:
+        with parts.read() as weights, self._awake() as engine:
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             engine.reset_prefix_cache()
 
     def _of_all_sharing(self, own: list[Request]) -> tuple[list[Request], int]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trl.generation.engine import Generated
 from trl.generation.main_process import any_process, process_count, through_main
 from trl.generation.policy_copy import PolicyCopy, Request, completion_of
 from trl.generation.server_connection import ServerLost
 from trl.generation.vllm_client import VLLMClient
+from trl.generation.weight_parts import WeightParts
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +36,12 @@ class VLLMServerEngine(PolicyCopy):
         client: VLLMClient | None,
         *,
         accelerator: Any | None = None,
-        gather_zero3: bool = True,
         window: int | None = None,
         regex: str | None = None,
         patience: float = 240.0,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(
-            model, accelerator=accelerator, gather_zero3=gather_zero3, window=window, regex=regex
-        )
+        super().__init__(model, accelerator=accelerator, window=window, regex=regex)
         self.client, self.patience, self._device = client, patience, device
 
     @property
@@ -94,21 +92,38 @@ class VLLMServerEngine(PolicyCopy):
             return [None] * len(asked)
         return [[next(answers) for _ in part] for part in asked]
 
-    def _send(self, weights: Mapping[str, Tensor]) -> None:
-        through_main(None, lambda given: self._deliver(weights, len(given)))
+    def _send(self, parts: WeightParts) -> None:
+        was_connected = through_main(None, lambda given: self._connect(len(given)))
+        if self._sent_by_main(parts, again=was_connected):
+            return
+        through_main(None, lambda given: self._connect(len(given), anew=True))
+        self._sent_by_main(parts, again=False)
 
-    def _deliver(self, weights: Mapping[str, Tensor], processes: int) -> list[None]:
+    def _sent_by_main(self, parts: WeightParts, *, again: bool) -> bool:
+        """Send the weights; False where the server was lost, and is to be sent them `again`."""
+        return through_main(
+            None, lambda given: self._deliver(parts, again, len(given)), meanwhile=parts.take_part
+        )
+
+    def _connect(self, processes: int, *, anew: bool = False) -> list[bool]:
+        """Join the server's weight channel, unless that was done before and is not to be done `anew`; whether it was."""
         client = self._connected()
-        if client.is_connected:
-            try:
-                client.update_weights(weights)
-                return [None] * processes
-            except ServerLost as lost:
-                logger.warning("%s", lost)
-        client.check_server(self.patience)
-        client.init_communicator(self._place())
-        client.update_weights(weights)
-        return [None] * processes
+        was_connected = client.is_connected
+        if anew or not was_connected:
+            client.check_server(self.patience)
+            client.init_communicator(self._place())
+        return [was_connected] * processes
+
+    def _deliver(self, parts: WeightParts, again: bool, processes: int) -> list[bool]:
+        try:
+            with parts.read() as weights:
+                self._connected().send_weights(parts.shapes, (weight for _, weight in weights))
+        except ServerLost as lost:
+            if not again:
+                raise
+            logger.warning("%s", lost)
+            return [False] * processes
+        return [True] * processes
 
     def _connected(self) -> VLLMClient:
         if self.client is None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Event
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed import TCPStore
 
 BUCKET_BYTES = 64 * 1024**2
 _ALIGNED = 16  # bytes: more than any element needs
+_LOOK_S = 1e-3
 _SENDER = "sender"  # the key under which rank 0 leaves its address
 _READY = "ready"  # the key under which receivers are counted that are about to receive
 _Item = TypeVar("_Item")
@@ -38,6 +40,7 @@ class WeightChannel:
         self._store: TCPStore | None = store  # lives as long as the group
         self.device, self.timeout_s = device, timeout_s
         self._turns = 0  # how often the sender waited for the receivers
+        self._closed = Event()
 
     @classmethod
     def join(
@@ -128,6 +131,7 @@ class WeightChannel:
     def close(self) -> None:
         """Leave: whoever waits for this rank gets an error. Closing twice does nothing."""
         group, self._group, self._store = self._group, None, None
+        self._closed.set()
         if group is not None:
             group.abort()
 
@@ -138,7 +142,12 @@ class WeightChannel:
         if not buffer.numel():
             return
         try:
-            done = group.broadcast(buffer, root=0, timeout=timeout).wait(timeout)
+            work = group.broadcast(buffer, root=0, timeout=timeout)
+            if self.device.type == "cpu":
+                self._await(work, timeout.total_seconds())
+            done = work.wait(timeout)
+        except ConnectionError:
+            raise
         except RuntimeError as error:
             self.close()
             raise ConnectionError(
@@ -150,6 +159,13 @@ class WeightChannel:
             raise ConnectionError(
                 f"The weight channel waited longer than {timeout.total_seconds():g} s for the other side. See its log."
             )
+
+    def _await(self, work: Any, timeout_s: float) -> None:
+        """Wait for a broadcast over gloo, until the channel is closed in another thread: what is under way goes on waiting then."""
+        until = time.monotonic() + timeout_s
+        while not work.is_completed() and time.monotonic() < until:
+            if self._closed.wait(_LOOK_S):
+                raise ConnectionError("The weight channel was closed amid a transfer. Join a new one.")
 
 
 def buckets(

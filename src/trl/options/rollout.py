@@ -17,7 +17,8 @@ class GatheredGeneration(OptionGroup):
         default=True,
         metadata={
             "help": "Under DeepSpeed ZeRO-3, gather the policy's weights once for a whole rollout: faster, and needs room for "
-            "them on each device. False: layer by layer, for models that do not fit on one device."
+            "them on each device. False: layer by layer, for models that do not fit on one device. vLLM is sent them layer by layer "
+            "in any case."
         },
     )
 

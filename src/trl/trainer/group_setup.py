@@ -82,8 +82,7 @@ def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
     """The vLLM server of a run, which answers; None for runs without one. Says that vLLM is not used where it is not the
     run's `own` engine that generates.
 
-    Raises: ImportError where vLLM is to run here and is missing, ValueError for sharded weights that are not to be gathered, and
-    what `served_of` raises.
+    Raises: ImportError where vLLM is to run here and is missing, and what `served_of` raises.
     """
     if not args.use_vllm:
         return None
@@ -92,10 +91,6 @@ def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
             "use_vllm=True has no effect with a rollout_func, which generates by itself. Leave one of them out."
         )
         return None
-    if not args.ds3_gather_for_generation:
-        raise ValueError(
-            "ds3_gather_for_generation=False with use_vllm=True, expected True: vLLM is sent whole weights. Leave one of them out."
-        )
     if args.vllm_mode == "server":
         return served_of(args)
     check_vllm()
@@ -128,13 +123,9 @@ def engine_of(
         return server_engine(
             served, args, model, window=rollout_window(args, policy), accelerator=accelerator
         )
-    parts = {
-        "tokenizer": policy.tokenizer,
-        "accelerator": accelerator,
-        "gather_zero3": args.ds3_gather_for_generation,
-    }
+    parts = {"tokenizer": policy.tokenizer, "accelerator": accelerator}
     if not (args.use_vllm and own):
-        return TransformersEngine(model, **parts)
+        return TransformersEngine(model, gather_zero3=args.ds3_gather_for_generation, **parts)
     settings = VLLMSettings(
         memory=args.vllm_gpu_memory_utilization,
         window=getattr(args, "vllm_max_model_length", None),

@@ -93,10 +93,10 @@ def group_tools(
             f"tools={list(found)} with a rollout_func, expected one of them: the function generates, so that nobody answers calls. "
             "Call the tools in it, or leave it out."
         )
-    if not args.ds3_gather_for_generation:
+    if not (args.ds3_gather_for_generation or args.use_vllm):
         raise ValueError(
             "ds3_gather_for_generation=False with tools, expected True: processes go on with different numbers of rows, which "
-            "sharded weights do not take. Leave it out."
+            "sharded weights do not take. Leave it out, or generate with vLLM."
         )
     return GroupTools(found, args, policy)
 

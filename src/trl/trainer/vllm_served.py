@@ -93,7 +93,6 @@ def server_engine(
         model,
         served.client,
         accelerator=accelerator,
-        gather_zero3=args.ds3_gather_for_generation,
         window=window,
         regex=args.vllm_guided_decoding_regex,
         patience=args.vllm_server_timeout,
