@@ -189,16 +189,15 @@ def flat_attention(
     outputs = []
     for number, (q, (start, stop)) in enumerate(zip(query.split(asked, dim=2), spans, strict=True), first):
         (length, tree, prompt), k, v = plan.calls[number], keys[number], values[number]
-        if stop - start < length:
+        is_cut = stop - start < length
+        if is_cut:
             q, k, v = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
         if prompt:
             k = torch.cat([keys[tree][:, :, :prompt], k], dim=2)
             v = torch.cat([values[tree][:, :, :prompt], v], dim=2)
         output = _one_call(plan, q, k, v, dropout, scaling, window, softcap) if stop else q
         output = output.transpose(1, 2)
-        outputs.append(
-            output if len(q[0, 0]) == length else F.pad(output, (0, 0, 0, 0, start, length - stop))
-        )
+        outputs.append(F.pad(output, (0, 0, 0, 0, start, length - stop)) if is_cut else output)
     return torch.cat(outputs, dim=1), None
 
 
