@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.generation.channel_runs import ENTRIES, ran, tensors
-from trl.generation.weight_channel import BUCKET_BYTES, WeightChannel, buckets, byte_count, reachable
+from trl.generation.addresses import reachable
+from trl.generation.weight_channel import BUCKET_BYTES, WeightChannel, buckets, byte_count
 
 
 def free_port():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -124,21 +125,27 @@ def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _is_adapter(module: nn.Module) -> bool:
     """Whether PEFT put a module in the place of the model's own."""
-    if find_spec("peft") is None:
-        return False
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return isinstance(module, kinds)
+    return isinstance(module, _adapter_kinds())
 
 
 def _has_saved_copy(module: nn.Module) -> bool:
-    if find_spec("peft") is None:
+    """Whether PEFT trains a copy of the whole module."""
+    if not _is_adapter(module):
         return False
     from peft.utils.other import ModulesToSaveWrapper
 
     return isinstance(module, ModulesToSaveWrapper)
+
+
+@cache
+def _adapter_kinds() -> tuple[type[nn.Module], ...]:
+    if find_spec("peft") is None:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return kinds
 
 
 def _source(module: Any) -> nn.Module:

@@ -16,13 +16,6 @@ def process_count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def is_main_process() -> bool:
-    """Whether this process is the first of them."""
-    import torch.distributed as dist
-
-    return process_count() == 1 or dist.get_rank() == 0
-
-
 def any_process(value: bool) -> bool:
     """Whether it is true in any process. All must call it."""
     if process_count() == 1:
@@ -66,6 +59,11 @@ def through_main(
         kind, words = value
         raise kind(f"in the main process: {words}")
     return value
+
+
+def by_main(make: Callable[[], _R], *, meanwhile: Callable[[], None] | None = None) -> _R:
+    """What the main process makes, in every process; see `through_main`."""
+    return through_main(None, lambda given: [make()] * len(given), meanwhile=meanwhile)
 
 
 def raise_in_all(failure: Exception | None, group: Any = None) -> None:

@@ -8,8 +8,8 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from trl.generation.addresses import reachable
 from trl.generation.server_token import VARIABLE, client_token
-from trl.generation.weight_channel import reachable
 
 _WORDS_KEPT = 2000  # of an error's text
 

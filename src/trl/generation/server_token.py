@@ -1,24 +1,14 @@
 """The secret that a vLLM server and its clients share: from the environment, or from a file on one machine."""
 
-import ipaddress
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trl.generation.addresses import is_loopback, reachable
+
 VARIABLE = "TRL_VLLM_SERVER_TOKEN"
-_ANY = ("0.0.0.0", "::", "")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def token_file(port: int) -> Path:
@@ -36,7 +26,7 @@ def client_token(host: str, port: int) -> str | None:
     if given is not None:
         return given
     file = token_file(port)
-    if not (is_loopback(host) or host in _ANY) or not file.is_file():
+    if not is_loopback(reachable(host)) or not file.is_file():
         return None
     return file.read_text(encoding="utf-8").strip()
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trl.generation.vllm_calls import drawn, to_sampling_params
+
 if TYPE_CHECKING:
     from trl.generation.vllm_bodies import ChatBody, Drawing, GenerateBody, WeightBody
 
@@ -144,10 +146,7 @@ class VLLMBackend:
         settings = [sampling_params(request.get("sampling", {})) for request in requests]
         with self._generating() as llm:
             answers = llm.generate(prompts, settings, use_tqdm=False) if prompts else []
-        return [
-            _drawn(answer.outputs[0]) | {"finish_reason": answer.outputs[0].finish_reason}
-            for answer in answers
-        ]
+        return [_completed(answer.outputs[0]) for answer in answers]
 
     def generate(self, asked: GenerateBody) -> dict[str, Any]:
         """Completions of prompts."""
@@ -271,9 +270,6 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
 
     Raises: ValueError for arguments that do not exist or do not fit.
     """
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
-
     private = sorted(
         name for name in arguments if name.startswith("_") or name in ("output_kind", "skip_clone")
     )
@@ -282,13 +278,11 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
             f"Sampling arguments must be those of vLLM's SamplingParams, got {', '.join(private)}."
         )
     found: dict[str, Any] = {**arguments, "logprobs": 0}
-    if isinstance(found.get("structured_outputs"), dict):
-        found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
     if found.get("top_k") == -1:
         found["top_k"] = 0  # every token
     try:
         with as_value_errors():
-            return SamplingParams(**found)
+            return to_sampling_params(found)
     except TypeError as error:
         raise ValueError(f"Sampling arguments must be those of vLLM's SamplingParams: {error}.") from None
 
@@ -348,20 +342,16 @@ def _truncation(asked: Drawing) -> dict[str, Any] | None:
     return None if kept is None else {"truncate_prompt_tokens": kept}
 
 
-def _drawn(output: Any) -> dict[str, Any]:
-    """A completion: its tokens, and the log-prob of each under the distribution that it was drawn from."""
-    ids = list(output.token_ids)
-    return {
-        "ids": ids,
-        "logprobs": [step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)],
-    }
+def _completed(output: Any) -> dict[str, Any]:
+    ids, logprobs = drawn(output)
+    return {"ids": ids, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
 def _listed(answers: Sequence[Any]) -> dict[str, Any]:
     """Prompts, and the completions of all of them in one list: those of the first prompt come first."""
-    drawn = [_drawn(output) for answer in answers for output in answer.outputs]
+    found = [drawn(output) for answer in answers for output in answer.outputs]
     return {
         "prompt_ids": [list(answer.prompt_token_ids) for answer in answers],
-        "completion_ids": [each["ids"] for each in drawn],
-        "logprobs": [each["logprobs"] for each in drawn],
+        "completion_ids": [ids for ids, _ in found],
+        "logprobs": [logprobs for _, logprobs in found],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from trl.generation.engine import Generated
-from trl.generation.main_process import raise_in_all
+from trl.generation.main_process import process_count, raise_in_all
 from trl.generation.policy_copy import PolicyCopy, Request, completion_of
 from trl.generation.transformers_engine import MIXED
+from trl.generation.vllm_calls import drawn, to_sampling_params
 from trl.generation.weight_parts import WeightParts
 
 
@@ -80,15 +81,13 @@ class VLLMEngine(PolicyCopy):
             raise failure
 
     def _completed(self, own: Sequence[Request]) -> list[Generated]:
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
         requests, first = self._of_all_sharing(list(own))
         if not requests:
             return []
         with self._awake() as engine:
             answers = engine.generate(
                 [{"prompt_token_ids": list(request.prompt)} for request in requests],
-                [SamplingParams(**_arguments(request.settings)) for request in requests],
+                [to_sampling_params(request.settings) for request in requests],
                 use_tqdm=False,
             )
         return [_generated(answer.outputs[0]) for answer in answers[first : first + len(own)]]
@@ -170,7 +169,7 @@ def _sharing(parallel: int) -> Any:
         return None
     import torch.distributed as dist
 
-    processes = dist.get_world_size() if dist.is_initialized() else 1
+    processes = process_count()
     if processes % parallel:
         raise ValueError(
             f"vllm_tensor_parallel_size={parallel} must divide the number of processes, {processes}. Set it to one of "
@@ -181,17 +180,5 @@ def _sharing(parallel: int) -> Any:
     return groups[dist.get_rank() // parallel]
 
 
-def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's settings as `SamplingParams` takes them."""
-    found = dict(settings)
-    if "structured_outputs" in found:
-        from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
-
-        found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
-    return found
-
-
 def _generated(output: Any) -> Generated:
-    steps = zip(output.token_ids, output.logprobs, strict=True)
-    logprobs = [step[token].logprob for token, step in steps]
-    return completion_of(output.token_ids, logprobs, output.finish_reason)
+    return completion_of(*drawn(output), output.finish_reason)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Protocol
 
+from trl.generation.addresses import resolved
 from trl.generation.vllm_bodies import (
     ChatBody,
     CompleteBody,
@@ -23,7 +24,6 @@ from trl.generation.vllm_bodies import (
     WeightsBody,
     read,
 )
-from trl.generation.weight_channel import resolved
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trl.generation.engine import Generated
-from trl.generation.main_process import any_process, process_count, through_main
+from trl.generation.main_process import any_process, by_main, process_count, through_main
 from trl.generation.policy_copy import PolicyCopy, Request, completion_of
 from trl.generation.server_connection import ServerLost
 from trl.generation.vllm_client import VLLMClient
@@ -93,28 +93,26 @@ class VLLMServerEngine(PolicyCopy):
         return [[next(answers) for _ in part] for part in asked]
 
     def _send(self, parts: WeightParts) -> None:
-        was_connected = through_main(None, lambda given: self._connect(len(given)))
+        was_connected = by_main(self._connect)
         if self._sent_by_main(parts, again=was_connected):
             return
-        through_main(None, lambda given: self._connect(len(given), anew=True))
+        by_main(lambda: self._connect(anew=True))
         self._sent_by_main(parts, again=False)
 
     def _sent_by_main(self, parts: WeightParts, *, again: bool) -> bool:
         """Send the weights; False where the server was lost, and is to be sent them `again`."""
-        return through_main(
-            None, lambda given: self._deliver(parts, again, len(given)), meanwhile=parts.take_part
-        )
+        return by_main(lambda: self._deliver(parts, again), meanwhile=parts.take_part)
 
-    def _connect(self, processes: int, *, anew: bool = False) -> list[bool]:
+    def _connect(self, *, anew: bool = False) -> bool:
         """Join the server's weight channel, unless that was done before and is not to be done `anew`; whether it was."""
         client = self._connected()
         was_connected = client.is_connected
         if anew or not was_connected:
             client.check_server(self.patience)
             client.init_communicator(self._place())
-        return [was_connected] * processes
+        return was_connected
 
-    def _deliver(self, parts: WeightParts, again: bool, processes: int) -> list[bool]:
+    def _deliver(self, parts: WeightParts, again: bool) -> bool:
         try:
             with parts.read() as weights:
                 self._connected().send_weights(parts.shapes, (weight for _, weight in weights))
@@ -122,8 +120,8 @@ class VLLMServerEngine(PolicyCopy):
             if not again:
                 raise
             logger.warning("%s", lost)
-            return [False] * processes
-        return [True] * processes
+            return False
+        return True
 
     def _connected(self) -> VLLMClient:
         if self.client is None:

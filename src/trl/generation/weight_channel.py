@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from trl.generation.addresses import reachable, resolved
+
 BUCKET_BYTES = 64 * 1024**2
 _ALIGNED = 16  # bytes: more than any element needs
 _LOOK_S = 1e-3
@@ -224,20 +226,6 @@ def _store(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # the store closes it
     )
-
-
-def reachable(host: str) -> str:
-    """The address to connect to for a server on `host`: the addresses that mean "all" mean this machine here."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """The family and the address that `host:port` stands for, of version 4 where it has one (`localhost` often has both).
-
-    Raises: OSError for a name that nobody knows.
-    """
-    found = [(each[0], each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    return next((each for each in found if each[0] == socket.AF_INET), found[0])
 
 
 def _own_address(store: TCPStore, host: str, port: int, rank: int) -> str:

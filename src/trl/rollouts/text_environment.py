@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from trl.generation.engine import Engine, Sampling
+from trl.generation.main_process import any_process
 from trl.generation.phase import without_wrappers
 from trl.generation.transformers_engine import TransformersEngine, context_window
 from trl.models.distributed import is_sharded
@@ -116,11 +117,7 @@ class TextEnvironment:
     def _all_done(self, histories: list[TextHistory]) -> bool:
         """Whether all histories are completed; those of all processes where they gather weights together."""
         done = all(history.completed for history in histories)
-        if not (distributed.is_available() and distributed.is_initialized() and self._is_sharded):
-            return done
-        found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, done)
-        return all(found)
+        return not any_process(not done) if self._is_sharded else done
 
     def _begin(self, queries: Sequence[str]) -> list[TextHistory]:
         if isinstance(queries, str) or not len(queries):

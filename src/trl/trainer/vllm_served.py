@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trl.generation.main_process import through_main
+from trl.generation.main_process import by_main
 from trl.generation.transformers_engine import MIXED, context_window
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_server_engine import VLLMServerEngine
@@ -43,7 +43,7 @@ def served_of(args: GroupTraining) -> Served:
     _warn_of_ignored(args)
     made: list[VLLMClient] = []
 
-    def ask(given: list[None]) -> list[Served]:
+    def ask() -> Served:
         client = VLLMClient(
             args.vllm_server_base_url,
             args.vllm_server_host,
@@ -54,9 +54,9 @@ def served_of(args: GroupTraining) -> Served:
         made.append(client)
         facts = client.model()
         found = facts["model"], int(facts["max_model_len"]), int(facts["vocab_size"]), facts["dtype"]
-        return [Served(None, client.base_url, *found)] * len(given)
+        return Served(None, client.base_url, *found)
 
-    served = through_main(None, ask)
+    served = by_main(ask)
     return served._replace(client=made[0] if made else None)
 
 
