@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -47,10 +48,16 @@ def launch(module: str, *arguments: str, timeout: int = 400) -> None:
         "-m", "tests.trainer.launched", module, *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    started = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    try:
+        _, errors = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        started.terminate()  # torchrun ends its processes with it; killed, it would leave them behind
+        _, errors = started.communicate()
+        pytest.fail(f"{module} {arguments} took over {timeout} s:\n{errors[-4000:]}")
+    assert started.returncode == 0, errors[-4000:]
 
 
 class KeepGradients(TrainerCallback):
