@@ -1,4 +1,4 @@
-"""A small model learns to add from its own answers: GRPO, RLOO or GSPO, and one reward, whether an answer is right.
+"""A small model learns to add from its own answers: GRPO, RLOO, GSPO or VESPO, and one reward, whether an answer is right.
 
     python examples/arithmetic_rl.py --method grpo --seed 0
 
@@ -48,6 +48,7 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "grpo": (GRPOTrainer, GRPOConfig, {}),
     "rloo": (RLOOTrainer, RLOOConfig, {}),
     "gspo": (GRPOTrainer, GRPOConfig, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "vespo": (GRPOTrainer, GRPOConfig, {"loss_type": "vespo"}),
 }
 
 

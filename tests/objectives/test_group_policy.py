@@ -12,6 +12,7 @@ from trl.objectives.group_policy import (
     GroupOptions,
     divisor_share,
     entropy_threshold,
+    gamma_kernel,
     group_policy_loss,
     sequence_policy_loss,
 )
@@ -130,6 +131,46 @@ def test_sapo_closes_a_gate_smoothly(advantage, tau):
     if advantage:
         at_one = one_token("sapo", 1.0, advantage, sapo_temperature_pos=0.8, sapo_temperature_neg=1.5)
         assert at_one[1] == pytest.approx(-advantage, abs=1e-12)
+
+
+@pytest.mark.parametrize(("advantage", "k", "decay"), [(2.0, 1.5, 0.5), (-2.0, 2.5, 0.25), (0.0, 2.5, 0.25)])
+def test_vespo_weighs_a_sequence_by_a_kernel_of_the_product_of_its_ratios(advantage, k, decay):
+    """Ratios 2, 1/2, 3 and of a masked token 7: W is 3 at each of the trained ones."""
+    logps = torch.tensor([math.log(2.0), math.log(0.5), math.log(3.0), math.log(7.0)], dtype=torch.float64)
+    logps.requires_grad_()
+    advantages = torch.full((4,), advantage, dtype=torch.float64)
+    tokens = GroupTokens(
+        torch.zeros(4), advantages, torch.tensor([1, 1, 1, 0]), torch.zeros(4, dtype=torch.int64), 1
+    )
+    options = GroupOptions(
+        "vespo", vespo_k_pos=1.5, vespo_lambda_pos=0.5, vespo_k_neg=2.5, vespo_lambda_neg=0.25
+    )
+    terms = group_policy_loss(logps, tokens, options)
+    weight = 3.0**k * math.exp(decay * (1 - 3.0))
+    expected = [-weight * advantage * math.log(ratio) for ratio in (2.0, 0.5, 3.0)]
+    assert terms.values.tolist()[:3] == pytest.approx(expected, abs=1e-12)
+    assert gradient(reduce_terms(terms, 1), logps).tolist() == pytest.approx(
+        [-weight * advantage] * 3 + [0.0], abs=1e-12
+    )
+    assert terms.metrics["vespo/phi_seq_mean"].mean.item() == pytest.approx(weight, abs=1e-12)
+
+
+def test_vespo_is_largest_at_k_over_lambda_and_fades_to_both_sides():
+    """With k 1 and lambda 0 its gradient is that of importance sampling of whole sequences."""
+    ratios = torch.tensor([0.0, 0.1, 0.5, 2 / 3, 0.8, 1.0, 2.0, 10.0, 1e8], dtype=torch.float64)
+    found = gamma_kernel(ratios, 2.0, 3.0)
+    assert found.argmax() == 3 and found[0] == 0 and found[-1] == 0 and found[5] == 1
+    torch.testing.assert_close(gamma_kernel(ratios, 1.0, 0.0), ratios, **TOLERANCE)
+    torch.testing.assert_close(gamma_kernel(ratios[:1], 0.0, 3.0), ratios[:1] + math.exp(3), **TOLERANCE)
+    logps, tokens = batch()
+    tokens = replace(tokens, correction=None, chosen=None)
+    plain = {"vespo_k_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_pos": 0.0, "vespo_lambda_neg": 0.0}
+    terms = group_policy_loss(logps, tokens, GroupOptions("vespo", **plain))
+    of_rows = sum_by_sequence(logps - tokens.old_logps, tokens.sequence, 6).exp()
+    firsts = torch.stack([tokens.advantages[tokens.sequence == row][0] for row in range(6)])
+    torch.testing.assert_close(
+        gradient(terms.values.sum(), logps), gradient(-(of_rows * firsts).sum(), logps), **TOLERANCE
+    )
 
 
 def test_means_of_four_loss_types_by_hand():
@@ -263,7 +304,7 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss_type, level):
         torch.testing.assert_close(gradient(cut, logps), gradient(whole, logps), **TOLERANCE)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"])
 def test_the_steps_of_a_window_add_up_to_one_step_on_all_of_it(loss_type):
     """At the same weights: a batch of rollouts in 1, 2 or 3 optimiser steps (bnpo has the tokens of each step instead)."""
     logps, tokens = batch()
@@ -340,7 +381,7 @@ def test_advantages_of_zero_give_a_loss_and_a_gradient_of_zero(loss_type, level)
 
 def test_a_step_whose_completions_are_all_masked_is_a_loss_of_zero():
     logps, tokens = batch(masked=range(6))
-    for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"):
+    for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo"):
         loss = step_loss(logps, tokens, GroupOptions(loss_type, beta=0.1), [range(6)])
         assert loss.item() == 0
         assert (gradient(loss, logps) == 0).all()
@@ -473,6 +514,8 @@ def test_rloo_counts_clipped_sequences_and_does_not_depend_on_the_cut():
         ({"beta": -0.1}, "beta must be >= 0, got -0.1"),
         ({"delta": 0.5}, "delta must be >= 1 or None, got 0.5"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be > 0, got 0.0"),
+        ({"vespo_lambda_pos": -1.0}, "vespo_lambda_pos must be a number >= 0, got -1.0"),
+        ({"vespo_k_neg": math.inf}, "vespo_k_neg must be a number >= 0, got inf"),
         (
             {"loss_type": "luspo"},
             "got importance_sampling_level='token'. Set importance_sampling_level='sequence'",

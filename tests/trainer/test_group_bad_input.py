@@ -133,7 +133,7 @@ OF_SETTINGS: dict[str, Bad] = {
     "no pass": Bad(BOTH, ValueError, ("num_iterations must be a whole number >= 1, got 0",), settings={"num_iterations": 0}),
     "no completion": Bad(BOTH, ValueError, ("max_completion_length", ">= 1", "got 0"), settings={"max_completion_length": 0}),
     "loss": Bad(
-        GRPO, ValueError, ("unknown loss_type 'gspo'; known are 'bnpo', 'cispo', 'dapo', 'dr_grpo', 'grpo', 'luspo', 'sapo'",),
+        GRPO, ValueError, ("unknown loss_type 'gspo'; known are 'bnpo', 'cispo', 'dapo', 'dr_grpo', 'grpo', 'luspo', 'sapo', 'vespo'",),
         settings={"loss_type": "gspo"},
     ),
     "level": Bad(

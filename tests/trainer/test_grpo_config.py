@@ -68,6 +68,10 @@ GRPO = {
     "delta": None,
     "sapo_temperature_neg": 1.05,
     "sapo_temperature_pos": 1.0,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
     "importance_sampling_level": "token",
     "scale_rewards": "group",
     "loss_type": "dapo",
@@ -221,6 +225,10 @@ IGNORED = {
     "delta": {"delta": 2.0, "loss_type": "cispo"},
     "max_resampling_rounds": {"max_resampling_rounds": 3},
     "sapo_temperature_pos": {"sapo_temperature_pos": 0.5},
+    "vespo_k_neg": {"vespo_k_neg": 1.0, "loss_type": "sapo"},
+    "importance_sampling_level": {"importance_sampling_level": "sequence", "loss_type": "vespo"},
+    "vllm_importance_sampling_mode": {"vllm_importance_sampling_mode": "token_mask", "loss_type": "vespo"},
+    "vllm_importance_sampling_cap": {"vllm_importance_sampling_cap": 2.0, "loss_type": "vespo"},
     "use_bias_correction_kl": {"use_bias_correction_kl": True},
     "use_transformers_paged": {"use_transformers_paged": True},
     "cache_implementation": {"cache_implementation": "static"},
@@ -252,4 +260,5 @@ def test_older_names_move():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config(loss_type="sapo", sapo_temperature_pos=0.5)
+        config(loss_type="vespo", vespo_k_pos=1.0, vespo_lambda_neg=0.5)
         config(RLOOConfig, beta=0.0)

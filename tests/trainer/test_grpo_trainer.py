@@ -50,6 +50,18 @@ def test_a_cut_distribution_is_scored_again_and_corrected():
     assert logs(trainer)[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-8)
 
 
+def test_weights_of_whole_sequences_are_taken_to_the_sampler_itself():
+    """VESPO: no capped factor beside the kernel; the log still says how far the sampler is."""
+    trainer, _ = run(loss_type="vespo", num_iterations=2, top_k=20, max_steps=2)
+    found = window(trainer, 1).per_token
+    assert "correction" not in found
+    assert torch.equal(found[OLD], found[SAMPLING_LOGPS] + found["sampling_kept"])
+    entries = logs(trainer)
+    assert entries[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-8)
+    assert entries[0]["vespo/phi_seq_mean"] == pytest.approx(1, abs=1e-6)
+    assert entries[1]["vespo/phi_seq_mean"] != pytest.approx(1, abs=1e-3)
+
+
 def test_sources_of_every_kind_are_weighed():
     async def halves(completion_ids, **_):
         await asyncio.sleep(0)

@@ -5,6 +5,7 @@ Everything per token is flat, `(K,)`, with the row of each token in `sequence`; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,13 +13,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trl.objectives.group_ratios import RATIOS, GroupTokens, log_ratios, row_means, row_sums, row_tokens
-from trl.objectives.kl import LARGEST_LOG_RATIO, k3
+from trl.objectives.group_ratios import (
+    RATIOS,
+    GroupTokens,
+    ratios_of_sequence,
+    row_means,
+    row_sums,
+    row_tokens,
+    whole_ratios,
+)
+from trl.objectives.kl import k3
 from trl.objectives.policy_gradient import check_shapes
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
-from trl.tensors.statistics import cap_exp
 
 Divisor = Literal["rows", "tokens", "window_tokens", "longest"]
 
@@ -39,6 +47,10 @@ class GroupOptions:
     use_bias_correction_kl: bool = False
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
         lookup(LOSS_TYPES, self.loss_type, "loss_type")
@@ -52,6 +64,12 @@ class GroupOptions:
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"{name} must be > 0, got {getattr(self, name)}. The paper uses 1.0 and 1.05."
+                )
+        for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be a number >= 0, got {getattr(self, name)}. The defaults are 2 and 3 where the advantage is "
+                    "positive, 3 and 2 elsewhere; k 1 and lambda 0 are plain importance sampling."
                 )
         self._check_combinations()
 
@@ -114,6 +132,33 @@ def soft_gate(ratios: Tensor, temperature: float) -> Tensor:
     return torch.sigmoid(temperature * (ratios - 1)) * (4 / temperature)
 
 
+def gamma_weighted(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
+    """`-W^k exp(lambda (1 - W)) A log p` with W the ratio of the token's whole sequence, a mere weight (VESPO).
+
+    k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where A > 0, else those of `_neg`. The weight is 1 at W = 1, largest at
+    k / lambda, and fades to both sides: stale sequences need no clipping and no mean over their length.
+    Source: VESPO, variational sequence-level soft policy optimisation, 2026 (arXiv:2602.10693).
+    """
+    return -gamma_weights(ratios, advantages, options) * advantages * logps
+
+
+def gamma_weights(ratios: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
+    """What `gamma_weighted` weighs each token with, `(K,)`, detached."""
+    ratios = ratios.detach()
+    rising = gamma_kernel(ratios, options.vespo_k_pos, options.vespo_lambda_pos)
+    falling = gamma_kernel(ratios, options.vespo_k_neg, options.vespo_lambda_neg)
+    return torch.where(advantages > 0, rising, falling)
+
+
+def gamma_kernel(ratios: Tensor, k: float, decay: float) -> Tensor:
+    """`W^k exp(decay (1 - W))`, any shape; W from 0 on.
+
+    >>> gamma_kernel(torch.tensor([0.0, 1.0, 2.0]), 2.0, 3.0)
+    tensor([0.0000, 1.0000, 0.1991])
+    """
+    return torch.exp(torch.xlogy(torch.full_like(ratios, k), ratios) + decay * (1 - ratios))
+
+
 _UNITS: dict[Divisor, Unit] = {
     "rows": "sequence",
     "tokens": "token",
@@ -127,12 +172,14 @@ class LossType(NamedTuple):
 
     "rows": of each row the mean over its tokens, then the mean over rows ("row sums": of the sums of its tokens); "tokens": of
     the optimiser step; "window_tokens": of the whole batch of rollouts, in equal shares to its optimiser steps; "longest": the
-    tokens that the rows would have, were all of the greatest length.
+    tokens that the rows would have, were all of the greatest length. `ratios`: those that the surrogate takes, where they are
+    not those of `importance_sampling_level`.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, GroupOptions], Tensor]
     over: Divisor
     row_sums: bool = False
+    ratios: Callable[[Tensor, GroupTokens], Tensor] | None = None
 
     @property
     def unit(self) -> Unit:
@@ -150,6 +197,7 @@ LOSS_TYPES: dict[str, LossType] = {
     "luspo": LossType(
         clipped, "rows", row_sums=True
     ),  # LUSPO, 2026: a sequence's loss in GSPO times its length
+    "vespo": LossType(gamma_weighted, "window_tokens", ratios=ratios_of_sequence),
 }
 
 
@@ -191,7 +239,7 @@ def terms_of_tokens(
 
 
 class _Judged(NamedTuple):
-    """What a token's loss is, `(K,)`, with the ratio and the divergence (with a beta) behind it."""
+    """What a token's loss is, `(K,)`, with the surrogate's ratio and the divergence (with a beta) behind it."""
 
     values: Tensor
     ratios: Tensor
@@ -203,14 +251,15 @@ def _judged(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> _Judge
     logps = where_counted(logps, mask)
     advantages = where_counted(tokens.advantages, mask).detach().to(logps.dtype)
     ratios = RATIOS[options.importance_sampling_level](logps, tokens)
-    values = kind.surrogate(ratios, logps, advantages, options)
+    judged = ratios if kind.ratios is None else kind.ratios(logps, tokens)
+    values = kind.surrogate(judged, logps, advantages, options)
     for factor in (tokens.chosen, tokens.correction):
         if factor is not None:
             values = values * where_counted(factor.detach().to(values.dtype), mask)
     if options.beta:
         divergence = _divergence(logps, ratios, tokens, options)
         values = values + options.beta * divergence
-    return _Judged(values, ratios, divergence)
+    return _Judged(values, judged, divergence)
 
 
 def token_losses(tokens: GroupTokens, options: GroupOptions) -> Callable[[Tensor, slice], Tensor] | None:
@@ -223,7 +272,7 @@ def token_losses(tokens: GroupTokens, options: GroupOptions) -> Callable[[Tensor
     tensor([-0.5000,  1.0000])
     """
     kind, weights = LOSS_TYPES[options.loss_type], (tokens.mask != 0).double()
-    if options.importance_sampling_level != "token":
+    if options.importance_sampling_level != "token" or kind.ratios is not None:
         return None
     if kind.over == "rows" and not kind.row_sums:
         weights = weights / row_tokens(tokens).clamp(min=1)[tokens.sequence]
@@ -249,7 +298,7 @@ def sequence_policy_loss(
     """
     check_shapes(tokens.mask, logps=logps)
     logps = where_counted(logps, tokens.mask)
-    ratios = cap_exp(row_sums(log_ratios(logps, tokens), tokens), LARGEST_LOG_RATIO)
+    ratios = whole_ratios(logps, tokens)
     # Not only of trained tokens: a row whose tokens are all masked keeps its share of the loss that is reported.
     advantages = sum_by_sequence(tokens.advantages.detach(), tokens.sequence, tokens.count)
     advantages = advantages / torch.bincount(tokens.sequence, minlength=tokens.count).clamp(min=1)
@@ -324,9 +373,12 @@ def clip_metrics(
 
     Ratios are those after `delta`.
     `clip_ratio/low_mean` (below, with A < 0), `/high_mean` (above, with A > 0) and `/region_mean` (either); for CISPO
-    `cispo_clip_ratio`; none for SAPO, which clips nothing.
+    `cispo_clip_ratio`; none for SAPO, which clips nothing; for VESPO `vespo/phi_seq_mean`, the mean weight of a sequence.
     """
     surrogate, mask = LOSS_TYPES[options.loss_type].surrogate, tokens.mask
+    if surrogate is gamma_weighted:
+        weights = row_means(gamma_weights(ratios, advantages, options), tokens)
+        return {"vespo/phi_seq_mean": weighted(weights, row_tokens(tokens) > 0)}
     ratios = _bounded(ratios, options)
     if options.importance_sampling_level == "sequence":
         ratios, advantages = row_means(ratios, tokens), row_means(advantages, tokens)

@@ -81,6 +81,17 @@ def sequence_token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
     return cap_exp(mean_log_ratios(logps.detach(), tokens) + own, LARGEST_LOG_RATIO)
 
 
+def whole_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
+    """`p / p_old` of whole sequences, `(B,)`: the product over their trained tokens, 1 for a row without one."""
+    return cap_exp(row_sums(log_ratios(logps, tokens), tokens), LARGEST_LOG_RATIO)
+
+
+def ratios_of_sequence(logps: Tensor, tokens: GroupTokens) -> Tensor:
+    """`whole_ratios` at each token, `(K,)`, 1 outside of the mask."""
+    spread = whole_ratios(logps, tokens)[tokens.sequence].to(logps.dtype)
+    return spread.where(tokens.mask != 0, spread.new_ones(()))
+
+
 RATIOS: dict[str, Callable[[Tensor, GroupTokens], Tensor]] = {
     "token": token_ratios,
     "sequence": sequence_ratios,

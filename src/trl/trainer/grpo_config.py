@@ -1,6 +1,6 @@
 """Configuration of group relative policy optimisation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
@@ -129,7 +129,8 @@ class GRPOConfig(FusedLoss, GroupTraining):
             "help": "What is learned from, and what the loss is a mean over: 'grpo' (rows, each the mean of its tokens), "
             "'dapo' (tokens of all completions that were generated at once), 'bnpo' (tokens of the optimiser step), 'dr_grpo' "
             "(rows times max_completion_length), 'cispo' (as dapo; ratios are weights of log-probabilities), 'sapo' (as grpo; "
-            "a soft gate in place of clipping), 'luspo' (rows, each the sum of its tokens; with sequence-level ratios).",
+            "a soft gate in place of clipping), 'luspo' (rows, each the sum of its tokens; with sequence-level ratios), 'vespo' (as "
+            "dapo; the ratio of the whole completion is a weight that fades where it is far from 1).",
             "choices": tuple(LOSS_TYPES),
         },
     )
@@ -163,6 +164,21 @@ class GRPOConfig(FusedLoss, GroupTraining):
     sapo_temperature_pos: float = field(
         default=1.0,
         metadata={"help": "sapo: how fast the gate closes for tokens with a positive advantage, > 0."},
+    )
+    vespo_k_pos: float = field(
+        default=2.0,
+        metadata={
+            "help": "vespo: the ratio W is a weight W^k exp(lambda (1 - W)); k of a positive advantage, >= 0."
+        },
+    )
+    vespo_lambda_pos: float = field(
+        default=3.0, metadata={"help": "vespo: lambda of a positive advantage, >= 0."}
+    )
+    vespo_k_neg: float = field(
+        default=3.0, metadata={"help": "vespo: k of an advantage that is not positive, >= 0."}
+    )
+    vespo_lambda_neg: float = field(
+        default=2.0, metadata={"help": "vespo: lambda of an advantage that is not positive, >= 0."}
     )
     top_entropy_quantile: float = field(
         default=1.0,
@@ -225,13 +241,21 @@ class GRPOConfig(FusedLoss, GroupTraining):
 
     def _warn_of_ignored(self) -> None:
         """Say, once, which settings the chosen loss does not read."""
-        clips = self.loss_type not in ("cispo", "sapo")
+        vespo, clips = self.loss_type == "vespo", self.loss_type not in ("cispo", "sapo", "vespo")
+        corrects_kl = self.use_bias_correction_kl and self.beta > 0
+        defaults = {item.name: item.default for item in fields(GroupOptions)}
+        of_losses = [name for name in defaults if name.startswith(("sapo_", "vespo_"))]
         ignored = {
             "delta": self.delta is not None and not clips,
             "use_bias_correction_kl": self.use_bias_correction_kl and self.beta == 0,
+            "importance_sampling_level": vespo
+            and self.importance_sampling_level != "token"
+            and not corrects_kl,
+            "vllm_importance_sampling_mode": vespo and self.vllm_importance_sampling_mode != "sequence_mask",
+            "vllm_importance_sampling_cap": vespo and self.vllm_importance_sampling_cap != 3.0,
             **{
-                name: getattr(self, name) != default and self.loss_type != "sapo"
-                for name, default in (("sapo_temperature_neg", 1.05), ("sapo_temperature_pos", 1.0))
+                name: getattr(self, name) != defaults[name] and not name.startswith(f"{self.loss_type}_")
+                for name in of_losses
             },
         }
         for name in (name for name, is_ignored in ignored.items() if is_ignored):
@@ -243,8 +267,4 @@ class GRPOConfig(FusedLoss, GroupTraining):
 
         Raises: ValueError for unknown names, numbers out of range, and combinations that cannot work.
         """
-        names = (
-            "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl",
-            "sapo_temperature_pos", "sapo_temperature_neg",
-        )  # fmt: skip
-        return GroupOptions(**{name: getattr(self, name) for name in names})
+        return GroupOptions(**{item.name: getattr(self, item.name) for item in fields(GroupOptions)})

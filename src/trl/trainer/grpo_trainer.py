@@ -14,6 +14,7 @@ from trl.models.lending import undisturbed
 from trl.models.scored_head import LossOf, ScoreOptions
 from trl.objectives.group_advantages import group_relative
 from trl.objectives.group_policy import (
+    LOSS_TYPES,
     divisor_share,
     entropy_threshold,
     group_policy_loss,
@@ -115,15 +116,19 @@ class GRPOTrainer(GroupTrainer):
         return rows[SCORES], group_relative(rows[SCORES], group_size, scale=self.reward_scale)
 
     def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
-        """With what makes up for a sampler whose log-probs are not the trainer's."""
+        """With what makes up for a sampler whose log-probs are not the trainer's.
+
+        A loss with weights of whole sequences takes its ratio to the sampler instead of the old policy: far ones fade by themselves.
+        """
         experience = super().advantages(experience, group_size=group_size)
         if not self._corrects(experience) or OLD not in experience.per_token:
             return experience
         mask = experience.per_token[TRAINED]
         sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(SAMPLING_KEPT, 0.0)
+        sampling = sampling.to(experience.per_token[OLD].dtype)
         found = correction(
             experience.per_token[OLD],
-            sampling.to(experience.per_token[OLD].dtype),
+            sampling,
             mask,
             experience.completions.row_index,
             len(experience),
@@ -134,6 +139,8 @@ class GRPOTrainer(GroupTrainer):
         sums.add_all(correction_metrics(found, mask))
         for name, value in correction_extremes(found, mask).items():
             sums.add(name, Weighted(value, torch.ones(())))
+        if LOSS_TYPES[self.options.loss_type].ratios is not None:
+            return experience.with_tokens(**{OLD: sampling})
         return experience.with_tokens(**{CORRECTION: found.factors})
 
     def _corrects(self, experience: Experience) -> bool:
