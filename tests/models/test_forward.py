@@ -393,6 +393,17 @@ def test_trees_score_as_their_branches_would_alone(architecture):
         assert scored.positions.sequence.tolist() == sequences
 
 
+def test_trees_of_another_models_layout_become_sequences():
+    """A reference under flash attention beside a policy without: its kernel would let the second branch see the first."""
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    found = Scorer(model).lay_out(flatten_trees([([5, 6], [[7], [8, 9]])]).as_batch())
+    assert found.inputs["input_ids"].tolist() == [[5, 6, 7, 5, 6, 8, 9]]
+    assert found.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert found.scored.target.tolist() == [7, 8, 9]
+    assert found.scored.sequence.tolist() == [0, 1, 1]
+
+
 def test_plain_cross_entropy_on_one_row():
     model = tiny_model("gpt2", dtype=torch.float64).eval()
     ids = torch.tensor([[5, 9, 14, 22]])

@@ -96,7 +96,7 @@ class ClassificationScorer(ScorerBase):
         core: Any = self.core
 
         def forward(**inputs: Any) -> dict[str, Tensor]:
-            with self.embedding_noise(batch), self.reading_only(positions, batch):
+            with self.embedded(batch), self.reading_only(positions, batch):
                 outputs = core.base_model(**given_inputs(inputs), **_without_cache(core))
             states = outputs.last_hidden_state.flatten(0, 1)[positions]
             if isinstance(getattr(core, "dropout", None), nn.Dropout):
@@ -110,7 +110,7 @@ class ClassificationScorer(ScorerBase):
 
     def _own_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
         """The model's own logits: `(B, C)`, or `(B, T, C)` of the rows' own tokens."""
-        with self.embedding_noise(rows):
+        with self.embedded(rows):
             logits = model(**rows.inputs).logits
         return logits if logits.ndim == 2 else logits[:, -rows.inputs["input_ids"].shape[1] :]
 

@@ -95,7 +95,7 @@ class Scorer(ScorerBase):
 
     def outputs(self, model: nn.Module, rows: ModelBatch) -> Any:
         """The model's own outputs for padded rows, with all their logits."""
-        with self.embedding_noise(rows):
+        with self.embedded(rows):
             return model(**rows.inputs, **router_inputs(self.core), use_cache=False)
 
     def row_logits(self, outputs: Any, rows: ModelBatch) -> Tensor:
@@ -113,7 +113,7 @@ class Scorer(ScorerBase):
         """Stands in for the model's own forward: decoder, then the head over chunks of the scored positions."""
         router = router_inputs(self.core)
         read = None if router or options.entropy == "all" else batch.scored.source
-        with self.embedding_noise(batch), self.reading_only(read, batch):
+        with self.embedded(batch), self.reading_only(read, batch):
             outputs = decoder_of(self.core)(**given_inputs(inputs), **router, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         found = self.through_head(hidden, batch, options)

@@ -336,6 +336,13 @@ def _padded_on_the_right(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**rows, **dict(zip(names, flush_left(mask, *(rows[name] for name in names))[1:], strict=True))}
 
 
+def without_trees(batch: Mapping[str, Any], *, pad_token_id: int) -> Mapping[str, Any]:
+    """A flat row of trees as padded rows of whole sequences, each with its own copy of the prompt; others as they are."""
+    if "segment_table" not in batch or not any(_segments(batch).prefix_length):
+        return batch
+    return {**_extras(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
+
+
 def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `labels` `(B, T)` of a batch of either layout.
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from trl.models.attention import flat_obstacle, use_flat_attention
 from trl.models.last_layer import last_layer_at
-from trl.models.layout import ModelBatch, flat_batch, padded_batch, padded_rows
+from trl.models.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
+from trl.models.rotary import rotated_by_sequence, stretched_rotaries
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +43,27 @@ class ScorerBase:
         if flat is not False and obstacle:
             self.fallbacks.append(f"its batches are padded, because {obstacle}")
         self._needs_table = self.flat and use_flat_attention(core)
+        self.rotates_by_length = bool(stretched_rotaries(core))
 
     @property
     def takes_trees(self) -> bool:
-        """Whether branches may stand behind one copy of their prompt: flash attention tells plain sequences alone apart."""
-        return self.flat and self._needs_table
+        """Whether branches may stand behind one copy of their prompt (`tree_obstacle`)."""
+        return self.flat and self.tree_obstacle is None
+
+    @property
+    def tree_obstacle(self) -> str | None:
+        """Why a model of flat rows takes plain sequences alone, in words."""
+        if not self._needs_table:
+            return "its flash attention tells only plain sequences of a flat row apart"
+        if self.rotates_by_length:
+            return "its rotary embedding (longrope or dynamic) turns a prompt by the length of what follows"
+        return None
 
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""
         if self.flat:
+            if not self.takes_trees:  # as another model's layout may have made them
+                batch = without_trees(batch, pad_token_id=self.pad_token_id)
             return flat_batch(batch, with_table=self._needs_table, shifted=shifted)
         return padded_batch(batch, pad_token_id=self.pad_token_id, shifted=shifted)
 
@@ -80,6 +93,12 @@ class ScorerBase:
         if positions is None:
             return nullcontext()
         return last_layer_at(self.core, positions, batch.inputs["input_ids"].shape)
+
+    @contextmanager
+    def embedded(self, batch: ModelBatch) -> Iterator[None]:
+        """Within: positions that know of their own sequence alone, and noise on the embeddings where that is wanted."""
+        with rotated_by_sequence(self.core, batch), self.embedding_noise(batch):
+            yield
 
     @contextmanager
     def embedding_noise(self, batch: ModelBatch) -> Iterator[None]:

@@ -17,17 +17,21 @@ logger = logging.getLogger(__name__)
 
 
 def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
-    """Whether the completions of one prompt are laid out behind one copy of it; says where flash attention forbids it.
+    """Whether the completions of one prompt are laid out behind one copy of it; says why a model of flat rows cannot.
 
     Raises: ValueError where that is required and the model cannot take it.
     """
-    plain = "its flash attention tells only plain sequences of a flat row apart"
     if prefix_sharing == "auto" and scorer.flat and not scorer.takes_trees:
         logger.warning(
-            "Each completion gets a prompt of its own, because the model takes no trees: %s.", plain
+            "Each completion gets a prompt of its own, because the model takes no trees: %s.",
+            scorer.tree_obstacle,
         )
     if prefix_sharing is True and not scorer.takes_trees:
-        why = plain if scorer.flat else "; ".join(scorer.fallbacks) or "it takes padded rows only"
+        why = (
+            scorer.tree_obstacle
+            if scorer.flat
+            else "; ".join(scorer.fallbacks) or "it takes padded rows only"
+        )
         raise ValueError(
             f"prefix_sharing=True, but {type(scorer.core).__name__} cannot take shared prompts: {why}. Use 'auto', which "
             "repeats prompts where it must."

@@ -1,0 +1,89 @@
+"""Models whose rotary angles depend on a sequence's length say of each sequence of a batch what they say of it alone."""
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from tests.tiny import tiny_model
+from tests.trainer.grpo_runs import logs, run
+from trl.collators.preference import completion_batch
+from trl.models.forward import Scorer
+from trl.models.rotary import stretched_rotaries
+
+LONGEST = 10  # of pretraining
+STRETCHED = {
+    "phi3": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": LONGEST,
+        },
+        "original_max_position_embeddings": LONGEST, "max_position_embeddings": 64,
+    },
+    "llama": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "max_position_embeddings": LONGEST,
+    },
+}  # fmt: skip
+LENGTHS = (4, 17, LONGEST, LONGEST + 1, 9, 14)
+
+
+def stretched(architecture):
+    return tiny_model(architecture, dtype=torch.float64, **STRETCHED[architecture])
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 60, (length,), generator=generator) for length in LENGTHS]
+
+
+def alone(architecture, ids):
+    """By a model that has seen no other sequence."""
+    with torch.no_grad():
+        logits = stretched(architecture)(input_ids=ids[None]).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def padded(rows):
+    width = max(map(len, rows))
+    mask = torch.stack([(torch.arange(width) < len(row)).long() for row in rows])
+    ids = torch.stack([pad(row, (0, width - len(row))) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("architecture", STRETCHED)
+def test_a_sequence_is_scored_as_if_it_were_alone(architecture, flat):
+    """Beside longer ones, and after them, as "dynamic" angles would only grow."""
+    scorer, rows = Scorer(stretched(architecture), flat=flat), sequences()
+    scorer.score(scorer.core, padded([torch.arange(3, 33)]))
+    found = scorer.score(scorer.core, padded(rows)).logps.split([len(row) - 1 for row in rows])
+    for logps, row in zip(found, rows, strict=True):
+        assert (logps - alone(architecture, row)).abs().max() < 1e-12, len(row)
+
+
+def test_a_shared_prompt_is_read_once_for_each_completion():
+    """A short completion's prompt is turned in another way than a long one's: trees become sequences."""
+    scorer = Scorer(stretched("phi3"))
+    assert scorer.flat and not scorer.takes_trees
+    prompt, short, long = (row.tolist() for row in sequences()[:3])
+    batch = completion_batch([(prompt, [short, long * 2])], prefix_sharing=True)
+    first, second = scorer.score(scorer.core, batch).logps.split([len(short), 2 * len(long)])
+    for logps, completion in ((first, short), (second, long * 2)):
+        expected = alone("phi3", torch.tensor([*prompt, *completion]))[len(prompt) - 1 :]
+        assert (logps - expected).abs().max() < 1e-12
+
+
+def test_models_of_one_rotation_are_left_alone():
+    assert not stretched_rotaries(tiny_model("llama"))
+    assert Scorer(tiny_model("llama")).takes_trees
+
+
+def test_what_was_sampled_across_the_length_of_pretraining_is_scored_again():
+    """A cache keeps keys of when a row was short, so the sampler's log-probs are not the trainer's: with them half of all tokens
+    were clipped in the first step."""
+    settings = {"steps_per_generation": 1, "num_iterations": 2, "max_completion_length": 10, "max_steps": 2}
+    trainer, _ = run(given={"model": stretched("phi3")}, **settings)
+    assert not trainer.sampler_is_exact
+    first, second = logs(trainer)
+    assert first["clip_ratio/region_mean"] == 0 < first["sampling/sampling_logp_difference/mean"]
+    assert second["step"] == 2
