@@ -203,8 +203,6 @@ def test_the_routers_loss_is_added(sharing):
     plain, routed = run(), run(**options)
     assert routed["loss"] == pytest.approx(plain["loss"] + 0.1 * routed["aux_loss"], rel=1e-5)
     assert "aux_loss" not in plain
-    if sharing:
-        return
     model = tiny_model("mixtral", **options)
     sequences = [
         [*row["prompt_input_ids"], *row[f"{side}_input_ids"]]

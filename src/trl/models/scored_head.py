@@ -19,6 +19,7 @@ from trl.models.parts import replaced_forward
 from trl.tensors.any_head import AnyHead, local_loss_through, token_scores_through
 from trl.tensors.local_loss import local_loss
 from trl.tensors.logprobs import token_entropies, token_scores
+from trl.tensors.segments import Segments
 from trl.tensors.softmax_rows import LogitRule, Statistics
 
 LossOf = Callable[[Tensor, slice], Tensor]
@@ -159,10 +160,15 @@ def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
 def router_loss(core: PreTrainedModel, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
     """The load-balancing loss of the model's own module (Switch Transformers, arXiv:2101.03961, eq. 4-6).
 
-    A flat row has no padding, so it needs no mask.
+    A flat row, whose mask is a segment table or None, has no padding; tokens of a prompt that several sequences share count
+    as often as these would repeat it.
     """
     balance = vars(sys.modules[type(core).__module__])["load_balancing_loss_func"]
-    mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+    mask = attention_mask
+    if mask is not None and mask.ndim != 2:
+        segments = Segments.from_table(mask)
+        # A cache may hold the first segments: the row's own tokens are the last ones.
+        mask = segments.uses()[-len(router_logits[0]) :] if segments.has_branches else None
     config = core.config.get_text_config()
     experts = next(
         value for name in ("num_experts", "num_local_experts") if (value := getattr(config, name, None))

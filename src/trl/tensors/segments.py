@@ -126,6 +126,19 @@ class Segments:
         repeats = torch.tensor(self.length, dtype=torch.int64)
         return (torch.arange(self.total) + torch.repeat_interleave(offsets, repeats))[None]
 
+    def uses(self) -> Tensor:
+        """How many sequences each token is part of, int64 `(N,)`: one, or of a prompt as many as it has branches.
+
+        >>> Segments.from_trees([(3, [2, 1])]).uses().tolist()
+        [2, 2, 2, 1, 1, 1]
+        """
+        branches: dict[int, int] = {}
+        for _, _, prefix_start, prefix_length in self:
+            if prefix_length:
+                branches[prefix_start] = branches.get(prefix_start, 0) + 1
+        counts = torch.tensor([branches.get(start, 1) for start in self.start])
+        return counts.repeat_interleave(torch.tensor(self.length))
+
     def visible(self) -> Tensor:
         """The definition as a bool matrix `(total, total)`: entry (q, k) says whether token q sees token k.
 
