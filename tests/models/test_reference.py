@@ -338,6 +338,14 @@ def test_a_named_adapters_weights_and_settings_count():
     assert first != reference.fingerprint(adapted("learner", "held", lora_alpha=3))
 
 
+def test_of_a_frozen_model_with_adapters_their_settings_and_the_active_one_count():
+    """None of the two changes a weight, and both change what it answers."""
+    switched = adapted("first", "second")
+    switched.set_adapter("second")
+    models = [adapted("first", "second"), switched, adapted("first", "second", lora_alpha=3)]
+    assert len({FrozenModel(model, None).fingerprint(model) for model in models}) == 3
+
+
 def test_weights_come_back_bit_for_bit(tmp_path):
     reference = FrozenModel(base(seed=1), None)
     reference.save(tmp_path)

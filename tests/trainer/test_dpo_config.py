@@ -123,6 +123,18 @@ REFUSED = {
         "got loss_type 'apo_zero'",
     ),
     "tau": ({"discopop_tau": 0.0, "loss_type": "discopop"}, "discopop_tau must be > 0"),
+    "beta of no number": ({"beta": None}, "beta must be >= 0, got None"),
+    "beta of text": ({"beta": "0.1"}, "beta must be >= 0, got '0.1'"),
+    "endless beta": ({"beta": float("inf")}, "beta must be >= 0, got inf"),
+    "smoothing of no number": (
+        {"label_smoothing": None},
+        r"label_smoothing must be in \[0, 0\.5\), got None",
+    ),
+    "weight that is no number": (
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [float("nan"), 1.0]},
+        "loss_weights must be finite numbers, got nan",
+    ),
+    "coefficient": ({"f_alpha_divergence_coef": float("nan")}, "f_alpha_divergence_coef must be a finite"),
     "ld_alpha": ({"ld_alpha": 1.5}, r"ld_alpha must be in \[0, 1\] or None, got 1\.5"),
     "rpo_alpha": ({"rpo_alpha": -1.0}, "rpo_alpha must be >= 0 or None, got -1"),
     "sync and precompute": (
@@ -157,6 +169,9 @@ IGNORED = {
     "discopop_tau": {"discopop_tau": 0.1},
     "f_alpha_divergence_coef": {"f_alpha_divergence_coef": 0.5},
     "precompute_ref_log_probs": {"precompute_ref_log_probs": True, "reference_free": True},
+    "use_weighting": {"use_weighting": True, "loss_type": "sft"},
+    "ld_alpha": {"ld_alpha": 0.5, "loss_type": ["sft"]},
+    "f_divergence_type": {"f_divergence_type": "js_divergence", "loss_type": ["sft"]},
 }
 
 

@@ -1,7 +1,9 @@
 """What DPOTrainer needs for rows with images: collator, checks before the first step, settings that are refused."""
 
+import copy
 import re
 
+import datasets
 import pytest
 from datasets import Dataset
 
@@ -13,6 +15,7 @@ from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import collator_for_image_pairs, image_pair_sets
+from trl.trainer.dpo_trainer import DPOTrainer
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,25 @@ def test_the_first_row_must_fit_the_model(processor, model):
     short = DataCollatorForVisionPreference(processor, max_prompt_length=4)
     with pytest.raises(ValueError, match=r"column 'chosen': .*max_prompt_length=4.*cannot lose tokens"):
         image_pair_sets(short, model).train(Dataset.from_list([pair([0])]))
+
+
+def test_a_reference_asked_in_advance_is_asked_again_where_rows_are_cut_in_another_way(
+    processor, model, tmp_path, monkeypatch
+):
+    """Rows with images stay as they are: how their tokens are made is part of what the cached numbers depend on."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def numbers(**lengths):
+        args = config(
+            tmp_path, precompute_ref_log_probs=True, max_prompt_length=None, report_to="none", **lengths
+        )
+        given = {"args": args, "train_dataset": Dataset.from_list(ROWS), "processing_class": processor}
+        return list(DPOTrainer(copy.deepcopy(model), **given).train_dataset["ref_chosen_logps"])
+
+    whole, cut = numbers(max_length=None), numbers(max_length=None, max_completion_length=2)
+    assert all(part > all_of_it + 1 for part, all_of_it in zip(cut, whole, strict=True))
+    assert numbers(max_length=None) == whole
+    assert len(list((tmp_path / "cache" / "trl_reference").iterdir())) == 2
 
 
 def test_a_collator_of_ones_own_is_given_rows_unchecked(model):

@@ -202,6 +202,17 @@ def test_without_reference_the_loss_is_of_the_policy_alone():
     assert log["rewards/chosen"] == pytest.approx(BETA * chosen.mean().item(), rel=1e-10)
 
 
+@pytest.mark.parametrize("reference_free", [False, True])
+def test_the_named_adapter_trains_also_without_a_reference(reference_free):
+    settings = LoraConfig(r=2, target_modules=["c_attn"])
+    policy = get_peft_model(tiny_model("gpt2", dtype=torch.float64), settings, adapter_name="first")
+    policy.add_adapter("second", settings)
+    _, gradients, _ = first_step(
+        model=policy, ref_model=None, model_adapter_name="second", reference_free=reference_free
+    )
+    assert gradients and all(".second." in name for name in gradients)
+
+
 def test_the_loss_pushes_chosen_up_and_rejected_down():
     trainer, _, log = first_step(learning_rate=1e-3)
     after = trainer.evaluate(trainer.train_dataset)

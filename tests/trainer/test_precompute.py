@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from functools import partial
 
 import datasets
 import pytest
@@ -62,15 +63,38 @@ CHANGES = {
     "weights": lambda: (Counted(seed=2), rows(), {}),
     "precision": lambda: (Counted(dtype=torch.bfloat16), rows(), {}),
     "settings": lambda: (Counted(), rows(), {"settings": {"ld_alpha": 0.5}}),
+    "collator": lambda: (Counted(), rows(), {"collate": partial(shortened, at_most=1)}),
+    "its settings": lambda: (Counted(), rows(), {"collate": partial(shortened, at_most=2)}),
 }
+
+
+def shortened(given, *, at_most):
+    """A collator that makes the tokens itself."""
+    return collate([{**row, "chosen_input_ids": row["chosen_input_ids"][:at_most]} for row in given])
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_the_values_is_computed_again(change):
     Counted().run(rows())
+    Counted().run(rows(), collate=partial(shortened, at_most=3))
     counted, dataset, options = CHANGES[change]()
     counted.run(dataset, **options)
     assert counted.rows == len(dataset)
+
+
+def test_numbers_of_a_collator_that_nobody_can_compare_are_not_kept(tmp_path, caplog):
+    class Stubborn:
+        def __call__(self, given):
+            return collate(given)
+
+        def __reduce__(self):
+            raise TypeError("never")
+
+    for _ in range(2):
+        counted = Counted()
+        counted.run(rows(), collate=Stubborn())
+        assert counted.rows == 7
+    assert "cannot be pickled (never)" in caplog.text and not (tmp_path / FOLDER).exists()
 
 
 def test_how_rows_are_stored_does_not_matter(tmp_path):

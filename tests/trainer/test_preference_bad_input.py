@@ -51,6 +51,7 @@ STEPS = {"prompt": "How many?", "completions": ["Seven apples.", "Next."], "labe
 ASK = {"role": "user", "content": "And then?"}
 UP = {"role": "assistant", "content": "Look up."}
 NEXT = {"role": "assistant", "content": "Next."}
+WHOLE = {"chosen": [ASK, UP], "rejected": [ASK, NEXT]}
 CHAT = {"prompt": [ASK], "chosen": [UP], "rejected": [NEXT]}
 IMAGE = Image.new("RGB", (8, 8), "red")
 WHY = {**ASK, "content": "Why?"}
@@ -99,6 +100,18 @@ BAD: dict[str, Bad] = {
     "empty list of messages": Bad(
         OF_PAIRS, ValueError, ("train dataset, row 1, column 'rejected': an empty list", "Filter the row"),
         [CHAT, {**CHAT, "rejected": []}],
+    ),
+    "empty message": Bad(
+        OF_PAIRS, ValueError, ("row 1, column 'rejected': the last message is an empty answer (content '')", "Filter the row out"),
+        [CHAT, {**CHAT, "rejected": [{**NEXT, "content": ""}]}],
+    ),
+    "empty message of a whole conversation": Bad(
+        OF_PAIRS, ValueError, ("row 1, column 'chosen': the last message is an empty answer (content '')", "Filter the row out"),
+        [WHOLE, {**WHOLE, "chosen": [ASK, {**UP, "content": ""}]}],
+    ),
+    "empty message alone": Bad(
+        UNPAIRED, ValueError, ("row 0, column 'completion': the last message is an empty answer", "Filter the row out"),
+        [{"prompt": [ASK], "completion": [{**UP, "content": ""}], "label": True}] * 2,
     ),
     "empty completion": Bad(
         UNPAIRED, ValueError, ("train dataset, row 1, column 'completion': an empty string", "Filter the row out"),
@@ -180,6 +193,32 @@ BAD: dict[str, Bad] = {
         UNPAIRED, ValueError, ("ref_adapter_name='judge' names a PEFT adapter, and the model has none", "Wrap it"),
         of_trainer={"ref_adapter_name": "judge"},
     ),
+    "adapter that does not exist, without a reference": Bad(
+        ("dpo",), ValueError, ("model_adapter_name='judge' is no adapter of the model", "Choose one"),
+        of_trainer={"model": adapted}, settings={"model_adapter_name": "judge", "reference_free": True},
+    ),
+    "one of the reference's two columns": Bad(
+        ("dpo",), ValueError, ("train dataset has the reference's columns ['ref_chosen_logps'] and lacks ['ref_rejected_logps']",),
+        [{**PAIR, "ref_chosen_logps": -1.0}] * 2,
+    ),
+    "one of the reference's two numbers": Bad(
+        ("kto",), ValueError, ("train dataset has the reference's columns ['reference_logps'] and lacks ['reference_KL_logps']",),
+        [{**RATED, "reference_logps": -1.0}] * 2,
+    ),
+    "numbers of a reference that moves": Bad(
+        ("dpo",), ValueError, ("columns ['ref_chosen_logps', 'ref_rejected_logps'], and the reference moves", "Remove the"),
+        [{**PAIR, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}] * 2, settings={"sync_ref_model": True},
+    ),
+    "reference that could not follow an adapter": Bad(
+        ("dpo",), ValueError, ("SyncRefModelCallback moves the reference's weights", "same parameters in both", "architecture"),
+        of_trainer={"model": adapted, "ref_model": lambda: model_of("dpo")},
+        settings={"sync_ref_model": True, "force_use_ref_model": True},
+    ),
+    "reference of another width that is to follow": Bad(
+        ("dpo",), ValueError, ("SyncRefModelCallback", "6 differ in name or shape, such as ['model.layers.0.mlp", "leave the"),
+        of_trainer={"ref_model": lambda: tiny_model("llama", vocab_size=400, intermediate_size=64)},
+        settings={"sync_ref_model": True},
+    ),
     "label_smoothing below 0": Bad(
         ("dpo", "cpo"), ValueError, ("label_smoothing must be in [0, 0.5), got -0.1", "use 0"), settings={"label_smoothing": -0.1}
     ),
@@ -195,6 +234,10 @@ BAD: dict[str, Bad] = {
     ),
     "unknown loss": Bad(
         ("dpo", "cpo", "kto"), ValueError, ("loss_type", "sigmoid_pair"), settings={"loss_type": "sigmoid_pair"}
+    ),
+    "rows to be grouped by length": Bad(
+        OF_PAIRS, ValueError, ("train_sampling_strategy='group_by_length'", "prepared rows have ['", "Use 'random'"),
+        settings={"train_sampling_strategy": "group_by_length"},
     ),
     "mismatching of one row": Bad(
         ("kto",), ValueError, ("per_device_train_batch_size", "at least 2", "got 1"),
@@ -251,6 +294,18 @@ def test_it_is_trained_on_with_a_warning(method, told, caplog):
     assert len(trainer.train_dataset) in (4, 8)
     messages = [record.getMessage() for record in caplog.records]
     assert sum(bool(re.search(told.says, message)) for message in messages) == 1, messages
+
+
+@pytest.mark.parametrize("method", TRAINERS)
+def test_smoothing_of_another_loss_is_said_to_do_nothing(method, caplog):
+    with caplog.at_level(logging.WARNING, "trl.trainer.preference_trainer"):
+        build(method, [STEPS if method == "prm" else PAIR] * 2, label_smoothing_factor=0.1)
+    said = [
+        message
+        for message in caplog.messages
+        if message.startswith("label_smoothing_factor=0.1 has no effect")
+    ]
+    assert len(said) == 1 and said[0].endswith("label_smoothing.")
 
 
 @pytest.mark.parametrize("method", OF_PAIRS)

@@ -42,7 +42,8 @@ _WARNINGS = {
     ),
     "promptless_rows": (
         "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) no token of the prompt is left, and the "
-        "completion's first token is not trained. Raise max_length, or lower max_completion_length."
+        "completion's first token is not trained. Give prompts, or where they were cut off raise max_length or lower "
+        "max_completion_length."
     ),
     "empty_completions": (
         "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer is what the other one "

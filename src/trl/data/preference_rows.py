@@ -9,7 +9,7 @@ from transformers import ProcessorMixin
 from trl.data.formats import common_prefix_length, extract_prompt
 from trl.data.rendering import Chat, Message, ProcessingClass, template_source
 from trl.data.tokenization import read_chat
-from trl.data.validation import Place, accepted_roles, check_text
+from trl.data.validation import Place, accepted_roles, check_answer, check_text
 
 SIDES = ("chosen", "rejected")
 PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
@@ -200,6 +200,7 @@ class PairReader:
                 f"{place}: the last message has the role {last!r}, expected the assistant's. Remove what comes after the "
                 "answer, or filter the row out."
             )
+        check_answer(messages, place)
 
 
 def _spoken(message: Message) -> str:

@@ -22,7 +22,7 @@ from trl.data.rendering import (
 )
 from trl.data.spans import encode
 from trl.data.tokenization import encode_closed, encode_open, read_chat
-from trl.data.validation import Place, accepted_roles, check_label, check_text
+from trl.data.validation import Place, accepted_roles, check_answer, check_label, check_text
 
 TOKEN_COLUMNS = ("prompt_input_ids", "completion_input_ids")
 KL_COLUMNS = ("KL_completion_input_ids", "KL_prompt_input_ids")
@@ -110,6 +110,7 @@ class UnpairedReader:
                 f"{places[1]}, message 0: role {first!r}, expected the assistant's answer to 'prompt'. Give the answer only, "
                 "and put what comes before it into the prompt."
             )
+        check_answer(answer.messages, places[1])
         return self._rendered(prompt, answer.messages, places[1])
 
     def _pair_texts(self, pairs: PairReader, row: dict[str, Any], index: int) -> list[tuple[str, str]]:

@@ -144,6 +144,27 @@ def check_messages(value: Any, place: Place, *, roles: frozenset[str]) -> list[M
     return [_check_message(message, index, place, roles) for index, message in enumerate(value)]
 
 
+def check_answer(messages: Sequence[Message], place: Place) -> None:
+    """Check that the last message of an answer has a content, a tool call or anything else beside its role.
+
+    Raises: ValueError where it has not.
+    """
+    last = messages[-1]
+    said = {key: value for key, value in last.items() if key not in ("role", "name", "content")}
+    content = last.get("content")
+    if isinstance(content, list | tuple):
+        content = [part for part in content if not _is_empty_text(part)]
+    if not content and not any(said.values()):
+        raise ValueError(
+            f"{place}: the last message is an empty answer (content {last.get('content')!r}), expected text to train on. Filter "
+            "the row out."
+        )
+
+
+def _is_empty_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type", "text") == "text" and not part.get("text")
+
+
 def _check_message(message: Any, index: int, place: Place, roles: frozenset[str]) -> Message:
     if not isinstance(message, Mapping):
         raise TypeError(

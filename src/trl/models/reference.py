@@ -96,8 +96,13 @@ class FrozenModel(Reference):
             self.module.to(accelerator.device)
 
     def fingerprint(self, policy: nn.Module) -> str:
-        """Of all its weights and its config."""
-        return hash_weights(self.module, settings=causal_core(self.module).config.to_dict())
+        """Of all its weights and its config; of adapters also how they are added, and which of them are active."""
+        settings = causal_core(self.module).config.to_dict()
+        if is_peft_model(self.module):
+            adapted: Any = self.module
+            settings["adapters"] = {name: kind.to_dict() for name, kind in adapted.peft_config.items()}
+            settings["active"] = adapted.active_adapters
+        return hash_weights(self.module, settings=settings)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write its weights into a checkpoint, for a run that moves them (TR-DPO, BEMA). All processes must call it."""
@@ -215,6 +220,8 @@ def make_reference(
     for what is no model.
     """
     _check_settings(ref_model, ref_model_init_kwargs, ref_adapter_name)
+    if ref_model is None and force_use_ref_model:
+        logger.warning("force_use_ref_model=True has no effect without a ref_model.")
     if not is_peft_model(policy):
         _check_no_adapter_names(model_adapter_name=model_adapter_name, ref_adapter_name=ref_adapter_name)
     else:
@@ -236,6 +243,23 @@ def make_reference(
     return FrozenModel(model, make_scorer(model))
 
 
+def do_without_reference(
+    policy: nn.Module,
+    *,
+    ref_model_init_kwargs: dict[str, Any] | None = None,
+    model_adapter_name: str | None = None,
+) -> None:
+    """What `make_reference` does to a policy that is held against nothing: `model_adapter_name` is the adapter that trains.
+
+    Raises: ValueError as `make_reference` does.
+    """
+    _check_settings(None, ref_model_init_kwargs, None)
+    if is_peft_model(policy):
+        _choose_adapters(policy, model_adapter_name, None)
+    else:
+        _check_no_adapter_names(model_adapter_name=model_adapter_name)
+
+
 # ---- the rules
 
 
@@ -247,6 +271,11 @@ def _check_settings(
         raise ValueError(
             f"ref_model_init_kwargs={ref_model_init_kwargs!r} was given with {given}, expected a name or path. Pass "
             "ref_model as one, or load it with these arguments yourself."
+        )
+    if ref_model is not None and not isinstance(ref_model, (nn.Module, str, os.PathLike)):
+        raise TypeError(
+            f"ref_model must be a model, or its name or path, got {type(ref_model).__name__}. Leave it out to use the model as "
+            "it is now."
         )
     if ref_model is not None and ref_adapter_name is not None:
         raise ValueError(
@@ -294,8 +323,6 @@ def _check_adapter_is_reference(ref_model: Any, force_use_ref_model: bool) -> No
             "ref_model was given with a PEFT model, whose base (the adapter switched off) is a reference that takes no "
             "memory. Leave ref_model out, or set force_use_ref_model=True if it is another model."
         )
-    if ref_model is None and force_use_ref_model:
-        logger.warning("force_use_ref_model=True has no effect without a ref_model.")
 
 
 def _check_adapter_is_whole(policy: nn.Module, precompute: bool) -> None:

@@ -6,8 +6,11 @@ completion; beta times a log-ratio is the completion's implicit reward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,8 +84,12 @@ class PairOptions:
         check_beta(self.beta)
         check_label_smoothing(self.label_smoothing)
         lookup(F_DIVERGENCES, self.f_divergence, "f_divergence_type")
-        if self.discopop_tau <= 0:
-            raise ValueError(f"discopop_tau must be > 0, got {self.discopop_tau}. The paper uses 0.05.")
+        if not is_finite(self.f_alpha):
+            raise ValueError(
+                f"f_alpha_divergence_coef must be a finite number, got {self.f_alpha!r}. The default is 1.0."
+            )
+        if not (is_finite(self.discopop_tau) and self.discopop_tau > 0):
+            raise ValueError(f"discopop_tau must be > 0, got {self.discopop_tau!r}. The paper uses 0.05.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +183,38 @@ def log_loss(logits: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return (1 - label_smoothing) * softplus(-logits) + label_smoothing * softplus(logits)
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a setting is a number, and neither infinite nor NaN."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def check_beta(beta: float) -> None:
-    """Raises ValueError unless `beta` >= 0."""
-    if not beta >= 0:
-        raise ValueError(f"beta must be >= 0, got {beta}. The usual range is 0.01 to 0.5.")
+    """Raises ValueError unless `beta` is a number >= 0."""
+    if not (is_finite(beta) and beta >= 0):
+        raise ValueError(f"beta must be >= 0, got {beta!r}. The usual range is 0.01 to 0.5.")
+
+
+def check_loss_weights(loss_weights: Sequence[float] | None, losses: Sequence[str]) -> None:
+    """Raises ValueError unless each loss has a finite weight, or none of them has one."""
+    if loss_weights is None:
+        return
+    if len(loss_weights) != len(losses):
+        raise ValueError(
+            f"loss_weights must have one weight per loss_type ({len(losses)}), got {len(loss_weights)}. "
+            "Leave it out to weigh each loss by 1."
+        )
+    for weight in loss_weights:
+        if not is_finite(weight):
+            raise ValueError(
+                f"loss_weights must be finite numbers, got {weight!r}. The weight of a loss by itself is 1."
+            )
 
 
 def check_label_smoothing(label_smoothing: float) -> None:
     """Raises ValueError unless `label_smoothing` is in [0, 0.5)."""
-    if not 0 <= label_smoothing < 0.5:
+    if not (is_finite(label_smoothing) and 0 <= label_smoothing < 0.5):
         raise ValueError(
-            f"label_smoothing must be in [0, 0.5), got {label_smoothing}. It is the probability that a label is "
+            f"label_smoothing must be in [0, 0.5), got {label_smoothing!r}. It is the probability that a label is "
             "wrong; use 0 for clean labels."
         )
 

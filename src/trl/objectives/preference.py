@@ -20,6 +20,7 @@ from trl.objectives.pairs import (
     PairOptions,
     PairScores,
     StepStatistics,
+    check_loss_weights,
     log_loss,
     margin,
     pair_metrics,
@@ -191,11 +192,7 @@ def check_losses(losses: Sequence[str], loss_weights: Sequence[float] | None, op
         raise ValueError("loss_type must name at least 1 loss, got none. The default is 'sigmoid'.")
     for name in losses:
         lookup(PAIR_LOSSES, name, "loss_type")
-    if loss_weights is not None and len(loss_weights) != len(losses):
-        raise ValueError(
-            f"loss_weights must have one weight per loss_type ({len(losses)}), got {len(loss_weights)}. "
-            "Leave it out to weigh each loss by 1."
-        )
+    check_loss_weights(loss_weights, losses)
     elsewhere = [name for name in losses if name not in ON_MARGIN]
     if options.f_divergence != "reverse_kl" and elsewhere:
         raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from trl.objectives.pairs import check_beta
+from trl.objectives.pairs import check_beta, is_finite
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 
@@ -100,9 +100,10 @@ class KTOOptions:
         lookup(KTO_LOSSES, self.loss_type, "loss_type")
         check_beta(self.beta)
         for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
+            value = getattr(self, name)
+            if not (is_finite(value) and value >= 0):
                 raise ValueError(
-                    f"{name} must be >= 0, got {getattr(self, name)}. Use 0 to leave that kind out of the loss."
+                    f"{name} must be >= 0, got {value!r}. Use 0 to leave that kind out of the loss."
                 )
 
 

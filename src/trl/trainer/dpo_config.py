@@ -165,7 +165,12 @@ class DPOConfig(
     def _warn_of_ignored(self) -> None:
         """Say, once, which settings no chosen loss reads."""
         divergence = self.pair_options().f_divergence
+        # The likelihood alone: no loss compares a pair.
+        alone = set(self.loss_type) == {"sft"}
         ignored = {
+            "use_weighting": self.use_weighting and alone,
+            "ld_alpha": self.ld_alpha is not None and alone,
+            "f_divergence_type": divergence != "reverse_kl" and alone,
             "label_smoothing": self.label_smoothing and not SMOOTHED & set(self.loss_type),
             "discopop_tau": self.discopop_tau != 0.05 and "discopop" not in self.loss_type,
             "f_alpha_divergence_coef": self.f_alpha_divergence_coef != 1.0
@@ -174,7 +179,8 @@ class DPOConfig(
         }
         for name in (name for name, is_ignored in ignored.items() if is_ignored):
             chosen = f"loss_type={self.loss_type}, f_divergence_type={divergence!r}, reference_free={self.reference_free}"
-            warn_caller(f"{name}={getattr(self, name)} has no effect with {chosen}. Leave it out.")
+            given = getattr(self, name)
+            warn_caller(f"{name}={getattr(given, 'value', given)} has no effect with {chosen}. Leave it out.")
 
     def _check_reference(self) -> None:
         if self.sync_ref_model and self.precompute_ref_log_probs:

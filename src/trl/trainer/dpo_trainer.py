@@ -24,7 +24,7 @@ from trl.data.preference_tokens import OWN_PROMPT
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
-from trl.models.reference import Reference, make_reference
+from trl.models.reference import Reference, do_without_reference, make_reference
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
 from trl.objectives.preference import NEEDS_STEP, PER_TOKEN, chosen_nll, nll_coefficient, preference_terms
@@ -112,12 +112,8 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
         self.scorer = policy.scorer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
-        self.reference = (
-            None
-            if args.reference_free and ref_model is None
-            else self._make_reference(
-                policy, ref_model, model_path=model if isinstance(model, str) else None, args=args
-            )
+        self.reference = self._make_reference(
+            policy, ref_model, model_path=model if isinstance(model, str) else None, args=args
         )
         self._compares_pairs = bool(NEEDS_STEP & set(args.loss_type))
         self._step_statistics: deque[StepStatistics] = deque()
@@ -146,13 +142,22 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self.take_reference(self._reference_pass() if args.precompute_ref_log_probs else None)
+        self.take_reference(
+            REFERENCE_COLUMNS, self._reference_pass() if args.precompute_ref_log_probs else None
+        )
 
     # ---- the reference
 
     def _make_reference(
         self, policy: Policy, ref_model: Any, *, model_path: str | None, args: DPOConfig
-    ) -> Reference:
+    ) -> Reference | None:
+        if args.reference_free and ref_model is None and args.ref_adapter_name is None:
+            do_without_reference(
+                policy.model,
+                ref_model_init_kwargs=args.ref_model_init_kwargs,  # type: ignore[arg-type]
+                model_adapter_name=args.model_adapter_name,
+            )
+            return None
         return make_reference(
             policy.model,
             scorer=policy.scorer,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trl.models.reference import FrozenModel
-from trl.trainer.callbacks.reference_moves import lend_reference
+from trl.trainer.callbacks.reference_moves import check_moves, lend_reference
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ class HoldsReference(_Trainer):
 
         Call it at the end of the constructor.
         """
-        if self.reference is not None:
-            self.reference.prepare(self.accelerator)
         if getattr(self.args, "sync_ref_model", False):
             self.add_callback(SyncRefModelCallback(None, self.accelerator))
+        check_moves(self.callback_handler.callbacks, self.reference, self.model)
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
         self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference)
 
     def _save_rng_state(self, output_dir: str) -> None:

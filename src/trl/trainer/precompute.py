@@ -1,8 +1,9 @@
 """The reference's log-probabilities of a whole dataset, computed once and kept on disk.
 
 Values lie in `<HF_DATASETS_CACHE>/trl_reference/<fingerprint>.safetensors`, one float64 column per name. The fingerprint
-covers the rows, the reference's weights and config, the precision, and the settings a trainer names, so that runs that
-differ in anything else (beta, learning rate, loss) share them. The files may be deleted at any time.
+covers the rows, the reference's weights and config, the precision, a collator that makes the tokens itself (of rows with
+images, or one's own) with its processor, and the settings a trainer names, so that runs that differ in anything else (beta,
+learning rate, loss) share them. The files may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -25,16 +26,24 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset, config
+from datasets.fingerprint import Hasher, generate_random_fingerprint
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
+
+from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
+from trl.collators.seq2seq import Seq2SeqPairCollator
+from trl.collators.unpaired import UnpairedCollator
+from trl.data.formats import column_names
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # raise it when the same inputs no longer give the same numbers
 FOLDER = "trl_reference"
 _ROWS_HASHED_AT_ONCE = 1000
+# These lay out tokens that are in the rows: no number depends on how.
+_LAY_OUT_TOKENS = (PairCollator, DPODataCollatorWithPadding, Seq2SeqPairCollator, UnpairedCollator)
 
 
 @dataclass(frozen=True)
@@ -72,17 +81,17 @@ def precompute_ref_log_probs(
             f"{dataset_name} dataset: precompute_ref_log_probs=True goes over all rows before training and needs a "
             f"datasets.Dataset, got a {type(dataset).__name__}. Load it without streaming, or set it to False."
         )
-    if _has_columns(dataset, scoring.columns, dataset_name):
+    if has_reference_columns(dataset, scoring.columns, dataset_name):
         logger.info(
             "%s dataset: its own columns %s are the reference's.", dataset_name, list(scoring.columns)
         )
         return dataset
     name = _fingerprint(dataset, scoring, reference_fingerprint, accelerator.mixed_precision)
     file = Path(config.HF_DATASETS_CACHE) / FOLDER / f"{name}.safetensors"
-    caching = datasets.is_caching_enabled()
+    caching = datasets.is_caching_enabled() and name is not None
     known = _read(file, scoring.columns, len(dataset)) if caching else None
     if all(gather_object([known is not None])):
-        assert known is not None
+        assert known is not None and name is not None
         logger.info("%s dataset: log-probabilities of the reference are read from %s.", dataset_name, file)
         return _with_columns(dataset, known, name)
     if caching:  # a folder that cannot be written is found before the pass
@@ -93,7 +102,7 @@ def precompute_ref_log_probs(
         _write(file, values)
         logger.info("%s dataset: log-probabilities of the reference are kept in %s.", dataset_name, file)
     accelerator.wait_for_everyone()
-    return _with_columns(dataset, values, name)
+    return _with_columns(dataset, values, name or generate_random_fingerprint())
 
 
 # ---- the pass
@@ -144,8 +153,13 @@ def _check_finite(values: Mapping[str, np.ndarray], dataset_name: str) -> None:
             )
 
 
-def _has_columns(dataset: Dataset, columns: Sequence[str], dataset_name: str) -> bool:
-    present = [column for column in columns if column in dataset.column_names]
+def has_reference_columns(dataset: Any, columns: Sequence[str], dataset_name: str) -> bool:
+    """Whether a data set has the reference's columns.
+
+    Raises: ValueError where it has some of them.
+    """
+    known = column_names(dataset)
+    present = [column for column in columns if column in known]
     if present and len(present) < len(columns):
         missing = sorted(set(columns) - set(present))
         raise ValueError(
@@ -186,8 +200,22 @@ def _write(file: Path, values: Mapping[str, np.ndarray]) -> None:
 # ---- the fingerprint
 
 
-def _fingerprint(dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str) -> str:
+def _fingerprint(
+    dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str
+) -> str | None:
+    """The name under which the values are kept; None, said in the log, where nobody can tell what they depend on."""
+    made_by = {}
+    if type(scoring.collate) not in _LAY_OUT_TOKENS:
+        try:
+            made_by = {"collate": Hasher.hash(scoring.collate)}
+        except Exception as error:  # whatever a collator of one's own raises when it is pickled
+            logger.warning(
+                "The log-probabilities of the reference are not kept: data_collator %r cannot be pickled (%s), so that a later "
+                "run could not tell whether it is the same.", scoring.collate, error,
+            )  # fmt: skip
+            return None
     parts = {
+        **made_by,
         "format": FORMAT,
         "columns": list(scoring.columns),
         "settings": dict(scoring.settings),

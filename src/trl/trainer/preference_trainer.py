@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -16,10 +18,12 @@ from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_
 from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.held_reference import HoldsReference
 from trl.trainer.policy import Policy
-from trl.trainer.precompute import ReferencePass, precompute_ref_log_probs
+from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
 from trl.trainer.terms import LossOfTerms
 from trl.trainer.terms import Outcome as Outcome
+
+logger = logging.getLogger(__name__)
 
 
 class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
@@ -54,6 +58,7 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             train_dataset = (train_sets or sets).train(train_dataset)
         if eval_dataset is not None:
             eval_dataset = sets.evaluation(eval_dataset)
+        _check_foreign_settings(args, train_dataset)
         shard_streams_by_row(args)
         use_one_device(args)
         super().__init__(
@@ -120,17 +125,37 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     # ---- the reference
 
-    def take_reference(self, scoring: ReferencePass | None = None) -> None:
+    def take_reference(self, columns: Sequence[str], scoring: ReferencePass | None = None) -> None:
         """Bring the reference to the device, let callbacks move it, and with `scoring` ask it about all rows now.
 
-        Call it at the end of the constructor.
+        Call it at the end of the constructor. `columns` are those in which rows may bring its log-probs themselves.
+
+        Raises: ValueError for rows that have some of them, and for rows that have them where the reference moves.
         """
         if self.reference is None or isinstance(self.reference, AskedInAdvance):
             return
         self.settle_reference()
+        self._check_own_columns(columns)
         if scoring is not None:
             assert self.model is not None
             self._ask_in_advance(scoring, self.reference.fingerprint(self.model))
+
+    def _check_own_columns(self, columns: Sequence[str]) -> None:
+        fixed = [
+            name
+            for name, part in self._named_sets().items()
+            if isinstance(part, (Dataset, IterableDataset)) and has_reference_columns(part, columns, name)
+        ]
+        if self._moved_reference is not None and fixed:
+            raise ValueError(
+                f"{fixed[0]} dataset has the reference's log-probabilities, columns {list(columns)}, and the reference moves while "
+                "training (sync_ref_model, or a callback): these numbers would stay as they are. Remove the columns, or let the "
+                "reference stand still."
+            )
+
+    def _named_sets(self) -> dict[str, Any]:
+        evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        return {**evaluation, "train": self.train_dataset}
 
     def _ask_in_advance(self, scoring: ReferencePass, fingerprint: str) -> None:
 
@@ -167,6 +192,26 @@ class AskedInAdvance:
         raise ValueError(
             f"rows without {' and '.join(self.columns)}: the reference was asked before the first step "
             "(precompute_ref_log_probs=True) and is gone. Pass the data set to the constructor, or add these columns."
+        )
+
+
+def _check_foreign_settings(args: Any, train_dataset: Any) -> None:
+    """Say which of transformers' own settings do nothing here.
+
+    Raises: ValueError for rows that transformers could not group by length.
+    """
+    if args.label_smoothing_factor:
+        logger.warning(
+            "label_smoothing_factor=%g has no effect: it smooths transformers' own loss of language models. Leave it out; what "
+            "DPOConfig and CPOConfig have for noisy preferences is label_smoothing.",
+            args.label_smoothing_factor,
+        )
+    if args.train_sampling_strategy != "group_by_length" or not isinstance(train_dataset, Dataset):
+        return
+    if not {"input_ids", args.length_column_name} & set(train_dataset.column_names):
+        raise ValueError(
+            "train_sampling_strategy='group_by_length' finds rows of one length by 'input_ids', and prepared rows have "
+            f"{train_dataset.column_names}. Use 'random': rows are laid out without padding, so that grouping gains nothing."
         )
 
 

@@ -129,7 +129,8 @@ class UnpairedTrainer(PreferenceTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         _warn_of_blocks(self.train_dataset, args.train_sampling_strategy)
-        self.take_reference(self._reference_pass() if args.precompute_ref_log_probs else None)
+        scoring = self._reference_pass()
+        self.take_reference(scoring.columns, scoring if args.precompute_ref_log_probs else None)
 
     def preparation(self, args: Any) -> dict[str, Any]:
         """What a method adds to how rows are prepared: settings of `UnpairedPreparation`."""

@@ -30,11 +30,7 @@ def lend_reference(callbacks: Iterable[Any], reference: Reference | None) -> Fro
 
     Raises: ValueError for a reference that cannot move, or that several would move.
     """
-    movers = [
-        callback
-        for callback in callbacks
-        if isinstance(callback, MovesReference) and callback.moves_reference
-    ]
+    movers = _movers(callbacks)
     if not movers:
         return None
     if len(movers) > 1:
@@ -52,6 +48,35 @@ def lend_reference(callbacks: Iterable[Any], reference: Reference | None) -> Fro
     for callback in movers:
         callback.use_reference(reference.module)
     return reference
+
+
+def check_moves(callbacks: Iterable[Any], reference: Reference | None, policy: Any) -> None:
+    """Check that a reference that callbacks are to move has the policy's parameters; before either is sharded or wrapped.
+
+    Raises: ValueError where names or shapes differ.
+    """
+    movers = _movers(callbacks)
+    if not movers or not isinstance(reference, FrozenModel):
+        return
+    ours, theirs = (
+        {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+        for model in (policy, reference.module)
+    )
+    different = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    if different:
+        raise ValueError(
+            f"{type(movers[0]).__name__} moves the reference's weights towards the model's, which needs the same parameters in "
+            f"both, and {len(different)} differ in name or shape, such as {different[:3]}. Choose a ref_model of the model's own "
+            "architecture and train without an adapter, or leave the callback (sync_ref_model) out."
+        )
+
+
+def _movers(callbacks: Iterable[Any]) -> list[MovesReference]:
+    return [
+        callback
+        for callback in callbacks
+        if isinstance(callback, MovesReference) and callback.moves_reference
+    ]
 
 
 def _named(reference: Reference | None) -> str:
