@@ -180,7 +180,7 @@ def test_soft_overlong_punishment():
 
 def test_names_of_the_command_line(tmp_path, monkeypatch):
     (tmp_path / "graders_of_mine.py").write_text(
-        "SIZE = 3\ndef length(completions, **kwargs):\n    return [1.0]\n"
+        "SIZE = 3\nclass Grader: pass\ndef length(completions, **kwargs):\n    return [1.0]\n"
     )
     (tmp_path / "needs_more.py").write_text("import nowhere_to_be_found\n")
     (tmp_path / "model").mkdir()
@@ -202,10 +202,14 @@ def test_names_of_the_command_line(tmp_path, monkeypatch):
     for name, message in {
         "acuracy_reward": r"'acuracy_reward' is unknown. Did you mean accuracy_reward\? Known are accuracy_reward, reasoning",
         "trl.rewards.acuracy": "has no 'acuracy', it has",
-        "graders_of_mine.size": r"has no 'size', it has \['length'\]",
+        "graders_of_mine.size": r"has no 'size', it has \['Grader', 'length'\]",
         "graders_of_mine.SIZE": "is a int, expected a function",
+        "graders_of_mine.Grader": "is a class, expected a function or a judge's class",
         "nowhere.length": "There is no module 'nowhere' here .* or installed. Known are",
         "./nowhere": "looks like a path, and there is no such folder",
+        "examples/scores.py": r"names a file.*with dots, from here: examples\.scores\.<function>",
+        "./scores.py:length": r"names a file.*with dots, from here: scores\.length",
+        "/else/where/scores.py::length": r"names a file.*in the folder '/else/where': scores\.length",
         "get_soft_overlong_punishment(3)": "cannot be read",
         "get_soft_overlong_punishment(max_completion_len=__import__('os'))": "cannot be read",
     }.items():

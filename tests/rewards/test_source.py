@@ -111,6 +111,24 @@ def test_functions_are_called_as_documented_and_keep_nothing():
     assert seen == {"answer": ["yes", "no", "down"], "prompts": INPUTS.prompts, "ids": INPUTS.completion_ids, "state": "state"}  # fmt: skip
 
 
+def test_what_a_function_changes_in_messages_and_columns_the_next_one_does_not_see():
+    said = [[{"role": "assistant", "content": " blue?"}], [{"role": "assistant", "content": " a sea?"}]]
+    inputs = RewardInputs(
+        ["Is the sky"] * 2, said, completion_ids=[[5], [6]], columns={"info": [{"tags": ["a"]}, {"tags": []}]}
+    )
+    seen = []
+
+    def strips(completions, completion_ids, info, **kwargs):
+        seen.append([completions[0][0]["content"], list(completion_ids[0]), list(info[0]["tags"])])
+        completions[0][0]["content"] = completions[0][0]["content"].strip()
+        completion_ids[0].append(9)
+        info[0]["tags"].clear()
+        return [0.0] * 2
+
+    scores_of([strips, strips], inputs=inputs)
+    assert seen == [[" blue?", [5], ["a"]]] * 2 and said[0][0]["content"] == " blue?"
+
+
 def test_a_function_without_kwargs_gets_what_it_names():
     def by_older_name(completions_ids):
         return [len(ids) for ids in completions_ids]
@@ -131,6 +149,10 @@ def test_a_column_that_is_missing_is_named_before_the_first_step():
         RewardSources(needs_more).check_columns(["answer"])
     with pytest.raises(TypeError, match="by position only"):
         RewardSources(lambda completions, /: [0.0])
+    with pytest.raises(
+        TypeError, match=r"takes no arguments, expected keyword arguments. Write it as `def f"
+    ):
+        RewardSources(lambda: [0.0])
 
 
 def test_weights_none_and_counts():
@@ -409,6 +431,10 @@ def test_settings_that_cannot_work_are_refused():
         RewardSources([])
     with pytest.raises(TypeError, match="reward_funcs holds a int"):
         RewardSources([3])
+    with pytest.raises(
+        TypeError, match=r"the class Judge, expected a function or a model. Make one: Judge\(\)"
+    ):
+        RewardSources([Judge])
     with pytest.raises(ValueError, match="reward_processing_classes has 1 entries for 2"):
         RewardSources([length, length], processing_classes=[None])
     with pytest.raises(ValueError, match="reward_deadline must be > 0"):

@@ -1,6 +1,7 @@
 """Calls of tools: at once, with deadlines, and what a model reads of those that fail."""
 
 import asyncio
+import functools
 import threading
 import time
 
@@ -64,6 +65,29 @@ def meddle(items: list) -> dict:
     return {"items": items, "odd": {1, 2} if len(items) > 3 else None}
 
 
+class Unsayable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def stammer(how: str) -> object:
+    """Answers what cannot be written.
+
+    Args:
+        how: In which way.
+    """
+    if how == "raises":
+        raise Unsayable
+    return chr(0xD800) if how == "half" else Unsayable()
+
+
+async def by_place(*arguments):
+    return await doze(*arguments)
+
+
+by_place = functools.wraps(doze)(by_place)  # as a careless decorator makes it: it takes no names
+
+
 def runner(*tools, deadline=5.0):
     return ToolRunner(tools_of(list(tools)), deadline=deadline)
 
@@ -109,6 +133,19 @@ def test_what_fails_is_told_and_named():
         and found[4].text == "Error: the call is not JSON."
     )
     assert found[5].text == "3"
+
+
+def test_what_cannot_be_written_is_told_too():
+    ways = ("raises", "half", "has no text")
+    found = runner(stammer).run([ToolCall("stammer", {"how": how}) for how in ways])
+    assert [reply.failure for reply in found] == ["raised", None, "raised"]
+    assert found[1].text == "?"  # half of a surrogate pair, which no tokenizer takes
+    assert found[0].text == found[2].text == "Error: ValueError where the tool's answer is written."
+
+
+def test_an_async_function_may_raise_when_it_is_called():
+    (found,) = runner(by_place).run([ToolCall("doze", {"seconds": 0.0})])
+    assert found.failure == "raised" and found.text.startswith("Error: TypeError: doze() got an unexpected")
 
 
 def test_a_tool_that_hangs_is_given_up(monkeypatch):

@@ -39,6 +39,15 @@ def pick(kind: Literal["up", "down"], counts: list[int], ratio: float | None = N
     return kind
 
 
+async def by_place(a: int, /) -> int:
+    """Takes a number.
+
+    Args:
+        a: One.
+    """
+    return a
+
+
 class Box:
     """A thing with a tool."""
 
@@ -72,10 +81,22 @@ def test_a_schema_says_names_types_and_descriptions():
         ([no_hints], ValueError, r"Argument a is missing a type hint"),
         ([undescribed], ValueError, "no description for the argument 'a'"),
         ([lambda: 1], ValueError, "no docstring"),
+        ([by_place], ValueError, r"argument 'a' cannot be given by name \(it stands before '/'\)"),
         ([functools.partial(add, b=1)], ValueError, "cannot be described"),
         ([add, echo, add], ValueError, r"tools\[2\] is called 'add'"),
     ],
-    ids=["no list", "number", "class", "docstring", "hints", "argument", "lambda", "partial", "twice"],
+    ids=[
+        "no list",
+        "number",
+        "class",
+        "docstring",
+        "hints",
+        "argument",
+        "lambda",
+        "place",
+        "partial",
+        "twice",
+    ],
 )
 def test_what_cannot_be_a_tool(tools, error, words):
     with pytest.raises(error, match=words):

@@ -53,6 +53,15 @@ def test_text_calls_and_thoughts():
         ('<tool_call>{"name": "add", "arguments": {"a": 1}', "is not closed"),
         ("<tool_call>[1]</tool_call>", "names no tool"),
         ('<tool_call>{"arguments": {}}</tool_call>', "names no tool"),
+        (f"<tool_call>{'[' * 20_000}</tool_call>", "is not JSON"),
+        (
+            f'<tool_call>{{"name": "add", "arguments": {"[" * 65}{"]" * 65}}}</tool_call>',
+            "nested more than 64 times",
+        ),
+        (
+            '<tool_call>{"name": "echo", "arguments": {"word": "half \\ud800"}}</tool_call>',
+            "surrogates not allowed",
+        ),
     ],
 )
 def test_calls_that_cannot_be_read_stay_text(block, words):
@@ -90,6 +99,14 @@ def brackets():
         },
     }  # fmt: skip
     return tokenizer
+
+
+@pytest.mark.parametrize("depth", [65, 20_000])
+def test_calls_that_the_tokenizers_own_rules_read_may_be_nested_too_deeply(depth):
+    deep = f'[CALL]{{"name": "add", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}[/CALL]'
+    turn = read(f"{deep}<|im_end|>", brackets(), "<|im_start|>assistant\n")
+    assert len(turn.calls) == 1 and "cannot be read" in str(turn.calls[0].error)
+    assert turn.message == {"role": "assistant", "content": deep}
 
 
 def test_the_tokenizers_own_rules_come_first():

@@ -21,11 +21,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "grpo-kl": {"loss_type": "grpo", "delta": 1.3, "use_bias_correction_kl": True, "scale_rewards": "batch"},
     "bnpo-masked": {"loss_type": "bnpo", "mask_truncated_completions": True, "beta": 0.0},
     "dapo-entropy": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "beta": 0.0},
+    "corrected": {"loss_type": "grpo", "repetition_penalty": 1.2, "scale_rewards": "batch"},
     "gspo": {"loss_type": "grpo", **SEQUENCE, "top_entropy_quantile": 0.4},
     # RLOO's ratio is that of whole completions: soon all of them are clipped
     "rloo": {"method": "rloo", "normalize_advantages": True, "learning_rate": 0.001},
 }
-EVALUATED = ("grpo", "dapo", "rloo")
+EVALUATED = ("grpo", "dapo", "corrected", "rloo")
 
 
 def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[str, Any]:

@@ -215,14 +215,16 @@ def test_bad_values_are_named(given, message):
         config(**given)
 
 
-@pytest.mark.parametrize("bounds", [(1.0, -1.0), (1.0,), (0.5, 0.5)])
+@pytest.mark.parametrize("bounds", [(1.0, -1.0), (1.0,), (0.5, 0.5), 5.0, ("a", "b")])
 def test_reward_limits_are_two_and_in_order(bounds):
     with pytest.raises(ValueError, match=r"reward_clip_range must be a smallest and a larger largest reward"):
         config(RLOOConfig, reward_clip_range=bounds)
 
 
 IGNORED = {
-    "delta": {"delta": 2.0, "loss_type": "cispo"},
+    "delta": {"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0},
+    "epsilon": {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0},
+    "epsilon_high": {"epsilon_high": 0.3, "loss_type": "sapo"},
     "max_resampling_rounds": {"max_resampling_rounds": 3},
     "sapo_temperature_pos": {"sapo_temperature_pos": 0.5},
     "vespo_k_neg": {"vespo_k_neg": 1.0, "loss_type": "sapo"},
@@ -230,6 +232,9 @@ IGNORED = {
     "vllm_importance_sampling_mode": {"vllm_importance_sampling_mode": "token_mask", "loss_type": "vespo"},
     "vllm_importance_sampling_cap": {"vllm_importance_sampling_cap": 2.0, "loss_type": "vespo"},
     "use_bias_correction_kl": {"use_bias_correction_kl": True},
+    "vllm_guided_decoding_regex": {"vllm_guided_decoding_regex": "[0-9]+"},
+    "log_unique_prompts": {"log_unique_prompts": True},
+    "num_completions_to_print": {"num_completions_to_print": 3},
     "use_transformers_paged": {"use_transformers_paged": True},
     "cache_implementation": {"cache_implementation": "static"},
 }
@@ -240,6 +245,24 @@ def test_what_has_no_effect_is_said_once(name, given):
     with pytest.warns(Warning, match=f"{name}=.* has no effect") as caught:
         config(**given)
     assert len([warning for warning in caught if name in str(warning.message)]) == 1
+
+
+def test_a_correction_that_is_off_has_no_cap():
+    given = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_cap": 2.0}
+    with pytest.warns(
+        UserWarning, match=r"cap=2\.0 has no effect with vllm_importance_sampling_correction=False"
+    ):
+        config(**given)
+
+
+def test_a_bound_of_cispo_that_cuts_every_weight_is_said():
+    with pytest.warns(
+        UserWarning, match=r"cispo' takes epsilon_high=0\.2 as the largest weight .*Set epsilon_high to 5"
+    ):
+        config(loss_type="cispo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(loss_type="cispo", epsilon_high=5.0)
 
 
 def test_older_names_of_rloo_move_with_one_warning():

@@ -181,3 +181,12 @@ def test_older_arguments_of_rloo_move():
         RLOOTrainer(given["policy"], given["reward_model"], policy=given["policy"])
     with pytest.raises(TypeError, match="unexpected keyword argument 'policies'"):
         RLOOTrainer(policies=1)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_dropout_is_no_change_of_the_policy_in_the_first_step_on_a_window(method):
+    model = tiny_model("gpt2", dtype=torch.float64, resid_pdrop=0.1, attn_pdrop=0.1)
+    trainer, keep = run(method, given={"model": model}, num_iterations=2, max_steps=4, learning_rate=1e-3)
+    clipped = [entry["clip_ratio/region_mean"] for entry in logs(trainer)]
+    assert clipped[0] == clipped[2] == 0 and min(clipped[1], clipped[3]) > 0.2
+    assert all(max(value.abs().max() for value in step.values()) > 0.01 for step in keep.steps)

@@ -231,6 +231,22 @@ def test_an_evaluation_calls_tools_and_does_not_depend_on_its_batches():
     assert found[0]["eval_tools/call_frequency"] > 0
 
 
+def test_what_a_prompt_begins_to_say_is_part_of_the_first_message():
+    seen = []
+
+    def look(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [float(len(each)) for each in completions]
+
+    begun = {"role": "assistant", "content": "one two"}
+    rows = [{"prompt": [{"role": "user", "content": text}, begun]} for text in ("hi", "yes")]
+    make(reward_funcs=look, data=Dataset.from_list(rows))[0].make_window(0)
+    assert {len(prompt) for prompt, _ in seen} == {1} and max(len(said) for _, said in seen) > 1
+    for _, said in seen:
+        turns = [message["content"] for message in said if message["role"] == "assistant"]
+        assert [text.startswith("one two") for text in turns] == [True, *[False] * (len(turns) - 1)]
+
+
 def test_an_adapter_is_trained():
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer, keep = run(architecture="llama", given={"peft_config": adapter}, learning_rate=0.1, max_steps=2)

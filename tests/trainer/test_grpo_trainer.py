@@ -12,7 +12,8 @@ from peft import LoraConfig
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
-from trl.rollouts.sampling import SAMPLING_LOGPS
+from trl.models.scored_head import ScoreOptions
+from trl.rollouts.sampling import SAMPLING_LOGPS, split_begun
 from trl.trainer.group_trainer import ADVANTAGE, REF
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED
 
@@ -48,6 +49,23 @@ def test_a_cut_distribution_is_scored_again_and_corrected():
     torch.testing.assert_close(found[OLD], whole, rtol=0, atol=1e-9)
     torch.testing.assert_close(found["correction"], torch.ones_like(found[OLD]), rtol=0, atol=1e-8)
     assert logs(trainer)[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-8)
+
+
+@pytest.mark.parametrize("kwargs", [{"min_new_tokens": 7}, {"min_length": 12}])
+def test_where_end_tokens_are_banned_the_policy_is_asked_too(kwargs):
+    """The sampler's log-probs are those of a distribution without them."""
+    trainer, _ = make(num_iterations=2, generation_kwargs=kwargs)
+    found = window(trainer)
+    batch = trainer._prepare_inputs(trainer.batch_of(found))
+    with torch.no_grad():
+        own = trainer.scorer.score(trainer.model, batch, ScoreOptions()).logps
+    torch.testing.assert_close(found.per_token[OLD], own, rtol=0, atol=1e-10)
+    gap = found.per_token[SAMPLING_LOGPS] - own
+    assert gap.min() > -1e-10 and gap.max() > 0.05
+    whole = torch.zeros(8, dtype=gap.dtype).index_add_(0, found.completions.row_index, -gap).exp()
+    torch.testing.assert_close(
+        found.per_token["correction"], whole[found.completions.row_index], rtol=1e-9, atol=0
+    )
 
 
 def test_weights_of_whole_sequences_are_taken_to_the_sampler_itself():
@@ -143,6 +161,28 @@ def test_messages_are_answered_with_messages():
     assert words.decode(trainer.train_dataset[0]["input_ids"]).endswith("xyz")
 
 
+def test_what_a_prompt_begins_to_say_is_part_of_the_completion():
+    seen = {}
+
+    def look(prompts, completions, **_):
+        seen.update(prompts=prompts, completions=completions)
+        return [float(len(c[0]["content"])) for c in completions]
+
+    begun = {"role": "assistant", "content": "<think>"}
+    trainer, _ = make(
+        reward_funcs=look,
+        data=Dataset.from_list([{"prompt": [{"role": "user", "content": text}, begun]} for text in "ab"]),
+        given={"processing_class": tiny_tokenizer("chatml"), "model": tiny_model("llama", vocab_size=400)},
+    )
+    found = window(trainer)
+    assert trainer.processing_class.decode(found.prompts.split()[0]).endswith("assistant\n<think>")
+    texts = trainer.processing_class.batch_decode(found.completions.split(), skip_special_tokens=True)
+    assert [each[0]["content"] for each in seen["completions"]] == [f"<think>{text}" for text in texts]
+    assert all([message["role"] for message in prompt] == ["user"] for prompt in seen["prompts"])
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert split_begun([parts]) == ([], "ab")
+
+
 def test_an_adapter_is_trained_and_its_base_is_the_reference():
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer, _ = make(architecture="llama", given={"peft_config": adapter}, learning_rate=1.0)
@@ -166,14 +206,23 @@ def test_the_reference_follows_the_policy():
 def test_an_evaluation_does_not_depend_on_its_batches(method):
     found = []
     for size in (2, 8):
-        trainer, _ = make(method, num_generations_eval=2, per_device_eval_batch_size=size)
+        sampled = {"num_generations_eval": 2, "repetition_penalty": 1.2}
+        trainer, _ = make(method, per_device_eval_batch_size=size, **sampled)
         found.append(trainer.evaluate(prompts(6)))
     names = [
-        n for n in found[0] if not any(w in n for w in ("time", "second", "min_", "max_", "std", "_max"))
+        n
+        for n in found[0]
+        if not any(w in n for w in ("time", "second", "std", "low_min", "high_max"))  # of a batch each
     ]
-    assert {"eval_loss", "eval_reward", "eval_kl", "eval_entropy", "eval_completions/mean_length"} <= set(
-        names
-    )
+    assert found[0]["eval_completions/min_length"] == int(found[0]["eval_completions/min_length"]) < 7
+    assert {
+        "eval_completions/max_terminated_length",
+        "eval_loss",
+        "eval_reward",
+        "eval_kl",
+        "eval_entropy",
+        "eval_completions/mean_length",
+    } <= set(names)
     for name in names:
         assert found[0][name] == pytest.approx(found[1][name], abs=1e-9), name
 

@@ -96,6 +96,13 @@ class Sampling:
             self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
         )
 
+    @property
+    def bends(self) -> bool:
+        """Whether tokens are drawn from another distribution than the policy's at this temperature: one that is cut, greedy or
+        penalised, or that has no stop tokens up to a least length."""
+        bans = self.stop_token_ids != () and max(self.min_new_tokens, self.min_length) > 0
+        return self.cuts or self.greedy or self.repetition_penalty != 1 or bans
+
     def updated(self, generation_kwargs: Mapping[str, Any] | Any | None) -> Sampling:
         """These settings overridden by `generation_kwargs`: a dict with the field names of transformers'
         `GenerationConfig`, or such a config.

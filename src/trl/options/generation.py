@@ -175,6 +175,11 @@ class VLLM(OptionGroup):
     def check(self) -> None:
         super().check()
         check_one_of("vllm_mode", self.vllm_mode, get_args(VLLMMode))
+        if self.vllm_guided_decoding_regex is not None and not self.use_vllm:
+            warn_caller(
+                f"vllm_guided_decoding_regex={self.vllm_guided_decoding_regex!r} has no effect with use_vllm=False: completions take "
+                "any form. Set use_vllm=True, or leave it out."
+            )
         check_one_of("vllm_model_impl", self.vllm_model_impl, get_args(VLLMModelImpl))
         check_at_least("vllm_tensor_parallel_size", self.vllm_tensor_parallel_size, minimum=1, optional=False)
         if not 0 < self.vllm_gpu_memory_utilization <= 1:
@@ -219,3 +224,8 @@ class CompletionLogs(OptionGroup):
                 FutureWarning,
             )
             self.log_unique_prompts, self.wandb_log_unique_prompts = self.wandb_log_unique_prompts, None
+        for name in ("log_unique_prompts", "num_completions_to_print"):
+            if getattr(self, name) and not self.log_completions:
+                warn_caller(
+                    f"{name}={getattr(self, name)} has no effect with log_completions=False. Set log_completions=True, or leave it out."
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trl.rewards.inputs import RewardInputs
@@ -62,24 +62,33 @@ class FunctionSource:
     def _arguments(self, inputs: RewardInputs) -> dict[str, Any]:
         """Lists of its own, so that a function which changes them changes nothing for the next one."""
         every: dict[str, Any] = {
-            "prompts": list(inputs.prompts),
-            "completions": list(inputs.completions),
-            "completion_ids": list(inputs.completion_ids),
+            "prompts": _copied(inputs.prompts),
+            "completions": _copied(inputs.completions),
+            "completion_ids": _rows(inputs.completion_ids),
             "trainer_state": inputs.trainer_state,
-            **{name: list(values) for name, values in inputs.columns.items()},
+            **{name: _copied(values) for name, values in inputs.columns.items()},
         }
         asked_for = {
             argument: field for argument, field in _ON_REQUEST.items() if argument in self._parameters
         }
-        every |= {argument: list(getattr(inputs, field)) for argument, field in asked_for.items()}
+        every |= {argument: _rows(getattr(inputs, field)) for argument, field in asked_for.items()}
         return accepted(every, self._parameters)
 
 
+def _rows(ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(row) for row in ids]
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts at any depth (messages, say) anew; what they hold as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_copied(each) for each in value]
+    return {key: _copied(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
 def accepted(every: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Of the arguments that there are, those that a function with these parameters takes; all where it takes any, or where
-    its parameters are not known."""
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not parameters or takes_any:
+    """Of the arguments that there are, those that a function with these parameters takes; all where it takes any."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(every)
     return {name: value for name, value in every.items() if name in parameters}
 
@@ -103,11 +112,19 @@ def _is_async(function: Any) -> bool:
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Its parameters by name; none for one that cannot be looked at, which is given everything."""
+    """Its parameters by name; any for one that cannot be looked at.
+
+    Raises: TypeError for a function that takes none, or some by position only.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return {}
+        return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
+    if not parameters:
+        raise TypeError(
+            f"reward function {name_of(function)!r} takes no arguments, expected keyword arguments. Write it as "
+            "`def f(prompts, completions, **kwargs)`."
+        )
     if unnamed := [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]:
         raise TypeError(
             f"reward function {name_of(function)!r} takes {unnamed} by position only, expected keyword arguments. Write "

@@ -40,6 +40,8 @@ def _resolve(name: str) -> Callable[..., Any] | str:
         return get_soft_overlong_punishment(**(_lengths(name) or SOFT_OVERLONG_LENGTHS))
     if Path(name).expanduser().is_dir():
         return name
+    if name.partition(":")[0].endswith(".py"):
+        raise _file(name)
     if "/" in name or os.sep in name:
         return _model_name(name)
     if "." in name:
@@ -65,6 +67,19 @@ def _lengths(call: str) -> dict[str, int]:
     )
 
 
+def _file(name: str) -> ValueError:
+    """The error for a Python file, perhaps with a function behind a colon."""
+    file, _, function = name.partition(":")
+    path = Path(file)
+    outside = path.is_absolute() or ".." in path.parts
+    dotted = ".".join((path.stem,) if outside else path.with_suffix("").parts)
+    where = f"in the folder '{path.parent}'" if outside else "from here"
+    return ValueError(
+        f"reward function {name!r} names a file, expected a function in it. Write it with dots, {where}: "
+        f"{dotted}.{function.lstrip(':') or '<function>'}"
+    )
+
+
 def _model_name(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(
@@ -87,8 +102,13 @@ def _function(path: str) -> Any:
         raise ValueError(
             f"reward function {path!r} is a {type(found).__name__}, expected a function. Name a function of {module_name!r}."
         )
-    is_judge = isinstance(found, type) and issubclass(found, (BaseJudge, BaseRankJudge))
-    return found() if is_judge else found
+    if not isinstance(found, type):
+        return found
+    if not issubclass(found, (BaseJudge, BaseRankJudge)):
+        raise ValueError(
+            f"reward function {path!r} is a class, expected a function or a judge's class. Name a function that makes one and asks it."
+        )
+    return found()
 
 
 def _imported(module_name: str, path: str) -> Any:

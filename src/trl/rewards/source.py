@@ -248,11 +248,12 @@ class RewardSources:
 
 
 def _source(given: Any, processing_class: Any, model_options: dict[str, Any]) -> RewardSource:
-    if callable(getattr(given, "ask", None)):
+    if not isinstance(given, type) and callable(getattr(given, "ask", None)):
         return given
-    if isinstance(given, type) and issubclass(given, (BaseJudge, BaseRankJudge)):
+    if isinstance(given, type):
+        kind = "a judge" if issubclass(given, (BaseJudge, BaseRankJudge)) else "a function or a model"
         raise TypeError(
-            f"reward_funcs holds the class {given.__name__}, expected a judge. Make one: {given.__name__}()."
+            f"reward_funcs holds the class {given.__name__}, expected {kind}. Make one: {given.__name__}()."
         )
     if isinstance(given, (BaseJudge, BaseRankJudge)):
         return JudgeSource(given)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import is_list_of_dicts_with
+from trl.data.rendering import Message
 from trl.generation.engine import Engine, Sampling
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience
@@ -47,7 +48,8 @@ def reward_inputs(
     columns: Sequence[str],
     trainer_state: Any = None,
 ) -> RewardInputs:
-    """What the reward sources are asked: completions as text, or as a message where the prompts are messages.
+    """What the reward sources are asked: completions as text, or as a message where the prompts are messages, with the words
+    that a prompt begins it with.
 
     `rows` are columns of the data set for the same rows; of them `columns` are handed on. Prompts without a column
     `prompt` are shown as the text of their tokens.
@@ -57,15 +59,36 @@ def reward_inputs(
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     if prompts is None:
         prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-    conversational = is_list_of_dicts_with(prompts[0], "role") if len(prompts) else False
+    completions: Sequence[Any] = texts
+    if len(prompts) and is_list_of_dicts_with(prompts[0], "role"):
+        prompts, completions = zip(*map(_answered, prompts, texts), strict=True)
     return RewardInputs(
         prompts=list(prompts),
-        completions=[[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        completions=list(completions),
         completion_ids=completion_ids,
         prompt_ids=prompt_ids,
         columns={name: list(rows[name]) for name in columns},
         trainer_state=trainer_state,
     )
+
+
+def _answered(prompt: Sequence[Message], text: str) -> tuple[list[Message], list[Message]]:
+    """A conversation and the assistant's message: one that the prompt has begun belongs to the completion as a whole.
+
+    >>> _answered([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "<think>"}], "Hm.")
+    ([{'role': 'user', 'content': 'Why?'}], [{'role': 'assistant', 'content': '<think>Hm.'}])
+    """
+    head, begun = split_begun(prompt)
+    return head, [{"role": "assistant", "content": begun + text}]
+
+
+def split_begun(prompt: Sequence[Message]) -> tuple[list[Message], str]:
+    """The messages before the assistant's, and what the prompt says of that already: nothing, where it is to begin it."""
+    if prompt[-1].get("role") != "assistant":
+        return list(prompt), ""
+    content = prompt[-1].get("content") or ""
+    parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+    return list(prompt[:-1]), "".join(parts)
 
 
 def _lists(ragged: Ragged) -> list[list[int]]:

@@ -61,7 +61,7 @@ class ToolRunner:
         replies = {number: wrong for number, call in enumerate(calls) if (wrong := self._refused(call))}
         ready = {number: call for number, call in enumerate(calls) if number not in replies}
         awaited = {
-            number: self._loop.submit(self._started(call), self.deadline)
+            number: self._loop.submit(self._begun_later(call), self.deadline)
             for number, call in ready.items()
             if self.tools[call.name].is_async
         }
@@ -92,6 +92,10 @@ class ToolRunner:
     def _started(self, call: ToolCall) -> Any:
         """What the function gives: an answer, or something to be awaited."""
         return self.tools[call.name].function(**copy.deepcopy(call.arguments))
+
+    async def _begun_later(self, call: ToolCall) -> Any:
+        """What a coroutine function gives; what it raises when it is called is raised here, too."""
+        return await self._started(call)
 
     def _awaited(self, future: Future[Any], started: float) -> Any:
         """What a coroutine gives, or the exception that it raises."""
@@ -175,9 +179,21 @@ def _reply(outcome: Any) -> Reply:
     """What a model reads of an answer, or of an exception."""
     if isinstance(outcome, DeadlinePassed):
         return Reply("Error: the tool did not answer in time.", "deadline")
-    if isinstance(outcome, BaseException):
-        return Reply(f"Error: {type(outcome).__name__}: {outcome}", "raised")
-    return Reply(as_text(outcome))
+    try:
+        if isinstance(outcome, BaseException):
+            return Reply(_whole(f"Error: {type(outcome).__name__}: {outcome}"), "raised")
+        return Reply(_whole(as_text(outcome)))
+    except Exception as error:  # of an answer, or an exception, that cannot be written
+        return Reply(f"Error: {type(error).__name__} where the tool's answer is written.", "raised")
+
+
+def _whole(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair, which no tokenizer takes.
+
+    >>> _whole("a" + chr(0xD800))
+    'a?'
+    """
+    return text.encode(errors="replace").decode()
 
 
 def as_text(answer: Any) -> str:

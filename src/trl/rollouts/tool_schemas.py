@@ -82,13 +82,20 @@ def _tool(index: int, function: Any) -> Tool:
         raise TypeError(f"tools[{index}] is a {given}, expected a function, sync or async. {_ADVICE}")
     try:
         schema = get_json_schema(function)
-        inspect.signature(function)
+        _check_named(function)
     except Exception as error:  # the parts of a signature that cannot be read raise all kinds of errors
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
             f"tools[{index}] ({name}) cannot be described to the model: {type(error).__name__}: {error}. {_ADVICE}"
         ) from error
     return Tool(function, schema)
+
+
+def _check_named(function: Any) -> None:
+    """Raise TypeError for a parameter that cannot be given by name, as models give them."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise TypeError(f"argument {name!r} cannot be given by name (it stands before '/')")
 
 
 _PYTHON: dict[str, tuple[type, ...]] = {

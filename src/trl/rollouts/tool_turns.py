@@ -32,6 +32,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"\s*{OPEN}(.*?)(?:{CLOSE}\s*|\Z)", re.DOTALL)
 _SHAPE = f'{OPEN}{{"name": <tool>, "arguments": {{<name>: <value>}}}}{CLOSE}'
 _MARK, _ANSWER = "trl-mark-{}.", "trl-answer"
+_DEEPEST = 64
 _QUESTION: Message = {"role": "user", "content": "What colour is the sky?"}
 
 
@@ -76,15 +77,16 @@ class TurnReader:
     def _by_template(self, text: str, context: str) -> Turn:
         try:
             message = self.tokenizer.parse_response(text, prefix=context, tools=self.schemas)
+            found = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or []]
         except (
             ValueError,
             KeyError,
             TypeError,
+            RecursionError,
         ) as error:  # what transformers raises for text that is not in the format
             plain = self._special.sub("", text).strip()
             wrong = ToolCall("", error=f"the call cannot be read ({error}).")
             return Turn({"role": "assistant", "content": plain}, [wrong])
-        found = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or []]
         return Turn({"role": "assistant", "content": "", **message}, found)
 
     def _by_blocks(self, text: str) -> Turn:
@@ -110,18 +112,36 @@ def _read_json(text: str, *, closed: bool) -> ToolCall:
         return ToolCall("", error=f"the call is not closed, expected {_SHAPE}.")
     try:
         return _read_call(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall("", error=f"the call is not JSON ({error}), expected {_SHAPE}.")
 
 
 def _read_call(given: Any) -> ToolCall:
+    """A call as an object with a name and arguments.
+
+    Raises: ValueError for what nobody could answer: values nested too deeply, half characters.
+    """
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return ToolCall("", error=f"the call names no tool, expected {_SHAPE}.")
     arguments = given.get("arguments", {})
     if isinstance(arguments, str):  # some models write JSON within JSON
-        with contextlib.suppress(ValueError):  # text, which fits no signature: the tool's check says so
+        with contextlib.suppress(
+            ValueError, RecursionError
+        ):  # text fits no signature: the tool's check says so
             arguments = json.loads(arguments)
+    _check_depth(arguments)
+    json.dumps([given["name"], arguments], ensure_ascii=False).encode()  # half of a surrogate pair is no text
     return ToolCall(given["name"], arguments)
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError where lists and objects are nested more than `_DEEPEST` times: what handles them would run out of stack."""
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, (list, dict))]:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"lists and objects nested more than {_DEEPEST} times")
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
 
 
 def _as_message(call: ToolCall) -> dict[str, Any]:

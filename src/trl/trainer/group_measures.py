@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
@@ -72,6 +73,46 @@ def _lengths(lengths: Tensor, stopped: Tensor) -> dict[str, Weighted]:
 
 def _once(value: Any) -> Weighted:
     return Weighted(torch.as_tensor(value, dtype=torch.float64), torch.ones(()))
+
+
+def extremes_of_processes(own: Mapping[str, Tensor]) -> dict[str, Weighted]:
+    """Smallest (of a name that ends with `/min`) and largest numbers of each process as those of all; every process must ask,
+    one that has none with an empty dict."""
+    every = gather_object([{name: float(value) for name, value in own.items()}])
+    names = dict.fromkeys(name for each in every for name in each)
+    return {
+        name: _once((min if name.endswith("/min") else max)(each[name] for each in every if name in each))
+        for name in names
+    }
+
+
+class EvaluationExtremes:
+    """The smallest and largest numbers of an evaluation, which are not means over its batches.
+
+    >>> extremes, one = EvaluationExtremes(), torch.ones(())
+    >>> [extremes.rest({"lengths/max_length": Weighted(one * n, one), "reward": Weighted(one, one)}) for n in (2, 5, 3)][0].keys()
+    dict_keys(['reward'])
+    >>> extremes.drain()
+    {'lengths/max_length': 5.0}
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, float] = {}
+
+    def rest(self, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
+        """Note the extremes of a batch (of all processes) among its metrics, by their names, and give the others."""
+        rest = dict(metrics)
+        for name in metrics:
+            kind = {"min": min, "max": max}.get(name.rpartition("/")[2][:3])
+            if kind is not None:
+                value = float(rest.pop(name).mean)
+                self._found[name] = kind(value, self._found.get(name, value))
+        return rest
+
+    def drain(self) -> dict[str, float]:
+        """What was noted since the last call."""
+        found, self._found = self._found, {}
+        return found
 
 
 class ClippedExtremes:

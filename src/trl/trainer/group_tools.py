@@ -11,9 +11,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.data.formats import remove_none_values
+from trl.data.rendering import Message
 from trl.generation.engine import Generated
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience
+from trl.rollouts.sampling import split_begun
 from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, experience_of
 from trl.rollouts.tool_runs import FAILURES
 from trl.rollouts.tool_schemas import Tool, tools_of
@@ -110,7 +112,18 @@ def _agreement(trainer: Any) -> Callable[[bool], bool]:
 
 def with_messages(inputs: RewardInputs, rows: Mapping[str, Sequence[Any]]) -> RewardInputs:
     """What reward functions are asked, with completions as all of their messages."""
-    return replace(inputs, completions=list(rows[MESSAGES])) if MESSAGES in rows else inputs
+    if MESSAGES not in rows:
+        return inputs
+    said = [_begun(prompt, messages) for prompt, messages in zip(rows["prompt"], rows[MESSAGES], strict=True)]
+    return replace(inputs, completions=said)
+
+
+def _begun(prompt: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """A completion's messages, of which the prompt may have begun the first."""
+    begun, content = split_begun(prompt)[1], str(messages[0].get("content") or "")
+    if content.startswith(begun):  # by a response template that reads the prompt's words too
+        return list(messages)
+    return [{**messages[0], "content": begun + content}, *messages[1:]]
 
 
 def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:

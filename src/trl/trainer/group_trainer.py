@@ -21,7 +21,7 @@ from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import check_evaluation
 from trl.rollouts.ledger import TOOL_OUTPUT
-from trl.rollouts.rollout_func import read_rollouts
+from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
 from trl.rollouts.sampling import STOPPED
 from trl.tensors.reduce import LossTerms, Weighted, reduce_terms, where_counted
 from trl.trainer.base_trainer import use_one_device
@@ -34,6 +34,7 @@ from trl.trainer.group_measures import (
     LENGTH,
     REWARD,
     ClippedExtremes,
+    EvaluationExtremes,
     measured_groups,
     of_all_processes,
 )
@@ -89,7 +90,8 @@ class GroupTrainer(OnlineTrainer):
         rollout_func: RolloutFunc | None = None,
     ) -> None:
         use_one_device(args)
-        own = rollout_func is None
+        if not (own := rollout_func is None):
+            check_rollout_func(rollout_func)
         served = check_engine(args, own=own)
         assert args.num_generations is not None
         self.sizes = replace(args.window_sizes(), group=args.num_generations)
@@ -108,7 +110,7 @@ class GroupTrainer(OnlineTrainer):
         self.images = images_of(self._sets, args, rollout_func)
         self.reference = reference_of(args, policy, model)
         self._extremes = {"train": ClippedExtremes(), "eval": ClippedExtremes()}
-        self._shown = ShownCompletions()
+        self._largest, self._shown = EvaluationExtremes(), ShownCompletions()
         self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
         self._asked: tuple[str, ...] = ()
         super().__init__(
@@ -165,7 +167,8 @@ class GroupTrainer(OnlineTrainer):
         ids: Any = rows["input_ids"]
         prompts = rows["prompt"] if "prompt" in rows else self._tokenizer.batch_decode(list(ids))
         answer = self._rollout_func(list(prompts), self)
-        found = read_rollouts(answer, len(ids), end_tokens=self.sampling.stop_token_ids or ())
+        known = {"vocabulary": self._sets.vocabulary, "window": self._sets.window}
+        found = read_rollouts(answer, len(ids), end_tokens=self.sampling.stop_token_ids or (), **known)
         self._more_columns = list(found.fields)
         return found.experience, {**{name: rows[name] for name in rows}, **found.fields}
 
@@ -225,13 +228,18 @@ class GroupTrainer(OnlineTrainer):
     def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
         """With rewards and advantages, in groups over all processes, and each row's share of the window's tokens."""
         rows = of_all_processes(experience, self.accelerator)
+        rows = rows if group_size is None else self._without_repeats(rows)
         rewards, advantages = self.judged_groups(rows, group_size or self.sizes.group)
         first = self.args.process_index * len(experience)
-        own = slice(first, first + len(experience))
+        own = torch.arange(first, first + len(experience)).clamp(max=len(rewards) - 1)
         share = self._window_share(rows, experience)
-        return experience.with_rows(
-            **{REWARD: rewards[own].clone(), ADVANTAGE: advantages[own].clone(), WINDOW_SHARE: share}
-        )
+        return experience.with_rows(**{REWARD: rewards[own], ADVANTAGE: advantages[own], WINDOW_SHARE: share})
+
+    def _without_repeats(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of an evaluation batch of all processes that accelerate did not repeat to fill it."""
+        state = self.accelerator.gradient_state
+        repeats = self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
+        return {name: column[: state.remainder if repeats else None] for name, column in rows.items()}
 
     def _window_share(self, rows: Mapping[str, Tensor], experience: Experience) -> Tensor:
         return self.learned_length(rows).expand(len(experience)).clone()
@@ -308,7 +316,7 @@ class GroupTrainer(OnlineTrainer):
         """
         columns, sequence = experience.per_token, experience.completions.row_index
         return GroupTokens(
-            columns.get(OLD),
+            self.old_logps(experience),
             token_advantages(experience),
             columns[TRAINED],
             sequence,
@@ -317,6 +325,12 @@ class GroupTrainer(OnlineTrainer):
             columns.get(CORRECTION),
             columns.get(CHOSEN),
         )
+
+    def old_logps(self, experience: Experience) -> Tensor | None:
+        """What ratios are taken to, `(K,)`; None for the policy that is scored itself, in the first optimiser step of a window:
+        there dropout, and how a batch is laid out in low precision, are no change of the policy."""
+        first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
+        return None if first else experience.per_token.get(OLD)
 
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
         """A micro-batch's `divisor`, `(1,)`."""
@@ -351,7 +365,12 @@ class GroupTrainer(OnlineTrainer):
     def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """With the extremes of what was clipped."""
         mode = "eval" if self._extremes["eval"] else "train"
-        return {**super().derived_metrics(means), **self._extremes[mode].drain(self.accelerator)}
+        of_batches = {**self._largest.drain(), **self._extremes[mode].drain(self.accelerator)}
+        return {**super().derived_metrics(means), **of_batches}
+
+    def add_measured(self, mode: str, metrics: Mapping[str, Weighted]) -> None:
+        """Record what was measured of a batch of completions: in an evaluation, extremes are those of all of its batches."""
+        self._sums[mode].add_all(self._largest.rest(metrics) if mode == "eval" else metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and with `log_completions` show completions beside a training loss."""
@@ -383,12 +402,8 @@ class GroupTrainer(OnlineTrainer):
         streams = evaluation_streams(columns.pop("row"))
         rolled = self.roll_out(columns, streams=streams, learning=False)
         experience = self.advantages(rolled, group_size=self.evaluation_group)
-        rows = of_all_processes(experience, self.accelerator)
-        state, processes = self.accelerator.gradient_state, self.args.world_size
-        if processes > 1 and state.end_of_dataloader and state.remainder > 0:
-            rows = {name: column[: state.remainder] for name, column in rows.items()}  # no repeats
-            experience = experience.with_rows(**{WINDOW_SHARE: self._window_share(rows, experience)})
-        self._sums["eval"].add_all(self._measured(rows, self.evaluation_group, 1 / processes))
+        rows = self._without_repeats(of_all_processes(experience, self.accelerator))
+        self.add_measured("eval", self._measured(rows, self.evaluation_group, 1 / self.args.world_size))
         own = min(self.own_rows(), len(inputs))
         experience = experience.take(torch.arange(max(own, 1)))
         batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]

@@ -242,17 +242,23 @@ class GRPOConfig(FusedLoss, GroupTraining):
     def _warn_of_ignored(self) -> None:
         """Say, once, which settings the chosen loss does not read."""
         vespo, clips = self.loss_type == "vespo", self.loss_type not in ("cispo", "sapo", "vespo")
+        weighs = self.loss_type == "cispo"  # by the upper bound alone
+        uncut = vespo or not self.vllm_importance_sampling_correction
         corrects_kl = self.use_bias_correction_kl and self.beta > 0
         defaults = {item.name: item.default for item in fields(GroupOptions)}
         of_losses = [name for name in defaults if name.startswith(("sapo_", "vespo_"))]
         ignored = {
+            "epsilon": self.epsilon != defaults["epsilon"]
+            and not clips
+            and not (weighs and self.epsilon_high is None),
+            "epsilon_high": self.epsilon_high is not None and not (clips or weighs),
             "delta": self.delta is not None and not clips,
             "use_bias_correction_kl": self.use_bias_correction_kl and self.beta == 0,
             "importance_sampling_level": vespo
             and self.importance_sampling_level != "token"
             and not corrects_kl,
-            "vllm_importance_sampling_mode": vespo and self.vllm_importance_sampling_mode != "sequence_mask",
-            "vllm_importance_sampling_cap": vespo and self.vllm_importance_sampling_cap != 3.0,
+            "vllm_importance_sampling_mode": uncut and self.vllm_importance_sampling_mode != "sequence_mask",
+            "vllm_importance_sampling_cap": uncut and self.vllm_importance_sampling_cap != 3.0,
             **{
                 name: getattr(self, name) != defaults[name] and not name.startswith(f"{self.loss_type}_")
                 for name in of_losses
@@ -260,7 +266,15 @@ class GRPOConfig(FusedLoss, GroupTraining):
         }
         for name in (name for name, is_ignored in ignored.items() if is_ignored):
             given = f"loss_type={self.loss_type!r} and beta={self.beta}"
+            if name.startswith("vllm_") and not self.vllm_importance_sampling_correction:
+                given = "vllm_importance_sampling_correction=False"
             warn_caller(f"{name}={getattr(self, name)} has no effect with {given}. Leave it out.")
+        bound = self.group_options().high
+        if weighs and bound < 1:
+            warn_caller(
+                f"loss_type='cispo' takes epsilon_high={bound} as the largest weight of a token, expected more than 1: here every "
+                "token's gradient is cut to that. Set epsilon_high to 5.0, say."
+            )
 
     def group_options(self) -> GroupOptions:
         """The settings that the loss takes.

@@ -24,7 +24,8 @@ from trl.objectives.group_policy import (
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import SAMPLING_KEPT, SAMPLING_LOGPS
-from trl.tensors.reduce import LossTerms, Weighted
+from trl.tensors.reduce import LossTerms
+from trl.trainer.group_measures import extremes_of_processes
 from trl.trainer.group_trainer import (
     CHOSEN,
     CORRECTION,
@@ -123,25 +124,31 @@ class GRPOTrainer(GroupTrainer):
         experience = super().advantages(experience, group_size=group_size)
         if not self._corrects(experience) or OLD not in experience.per_token:
             return experience
-        mask = experience.per_token[TRAINED]
+        mask, row = experience.per_token[TRAINED], experience.completions.row_index
+        if group_size is not None:
+            mask = mask & (row < self.own_rows())
         sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(SAMPLING_KEPT, 0.0)
         sampling = sampling.to(experience.per_token[OLD].dtype)
         found = correction(
             experience.per_token[OLD],
             sampling,
             mask,
-            experience.completions.row_index,
+            row,
             len(experience),
             mode=self.args.vllm_importance_sampling_mode,
             cap=self.args.vllm_importance_sampling_cap,
         )
-        sums = self._sums["train" if group_size is None else "eval"]
-        sums.add_all(correction_metrics(found, mask))
-        for name, value in correction_extremes(found, mask).items():
-            sums.add(name, Weighted(value, torch.ones(())))
+        mode = "train" if group_size is None else "eval"
+        extremes = extremes_of_processes(correction_extremes(found, mask))
+        self.add_measured(mode, {**correction_metrics(found, mask), **extremes})
         if LOSS_TYPES[self.options.loss_type].ratios is not None:
             return experience.with_tokens(**{OLD: sampling})
         return experience.with_tokens(**{CORRECTION: found.factors})
+
+    def old_logps(self, experience: Experience) -> Tensor | None:
+        """The sampler's, where a loss takes its ratios to that."""
+        to_sampler = LOSS_TYPES[self.options.loss_type].ratios is not None and self._corrects(experience)
+        return experience.per_token[OLD] if to_sampler else super().old_logps(experience)
 
     def _corrects(self, experience: Experience) -> bool:
         wanted = self.args.vllm_importance_sampling_correction and not self.sampler_is_exact

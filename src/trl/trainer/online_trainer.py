@@ -20,6 +20,7 @@ from trl.generation.policy_copy import PolicyCopy
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.reference import Reference
+from trl.models.rotary import stretched_rotaries
 from trl.models.scored_head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
@@ -152,11 +153,17 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     def sampler_is_exact(self) -> bool:
         """Whether the sampler's log-probs are those of the scoring forward, up to rounding: then nobody asks again.
 
-        Lower precision, and distributions that are cut or bent, are scored again.
+        Lower precision, distributions that are cut or bent, and models that turn long rows by other angles than short ones
+        (a cache holds keys of when they were short) are scored again.
         """
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
-        bent = self.sampling.cuts or self.sampling.greedy or self.sampling.repetition_penalty != 1
-        return self.engine.exact and wide and not bent and self.accelerator.mixed_precision == "no"
+        return (
+            self.engine.exact
+            and wide
+            and not self.sampling.bends
+            and self.accelerator.mixed_precision == "no"
+            and not stretched_rotaries(self.scorer.core)
+        )
 
     def complete(
         self,

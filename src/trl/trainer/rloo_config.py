@@ -48,7 +48,8 @@ class RLOOConfig(OlderRLOO, GroupTraining):
         given = self.reward_clip_range
         if given is None:
             return
-        if len(given) != 2 or not given[0] < given[1]:
+        numbers = isinstance(given, (list, tuple)) and all(isinstance(bound, (int, float)) for bound in given)
+        if not numbers or len(given) != 2 or not given[0] < given[1]:
             raise ValueError(
                 f"reward_clip_range must be a smallest and a larger largest reward, or None, got {given}. Use None for no limits."
             )

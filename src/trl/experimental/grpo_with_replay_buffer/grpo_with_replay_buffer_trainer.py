@@ -64,6 +64,11 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         asked = super().columns(experience)
         return asked if self.sampler_is_exact or OLD in asked else (*asked, OLD)
 
+    def old_logps(self, experience: Experience) -> Tensor | None:
+        """Those of the policy of a group's own time, where some are of earlier windows."""
+        replays = REPLAYED in experience.per_row and bool(experience.per_row[REPLAYED].any())
+        return experience.per_token[OLD] if replays else super().old_logps(experience)
+
     def make_window(self, number: int) -> Experience:
         """A window whose groups without a difference in reward are earlier ones, as far as there are any."""
         found = super().make_window(number)

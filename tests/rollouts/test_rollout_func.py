@@ -1,0 +1,56 @@
+"""Rollout functions: which can be called, and what they may answer."""
+
+import pytest
+import torch
+
+from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
+from trl.rollouts.sampling import SAMPLING_LOGPS, STOPPED
+
+IDS = {"prompt_ids": [[3], [3, 9]], "completion_ids": [[4, 2], [5, 6, 7]]}
+LIMITS = {"end_tokens": {2}, "vocabulary": 10, "window": 5}
+
+
+def test_an_answer_becomes_an_experience():
+    given = {
+        **IDS,
+        "logprobs": [[-1.0, 0.0], torch.tensor([-1.0, -2.0, 0.001])],
+        "fit": (1, None),
+        "left": None,
+    }
+    found = read_rollouts({**given, "completion_ids": [[4, 2], torch.tensor([5, 6, 7])]}, 2, **LIMITS)
+    assert [row.tolist() for row in found.experience.completions.split()] == [[4, 2], [5, 6, 7]]
+    assert found.experience.per_row[STOPPED].tolist() == [True, False] and found.fields == {"fit": [1, None]}
+    assert found.experience.per_token[SAMPLING_LOGPS].tolist() == pytest.approx([-1, 0, -1, -2, 0.001])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"completion_ids": [[4], [10]]}, ValueError, "returned 10 in completion_ids of row 1, expected token ids from 0 to 9"),
+        ({"prompt_ids": [[-1], [3]]}, ValueError, "returned -1 in prompt_ids of row 0"),
+        ({"completion_ids": [[4.5], [4]]}, ValueError, "returned 4.5 in completion_ids of row 0"),
+        ({"completion_ids": ["ab", "cd"]}, ValueError, "returned 'a' in completion_ids of row 0"),
+        ({"prompt_ids": [[3], []]}, ValueError, "empty prompt in row 1.* beginning-of-text"),
+        ({"completion_ids": [[], [4]]}, ValueError, "empty completion in row 0.* end token"),
+        ({"completion_ids": [[4], [4] * 4]}, ValueError, "6 tokens of prompt and completion in row 1, expected at most 5"),
+        ({"logprobs": [[-1.0, float("nan")], [-1.0] * 3]}, ValueError, "the log-prob nan, expected finite numbers <= 0"),
+        ({"logprobs": [[0.5, 0.9], [0.1] * 3]}, ValueError, "the log-prob 0.5, expected .*logarithms"),
+        ({"logprobs": [[-1.0], [-1.0] * 3]}, ValueError, "1 logprobs for the 2 tokens of completion 0"),
+        ({"fit": 3}, TypeError, "returned fit of type int, expected a list"),
+        ({"fit": [3]}, ValueError, "returned 1 fit for 2 prompts"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_none_are_named(given, error, words):
+    with pytest.raises(error, match=words):
+        read_rollouts({**IDS, **given}, 2, **LIMITS)
+
+
+def test_a_function_is_looked_at_before_it_is_called():
+    check_rollout_func(lambda prompts, trainer, more=None: None)
+    check_rollout_func(lambda *given: None)
+    with pytest.raises(
+        TypeError, match=r"the parameters \(prompts, args, processing_class\), expected \(prompts, trainer\)"
+    ):
+        check_rollout_func(lambda prompts, args, processing_class: None)
+    with pytest.raises(TypeError, match="rollout_func is of type int, expected a function"):
+        check_rollout_func(3)
