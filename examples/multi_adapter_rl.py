@@ -4,7 +4,7 @@
         --steps 100 --output_dir runs/adapters
 
 `--reward_model` is an adapter that `RewardTrainer` trained over the same base (LoRA, task type SEQ_CLS); `--query_dataset` has a
-column `query`. `--load_in_4bit` quantises the base.
+column `query`. `--load_in_4bit` quantises the base. Adapters need `pip install trl[peft]`.
 
 Without a model or data at hand, `python examples/multi_adapter_rl.py --tiny --output_dir runs/adapters` trains both adapters over
 a one-layer Llama of random weights: the first on pairs, with `RewardTrainer`, the second by PPO.
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
-from peft import LoraConfig
 from tiny_words import TINY, batches, report, word_model, word_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -29,6 +28,7 @@ from trl import (
     RewardTrainer,
     TrlParser,
 )
+from trl.models.peft import require_peft
 
 WARM = ("sun", "beach", "summer", "sand", "swim")
 COLD = ("snow", "ice", "winter", "frost", "sledge")
@@ -60,6 +60,8 @@ def pairs(count: int) -> Dataset:
 
 def train_reward_adapter(base: str, tokenizer: Any, folder: str) -> None:
     """Train a reward model's adapter on `pairs` and save it."""
+    from peft import LoraConfig
+
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     args = RewardConfig(
         output_dir=folder, per_device_train_batch_size=16, max_steps=40, learning_rate=1e-2, report_to="none",
@@ -89,6 +91,9 @@ def tiny_parts(config: PPOConfig, folder: Path) -> tuple[str, Any, str, Dataset,
 
 def main() -> None:
     args, config = TrlParser((Arguments, PPOConfig)).parse_args_into_dataclasses()
+    require_peft()
+    from peft import LoraConfig
+
     if args.tiny:
         base, tokenizer, adapter, dataset, config = tiny_parts(config, Path(args.output_dir))
     else:

@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import TrainingArguments
 
+from trl.options.training import TrainingDefaults
+
 
 class Older(NamedTuple):
     """Where an older argument went: a config field, another argument of the trainer, or nowhere (`ignored`)."""
@@ -227,6 +229,12 @@ def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model:
         raise TypeError(
             f"args must be a {config_class.__name__} or a TrainingArguments, got {type(args).__name__}. "
             f"Make one with {config_class.__name__}(output_dir, ...)."
+        )
+    if isinstance(args, TrainingDefaults) and not issubclass(config_class, type(args)):
+        # Another method's: its defaults would be taken for wishes.
+        raise TypeError(
+            f"args is a {type(args).__name__}, expected a {config_class.__name__}. Make one with "
+            f"{config_class.__name__}(output_dir, ...)."
         )
     own = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}

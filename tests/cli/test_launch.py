@@ -86,6 +86,24 @@ def test_what_needs_accelerators_is_refused_on_a_cpu(capsys, monkeypatch, line, 
     assert f"{kind} training needs accelerators" in capsys.readouterr().err
 
 
+def test_a_launch_option_with_a_bad_value_is_one_message_and_status_2(capsys, monkeypatch):
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("was launched"))
+    assert launch("toy", TOY, ["--num_processes", "two"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "trl toy_script: error: argument --num_processes/--num-processes: invalid int value: 'two'"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_launcher_that_is_told_to_stop_ends_with_that_status(monkeypatch, number, status):
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def stop(args):
+        raise SignalException("told to stop", sigval=number)
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", stop)
+    assert launch("toy", TOY, ["--num_processes", "1"]) == status
+
+
 def test_sharding_is_left_to_accelerate_where_there_are_accelerators(monkeypatch):
     launched = []
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
@@ -94,6 +112,16 @@ def test_sharding_is_left_to_accelerate_where_there_are_accelerators(monkeypatch
     (args,) = launched
     assert (args.module, args.training_script, args.training_script_args) == (True, TOY, ["--size", "4"])
     assert args.config_file.endswith("fsdp2.yaml") and "ACCELERATE_USE_CPU" not in os.environ
+
+
+def test_what_accelerate_would_warn_about_is_said_for_it(tmp_path, monkeypatch):
+    launched = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
+    assert launch("toy", TOY, ["--num_processes", "1", "--mixed_precision", "bf16"]) == 0
+    assert launch("toy", TOY, ["--accelerate_config", "cpu"]) == 0
+    plain, with_config = [(a.num_machines, a.mixed_precision, a.dynamo_backend) for a in launched]
+    assert plain == (1, "bf16", "no")
+    assert with_config == (None, None, None)  # the file says it
 
 
 def test_exit_status():

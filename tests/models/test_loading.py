@@ -1,6 +1,7 @@
 """Loading by path: dtype, class, safetensors, adapters, special tokens."""
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -79,8 +80,20 @@ def test_class_comes_from_the_config_or_the_caller(saved):
     "name", ["/no/such/folder", "./no-such-folder", "outputs/run/no-such-checkpoint", "owner/no-such"]
 )
 def test_missing_models(name):
-    with pytest.raises(FileNotFoundError, match=r"no-such|/no/such"):
-        create_model_from_path(name)
+    for architecture in (None, AutoModelForSequenceClassification):
+        with pytest.raises(FileNotFoundError, match=r"no-such|/no/such"):
+            create_model_from_path(name, architecture)
+
+
+@pytest.mark.parametrize("architecture", [None, AutoModelForSequenceClassification])
+def test_a_folder_of_models_is_no_model(saved, tmp_path, architecture):
+    """The folder above is named easily; the models in it are told."""
+    shutil.copytree(saved, tmp_path / "run" / "small")
+    with pytest.raises(
+        FileNotFoundError, match=r"run' has no config\.json.* In it lie '.*small'\. Name another"
+    ):
+        create_model_from_path(str(tmp_path / "run"), architecture)
+    assert create_model_from_path(str(tmp_path / "run"), subfolder="small").dtype == torch.bfloat16
 
 
 def test_pickled_weights_are_refused(tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from tests.tiny import tiny_model
 from trl.models.peft import (
@@ -221,3 +221,8 @@ def test_kbit_preparation_freezes_and_upcasts():
     assert trainable(model) == set()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.is_gradient_checkpointing
+
+
+def test_settings_that_are_no_config_of_peft(tmp_path):
+    with pytest.raises(TypeError, match=r"peft_config must be a config of peft, got \{'r': 8\} \(dict\)"):
+        prepare_peft_model(tiny_model("llama"), {"r": 8}, TrainingArguments(str(tmp_path)))  # pyright: ignore[reportArgumentType]

@@ -3,8 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 from huggingface_hub import ModelCard
+from transformers import LlamaConfig, TrainingArguments
 
+from tests.tiny_tokenizers import tiny_tokenizer
 from trl.reporting.model_card import card_of_trainer, generate_model_card
 
 FIELDS = {
@@ -100,3 +104,52 @@ def test_the_card_of_a_trainer(monkeypatch, tmp_path):
     ):
         assert text in card.text
     assert "bf16" not in card.text
+
+
+def example_of(text):
+    return text.split("```python\n")[1].split("\n```")[0]
+
+
+@pytest.mark.parametrize("chats", [True, False])
+@pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification", "TokenClassification"])
+def test_the_example_of_a_card_runs_on_the_model_it_stands_beside(kind, chats, tmp_path, capsys):
+    """What a reward model is asked is a score, and a model without a chat template is not told a chat."""
+    tokenizer = tiny_tokenizer("qwen3_like" if chats else "none")
+    options = {} if kind == "CausalLM" else {"num_labels": 1 if kind == "SequenceClassification" else 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **options,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"LlamaFor{kind}")(config)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = SimpleNamespace(
+        args=args,
+        state=SimpleNamespace(global_step=1, log_history=[]),
+        model=model,
+        processing_class=tokenizer,
+        _name="X",
+        _paper={},
+        _tag_names=[],
+    )
+    exec(example_of(card_of_trainer(trainer).text), {})
+    printed = capsys.readouterr().out.strip()
+    if kind == "CausalLM":
+        assert printed  # an answer
+    elif kind == "TokenClassification":
+        assert 0 < float(printed) < 1
+    else:
+        text = "What is 2 + 2? It is 4." + tokenizer.eos_token
+        messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
+        if chats:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        assert float(printed) == pytest.approx(model.eval()(ids).logits.item(), abs=1e-6)

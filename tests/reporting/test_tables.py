@@ -1,6 +1,9 @@
 """Tables in the terminal show what they were given, and nothing is read as markup."""
 
+import sys
+
 import pandas as pd
+from tqdm import tqdm
 
 from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
 
@@ -58,3 +61,16 @@ def test_messages_of_every_kind(capsys):
     print_prompt_completions_sample([[message]], ["[red]x"], {}, [0.0], 1)
     out = capsys.readouterr().out
     assert all(word in out for word in ("User", "look", "<image>", "add(1)", "[red]x"))
+
+
+def test_a_table_begins_on_a_line_of_its_own_under_a_progress_bar(capsys):
+    with tqdm(total=2, file=sys.stdout, mininterval=0) as bar:
+        bar.update()
+        capsys.readouterr()
+        sample(1)
+        out = capsys.readouterr().out
+    before, panel, _ = out.partition("\N{BOX DRAWINGS LIGHT ARC DOWN AND RIGHT}")
+    assert (
+        panel and not before.rpartition("\r")[2].strip()
+    )  # the bar was wiped before the panel's first corner
+    assert "50%" in out  # and is shown again behind it

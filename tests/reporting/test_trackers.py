@@ -8,7 +8,12 @@ import pytest
 
 from trl.extras.profiling import profiling_context, profiling_decorator
 from trl.reporting import trackers
-from trl.reporting.trackers import get_comet_experiment_url, log_table, log_table_to_comet_experiment
+from trl.reporting.trackers import (
+    check_trackers,
+    get_comet_experiment_url,
+    log_table,
+    log_table_to_comet_experiment,
+)
 
 TABLE = pd.DataFrame({"prompt": ["a|b"], "completion": ["x\ny"]})
 
@@ -114,3 +119,17 @@ def test_no_times_without_a_tracker_or_off_the_main_process(wandb):
     with profiling_context(other, "x"):
         pass
     assert wandb == []
+
+
+def test_trackers_that_are_unknown_or_not_installed_are_refused(monkeypatch):
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["mlflow"])
+    for fine in (None, [], "none", "all", "mlflow", ["mlflow", "flyte"]):
+        check_trackers(fine)
+    with pytest.raises(ValueError, match=r"report_to must name trackers \(.*wandb.*, got 'tensorbord'"):
+        check_trackers(["mlflow", "tensorbord"])
+    with pytest.raises(ImportError, match=r"`pip install wandb`, or name one that is installed \(mlflow\)"):
+        check_trackers("wandb")
+    with pytest.raises(ImportError, match=r"report_to='trackio' .* `pip install trl\[tracking\]`"):
+        check_trackers(["trackio"])

@@ -1,7 +1,9 @@
 import logging
+import sys
 from dataclasses import dataclass
 
 import pytest
+from tqdm import tqdm
 
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, notes_shown, reporting_input_errors, run_script
@@ -51,6 +53,33 @@ def test_input_errors_before_training_are_reported_and_others_are_not(capsys):
     assert capsys.readouterr().err == "toy: error: no such model\n"
     with pytest.raises(ValueError, match="a bug"):
         run(during)
+
+
+def test_an_interrupted_run_ends_quietly_with_its_status(capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    assert run(interrupted) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_file_system_or_the_hub_refuses_is_an_input_error(capsys):
+    def before(options):
+        with reporting_input_errors():
+            raise PermissionError("runs: read only")
+
+    assert run(before) == 2
+    assert capsys.readouterr().err == "toy: error: runs: read only\n"
+
+
+def test_a_note_gets_a_line_of_its_own_under_a_progress_bar(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with notes_shown(), tqdm(total=2, file=sys.stderr, mininterval=0) as bar:
+        bar.update()
+        capsys.readouterr()
+        logging.getLogger("trl.data").warning("1 row is empty")
+        before, note, after = capsys.readouterr().err.partition("1 row is empty\n")
+    assert note and not before.rpartition("\r")[2].strip() and "50%" in after
 
 
 def test_the_traceback_can_be_asked_for(monkeypatch):

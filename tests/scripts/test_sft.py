@@ -108,9 +108,18 @@ def test_going_on_from_the_newest_checkpoint(run, tmp_path, capsys):
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint must be true or the directory"),
         (["--packing", "--max_length", "0"], "max_length must be a whole number >= 1"),
         (["--model_init_kwargs", "{oops"], "model_init_kwargs must be a JSON object"),
+        (
+            ["--gradient_accumulation_steps", "0"],
+            "gradient_accumulation_steps must be a whole number >= 1, got 0",
+        ),
+        (["--report_to", "neptune"], "report_to='neptune' needs a package that is not installed"),
+        (["--push_to_hub", "true"], "HF_HUB_OFFLINE forbids"),
+        (["--output_dir", __file__], "test_sft.py' is a file. Name another place."),
+        (["--optim", "galore_adamw"], "install `galore_torch`"),
     ],
 )
-def test_bad_input_is_one_message_and_status_2(run, capsys, line, message):
+def test_bad_input_is_one_message_and_status_2(run, capsys, monkeypatch, line, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert run(*line) == 2
     err = capsys.readouterr().err
     assert "trl sft: error: " in err and message in err and "Traceback" not in err

@@ -61,7 +61,7 @@ def test_layouts(layout, split, whole):
 @pytest.mark.parametrize("batch", [8, 1])
 def test_packing(batch, whole):
     packed = {**LAYOUTS["packed"], "per_device_train_batch_size": batch}
-    rows = len(run(**packed, max_steps=0)[0].train_dataset) if batch == 1 else 1
+    rows = len(run(**packed, max_steps=1)[0].train_dataset) if batch == 1 else 1
     _, keep = run(**packed, gradient_accumulation_steps=rows)
     assert_same_gradients(keep.steps[0], whole["nll"])
 

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.sft_runs import QUICK, config, logged, model_for, sequences, trained_spans
-from trl import DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer, setup_chat_format
+from trl import DataCollatorForCompletionOnlyLM, RewardConfig, SFTConfig, SFTTrainer, setup_chat_format
 from trl.trainer import ConstantLengthDataset
 
 TEXTS = Dataset.from_list([{"body": text} for text in ("Look up.", "Next.", "The answer is 42.")] * 4)
@@ -235,3 +235,11 @@ def test_an_older_and_its_newer_argument(tmp_path, given, message):
 def test_args_of_another_kind():
     with pytest.raises(TypeError, match=r"args must be a SFTConfig or a TrainingArguments, got dict"):
         SFTTrainer(model_for(), {"output_dir": "x"}, train_dataset=TEXTS)
+
+
+def test_args_of_another_method():
+    """Its learning rate and lengths would be taken without a word."""
+    with pytest.raises(
+        TypeError, match=r"args is a RewardConfig, expected a SFTConfig\. Make one with SFTConfig"
+    ):
+        SFTTrainer(model_for(), RewardConfig(use_cpu=True), train_dataset=TEXTS)  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,6 @@
 """Running a training command: in this process, or in those that accelerate starts."""
 
+import argparse
 import dataclasses
 import importlib
 import os
@@ -99,15 +100,19 @@ def run_here(script: ModuleType, parser: "TrlParser", plan: Plan) -> int:
 def run_through_accelerate(module: str, plan: Plan) -> int:
     """Run the script in processes that accelerate starts; returns the exit status of the first that failed."""
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     with config_arguments(plan.config) as from_file:
         command = [*plan.launch, "--module", module, *from_file, *plan.script]
-        args = launch_command_parser().parse_args(command)
+        launcher = launch_command_parser()
+        launcher.exit_on_error = False  # it would print all of its options first
         try:
+            args = launcher.parse_args(command)
             spread_over_cpu(args)
-        except ValueError as error:
-            print(f"trl: error: {error}", file=sys.stderr)
+            name_defaults(args)
+        except (ValueError, argparse.ArgumentError) as error:
+            print(f"trl {module.rpartition('.')[2]}: error: {error}", file=sys.stderr)
             return 2
         try:
             with own_signal_handlers():
@@ -116,6 +121,8 @@ def run_through_accelerate(module: str, plan: Plan) -> int:
             return exit_status(error.returncode)
         except ChildFailedError as error:
             return exit_status(error.get_first_failure()[1].exitcode)
+        except SignalException as stop:  # torch's launcher was told to stop, and has ended the processes
+            return 128 + stop.sigval
     return 0
 
 
@@ -177,6 +184,20 @@ def spread_over_cpu(args: Any) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if args.num_cpu_threads_per_process is None and "OMP_NUM_THREADS" not in os.environ:
         args.num_cpu_threads_per_process = max(1, (os.cpu_count() or 1) // processes)
+
+
+def name_defaults(args: Any) -> None:
+    """Set what accelerate would set where nobody said otherwise; it would tell the user to pass each of these.
+
+    Changes the parsed launch arguments, unless they come with a configuration.
+    """
+    from accelerate.commands.config.config_args import default_config_file
+
+    if args.config_file or Path(default_config_file).is_file():
+        return
+    for name, value in (("num_machines", 1), ("mixed_precision", "no"), ("dynamo_backend", "no")):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def requested_kind(args: Any, saved: Any) -> str | None:

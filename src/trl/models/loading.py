@@ -46,13 +46,22 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     if adapter is not None:
         return _load_adapter(model_id, adapter, architecture, kwargs)
 
+    _check_config_file(model_id, kwargs)
     model_class: Any = architecture or _architecture_of(_load_config(model_id, kwargs), model_id, kwargs)
     if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
         kwargs["device_map"] = get_kbit_device_map()
     kwargs.setdefault("use_safetensors", True)
     if kwargs["use_safetensors"]:
         _check_safetensors(model_id)
-    return model_class.from_pretrained(model_id, **kwargs)
+    try:
+        return model_class.from_pretrained(model_id, **kwargs)
+    except OSError as error:
+        if model_id in str(error):
+            raise
+        raise FileNotFoundError(
+            f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path; without a network, give a "
+            "local folder."
+        ) from error
 
 
 def get_config_model_id(config: PretrainedConfig) -> str:
@@ -169,6 +178,19 @@ def _load_config(model_id: str, kwargs: dict[str, Any]) -> PretrainedConfig:
             f"No config.json could be read for '{model_id}' ({_first_line(error)}). Check the name or path; without "
             "a network, give a local folder."
         ) from error
+
+
+def _check_config_file(model_id: str, kwargs: dict[str, Any]) -> None:
+    """Raise for a folder that holds no model, naming those that lie in it."""
+    folder = Path(model_id)
+    elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
+    if elsewhere or not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    inside = sorted(f"'{config.parent}'" for config in folder.glob("*/config.json"))
+    found = f" In it lie {', '.join(inside[:5])}{', ...' if inside[5:] else ''}." if inside else ""
+    raise FileNotFoundError(
+        f"'{model_id}' has no config.json, expected a folder that a model was saved in.{found} Name another one."
+    )
 
 
 def _architecture_of(config: PretrainedConfig, model_id: str, kwargs: dict[str, Any]) -> Any:

@@ -64,11 +64,17 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     with `args.bf16` the adapter is held in bfloat16, as QLoRA does (arXiv:2305.14314). Without `peft_config` a
     `PeftModel` goes on training its own adapter.
 
-    Raises `ValueError` for a `PeftModel` together with `peft_config`, and for one with nothing to train.
+    Raises `ValueError` for a `PeftModel` together with `peft_config`, and for one with nothing to train, `TypeError` for
+    a `peft_config` that is none.
     """
     require_peft()
-    from peft import get_peft_model
+    from peft import PeftConfig, get_peft_model
 
+    if peft_config is not None and not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"peft_config must be a config of peft, got {peft_config!r} ({type(peft_config).__name__}). Give for example "
+            "LoraConfig(r=16)."
+        )
     wrapped = is_peft_model(model)
     if wrapped and peft_config is not None:
         raise ValueError(

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from transformers import TrainingArguments
@@ -34,6 +35,38 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
             "about one more forward pass of time. Non-reentrant unless gradient_checkpointing_kwargs says otherwise."
         },
     )
+
+    def check(self) -> None:
+        super().check()
+        for name in (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a whole number >= 1, got {getattr(self, name)}.")
+        if float(self.learning_rate) < 0:
+            raise ValueError(
+                f"learning_rate must be >= 0, got {self.learning_rate}. With 0 the weights stay as they are."
+            )
+        self._check_length()
+        if self.deepspeed and find_spec("deepspeed") is None:
+            raise ImportError(
+                "The setting deepspeed needs the deepspeed package. Install it with `pip install trl[deepspeed]`."
+            )
+
+    def _check_length(self) -> None:
+        """Refuse a run of no steps: transformers makes one of max_steps=0, and calls a run without any a success."""
+        if self.max_steps == 0:
+            raise ValueError(
+                "max_steps must be a number of optimiser steps >= 1, or -1 to train for num_train_epochs, got 0. To "
+                "evaluate alone, call trainer.evaluate()."
+            )
+        if self.max_steps < 0 and self.num_train_epochs <= 0:
+            raise ValueError(
+                f"num_train_epochs must be > 0 where max_steps gives no number of steps, got {self.num_train_epochs}. "
+                "To evaluate alone, call trainer.evaluate()."
+            )
 
     def __post_init__(self) -> None:
         self.check()

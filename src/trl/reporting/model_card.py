@@ -30,11 +30,7 @@ A model trained from its initial weights
 ## Use it
 
 ```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model="{{ hub_model_id }}")
-question = [{"role": "user", "content": "What would you do with a free afternoon?"}]
-print(generator(question, max_new_tokens=128, return_full_text=False)[0]["generated_text"])
+{{ usage }}
 ```
 
 ## How it was trained
@@ -74,6 +70,35 @@ The library:
 ```
 """
 
+_GENERATION = """from transformers import pipeline
+
+generator = pipeline("text-generation", model="{place}")
+question = {question}
+print(generator(question, max_new_tokens=128, return_full_text=False)[0]["generated_text"])"""
+
+_SCORING = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+model = AutoModelForSequenceClassification.from_pretrained("{place}")
+{ids}
+print(model(ids).logits.item())  # the reward of the whole"""
+
+_JUDGING_STEPS = """import torch
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+model = AutoModelForTokenClassification.from_pretrained("{place}")
+parts = ["What is 2 + 2 + 3?", "2 + 2 is 4.", {separator!r}]  # a prompt, a step, and what ends a step
+ids = [id for part in parts for id in tokenizer.encode(part, add_special_tokens=False)]
+print(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item())  # how sure it is that the step is right"""
+
+_CHAT = '[{"role": "user", "content": "What would you do with a free afternoon?"}]'
+_JUDGED_CHAT = """messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
+ids = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt").input_ids"""
+_JUDGED_TEXT = (
+    'ids = tokenizer("What is 2 + 2? It is 4." + tokenizer.eos_token, return_tensors="pt").input_ids'
+)
+
 _LIBRARY_CITATION = """@misc{trl,
     title        = {{trl: Transformer Reinforcement Learning}},
     howpublished = {\\url{https://pypi.org/project/trl}},
@@ -95,11 +120,13 @@ def generate_model_card(
     paper_id: str | None = None,
     comet_url: str | None = None,
     training_facts: dict[str, Any] | None = None,
+    usage: str | None = None,
 ) -> ModelCard:
     """Fill a model card.
 
     `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `training_facts` become rows of the table of
-    settings. A `template_file` (Jinja) replaces ours and gets the same variables.
+    settings, `usage` is a Python example (without it: generation, of an answer to a chat). A `template_file` (Jinja)
+    replaces ours and gets the same variables.
     """
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     on_hub = base_model if base_model and _is_hub_name(base_model) else None
@@ -128,6 +155,7 @@ def generate_model_card(
         paper_title=paper_title,
         paper_id=paper_id,
         facts=training_facts or {},
+        usage=usage or _GENERATION.format(place=hub_model_id, question=_CHAT),
         versions=versions,
         library_citation=_LIBRARY_CITATION.replace("VERSION", versions.get("trl", "unknown")),
     )
@@ -146,12 +174,13 @@ def card_of_trainer(
     Reads the class attributes `_name`, `_paper` (a dict of `title`, `id`, `citation`, all optional) and `_tag_names`.
     """
     args, paper = trainer.args, trainer._paper
+    place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or str(args.output_dir)
     output_name = Path(args.output_dir or "model").resolve().name
     given = [tags] if isinstance(tags, str) else list(tags or [])
     return generate_model_card(
         base_model=getattr(trainer.model.config, "_name_or_path", None) or None,
         model_name=model_name or output_name,
-        hub_model_id=getattr(trainer, "hub_model_id", None) or args.hub_model_id or str(args.output_dir),
+        hub_model_id=place,
         dataset_name=dataset_name,
         tags=list(dict.fromkeys([*trainer._tag_names, *given])),
         wandb_url=get_wandb_run_url(),
@@ -161,7 +190,22 @@ def card_of_trainer(
         paper_title=paper.get("title"),
         paper_id=paper.get("id"),
         training_facts=_training_facts(trainer),
+        usage=_usage(trainer, place),
     )
+
+
+def _usage(trainer: Any, place: str) -> str:
+    """How the model is asked: what it is for follows from its class, whether it is told chats from its tokenizer."""
+    processing = getattr(trainer, "processing_class", None)
+    chats = bool(getattr(processing, "chat_template", None))
+    base = getattr(trainer.model, "get_base_model", None)
+    name = type(base() if base is not None else trainer.model).__name__
+    if name.endswith("ForSequenceClassification"):
+        return _SCORING.format(place=place, ids=_JUDGED_CHAT if chats else _JUDGED_TEXT)
+    if name.endswith("ForTokenClassification"):
+        separator = getattr(trainer.args, "step_separator", "\n")
+        return _JUDGING_STEPS.format(place=place, separator=separator)
+    return _GENERATION.format(place=place, question=_CHAT if chats else '"What would you do with"')
 
 
 def _training_facts(trainer: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
 
 def print_rich_table(df: Any) -> None:
@@ -17,7 +18,13 @@ def print_rich_table(df: Any) -> None:
         table.add_column(str(column))
     for row in df.itertuples(index=False):
         table.add_row(*(escape(str(value)) for value in row))
-    Console().print(table)
+    print_beside_bars(table)
+
+
+def print_beside_bars(table: Any) -> None:
+    """Print something of rich's; progress bars are taken away meanwhile, which would stand in its first line."""
+    with tqdm.external_write_mode():
+        Console().print(table)
 
 
 def print_prompt_completions_sample(
@@ -50,7 +57,7 @@ def print_prompt_completions_sample(
     for row in rows:
         values = [*(_number(values[row]) for values in rewards.values()), _number(advantages[row])]
         table.add_row(_conversation(prompts[row]), _conversation(completions[row]), *values)
-    Console().print(Panel(table, title=f"Step {step}"))
+    print_beside_bars(Panel(table, title=f"Step {step}"))
 
 
 def _number(value: float | None) -> str:

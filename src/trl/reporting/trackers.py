@@ -8,6 +8,38 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+def check_trackers(report_to: str | Iterable[str] | None) -> None:
+    """Check that every tracker of `report_to` is known and installed.
+
+    Raises:
+        ValueError: for an unknown name.
+        ImportError: for one whose package is missing.
+    """
+    from transformers.integrations import integration_utils
+
+    known = list(integration_utils.INTEGRATION_TO_CALLBACK)
+    installed = integration_utils.get_available_reporting_integrations()
+    given = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    for name in given:
+        if name in ("none", "all"):
+            continue
+        if name not in known:
+            raise ValueError(
+                f"report_to must name trackers ({', '.join(known)}), 'all' or 'none', got {name!r}."
+            )
+        if name not in installed and name not in _NOT_LOOKED_FOR:
+            package = "trl[tracking]" if name in ("tensorboard", "trackio") else name
+            others = f"name one that is installed ({', '.join(installed)})" if installed else "leave it out"
+            raise ImportError(
+                f"report_to={name!r} needs a package that is not installed. Install it with `pip install {package}`, or "
+                f"{others}."
+            )
+
+
+# transformers (5.19) does not say of these whether they are installed, or not in every case.
+_NOT_LOOKED_FOR = ("azure_ml", "flyte")
+
+
 def active_wandb_run() -> Any | None:
     """The Weights & Biases run of this process; `None` if the package was not loaded or has no run."""
     return getattr(sys.modules.get("wandb"), "run", None)

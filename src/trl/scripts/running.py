@@ -17,13 +17,13 @@ class CommandError(ValueError):
 
 @contextmanager
 def reporting_input_errors() -> Iterator[None]:
-    """Turn errors about what the user handed in (values, files, missing extras) into `CommandError`.
+    """Turn errors about what the user handed in (values, files, missing extras, the Hub) into `CommandError`.
 
     Meant for what happens before training: an error inside training keeps its traceback.
     """
     try:
         yield
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         raise CommandError(str(error)) from error
 
 
@@ -53,7 +53,19 @@ def run_script(
         if os.environ.get("TRL_TRACEBACK") == "1":
             raise
         return report(parser.prog, error)
+    except KeyboardInterrupt:  # each of several processes would show where it was
+        return 130
     return 0
+
+
+class NotesHandler(logging.StreamHandler):
+    """Writes to stderr, with progress bars taken away meanwhile: a note gets a line of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
 
 
 @contextmanager
@@ -63,7 +75,7 @@ def notes_shown() -> Iterator[None]:
     if logger.level != logging.NOTSET or int(os.environ.get("RANK", "0")) != 0:
         yield
         return
-    handler = logging.StreamHandler()
+    handler = NotesHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     if logging.getLogger().handlers:  # warnings have a way out already
         handler.addFilter(lambda record: record.levelno < logging.WARNING)

@@ -13,18 +13,22 @@ def finish(trainer: Any, *, dataset_name: str | None, command: str) -> None:
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
-        print("\n".join(summary(args.output_dir, trainer.state.log_history, command=command)))
+        longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
+        lines = summary(args.output_dir, trainer.state.log_history, command=command, longer=longer)
+        print("\n".join(lines))
     trainer.accelerator.end_training()
 
 
-def summary(output_dir: str, log_history: list[dict[str, Any]], *, command: str) -> list[str]:
-    """The last lines that a training command prints."""
+def summary(
+    output_dir: str, log_history: list[dict[str, Any]], *, command: str, longer: str = "num_train_epochs"
+) -> list[str]:
+    """The last lines that a training command prints; a larger value of the option `longer` makes the run longer."""
     lines = [f"Model saved in {output_dir}"]
     metrics = final_metrics(log_history)
     if metrics:
         lines.append("Final metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     lines.append(
-        f"To go on: trl {command} with the same options, a larger --num_train_epochs and --resume_from_checkpoint true"
+        f"To go on: trl {command} with the same options, a larger --{longer} and --resume_from_checkpoint true"
     )
     return lines
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from trl.options.model import ModelConfig
 from trl.scripts.arguments import ColumnMapping, ScriptArguments
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import reporting_input_errors
+from trl.scripts.running import CommandError, reporting_input_errors
 
 Trainer = TypeVar("Trainer", bound=Any)
 
@@ -25,15 +25,25 @@ def train(
     Raises:
         CommandError: for everything about the input that is wrong, before the first step.
     """
+    from trl.reporting.trackers import check_trackers
+    from trl.scripts.outputs import check_output_dir, check_push
     from trl.scripts.resume import checkpoint_to_resume
     from trl.scripts.summary import finish
 
     with reporting_input_errors():
+        output_dir = training_args.output_dir or "."
+        check_output_dir(output_dir)
+        check_push(training_args)
+        check_trackers(training_args.report_to)
+        checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, output_dir)
         trainer = build()
-        checkpoint = checkpoint_to_resume(
-            training_args.resume_from_checkpoint, training_args.output_dir or "."
-        )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    # Packages of an optimiser or of kernels are looked for when training begins.
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except ImportError as error:
+        if trainer.state.global_step:
+            raise
+        raise CommandError(str(error)) from error
     finish(trainer, dataset_name=dataset_name, command=command)
     return trainer
 

@@ -336,7 +336,9 @@ class BaseTrainer(Trainer):
         """The parent loads a file's tensors by name and goes on without those it cannot place."""
         self._weights_are_renamed = bool(load_result.unexpected_keys)
         if not self._weights_are_renamed:
-            super()._issue_warnings_after_load(load_result)
+            tied = getattr(self.model, "all_tied_weights_keys", None) or ()  # read under their other name
+            missing = [key for key in load_result.missing_keys if key not in tied]
+            super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def method_state(self) -> dict[str, Any]:
         """What a method carries from one step to the next, as plain values: part of every checkpoint."""
