@@ -53,7 +53,7 @@ SFT = {
 }  # fmt: skip
 TINY = {
     "per_device_train_batch_size": 64, "per_device_eval_batch_size": 80, "num_generations_eval": 1, "max_completion_length": 24,
-    "learning_rate": 2e-3, "logging_steps": 10,
+    "learning_rate": 1e-3, "logging_steps": 10,
 }  # fmt: skip
 SMALL_MODEL = {
     "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False,

@@ -312,6 +312,6 @@ def _warn_of_blocks(dataset: Any, strategy: str) -> None:
     if len(labels) > 2 and (labels[1:] != labels[:-1]).sum() == 1:
         logger.warning(
             "train dataset: all %s rows come before all others, and rows are visited in their order, so that steps see one "
-            "kind only. Shuffle the rows, or set train_sampling_strategy='random'.",
+            "kind only. Set train_sampling_strategy='random' (shuffling helps rows with a label, not pairs, which are laid out so).",
             "desirable" if labels[0] else "undesirable",
         )
