@@ -6,7 +6,7 @@ a long one, so that losses and gradients would depend on how a step is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,13 +27,13 @@ def stretched_rotaries(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def rotated_by_sequence(model: nn.Module, batch: ModelBatch) -> Iterator[None]:
-    """Let the rotary embeddings of `model` see each sequence of a batch as if it were alone, for a forward inside.
+def rotated_by_sequence(rotaries: Iterable[Any], batch: ModelBatch) -> Iterator[None]:
+    """Let these rotary embeddings (`stretched_rotaries`) see each sequence of a batch as if it were alone, for a forward inside.
 
     A prompt that several completions share has one length: give these models plain sequences.
     """
     with ExitStack() as replaced:
-        for module in stretched_rotaries(model):
+        for module in rotaries:
             replaced.enter_context(replaced_forward(module, _by_sequence(module, batch)))
         yield
 

@@ -43,7 +43,7 @@ class ScorerBase:
         if flat is not False and obstacle:
             self.fallbacks.append(f"its batches are padded, because {obstacle}")
         self._needs_table = self.flat and use_flat_attention(core)
-        self.rotates_by_length = bool(stretched_rotaries(core))
+        self.stretched_rotaries = stretched_rotaries(core)  # once: it walks all modules
 
     @property
     def takes_trees(self) -> bool:
@@ -55,7 +55,7 @@ class ScorerBase:
         """Why a model of flat rows takes plain sequences alone, in words."""
         if not self._needs_table:
             return "its flash attention tells only plain sequences of a flat row apart"
-        if self.rotates_by_length:
+        if self.stretched_rotaries:
             return "its rotary embedding (longrope or dynamic) turns a prompt by the length of what follows"
         return None
 
@@ -97,7 +97,7 @@ class ScorerBase:
     @contextmanager
     def embedded(self, batch: ModelBatch) -> Iterator[None]:
         """Within: positions that know of their own sequence alone, and noise on the embeddings where that is wanted."""
-        with rotated_by_sequence(self.core, batch), self.embedding_noise(batch):
+        with rotated_by_sequence(self.stretched_rotaries, batch), self.embedding_noise(batch):
             yield
 
     @contextmanager

@@ -141,14 +141,19 @@ class GRPOTrainer(GroupTrainer):
         mode = "train" if group_size is None else "eval"
         extremes = extremes_of_processes(correction_extremes(found, mask))
         self.add_measured(mode, {**correction_metrics(found, mask), **extremes})
-        if LOSS_TYPES[self.options.loss_type].ratios is not None:
+        if self._weighs_sequences:
             return experience.with_tokens(**{OLD: sampling})
         return experience.with_tokens(**{CORRECTION: found.factors})
 
     def old_logps(self, experience: Experience) -> Tensor | None:
         """The sampler's, where a loss takes its ratios to that."""
-        to_sampler = LOSS_TYPES[self.options.loss_type].ratios is not None and self._corrects(experience)
+        to_sampler = self._weighs_sequences and self._corrects(experience)
         return experience.per_token[OLD] if to_sampler else super().old_logps(experience)
+
+    @property
+    def _weighs_sequences(self) -> bool:
+        """Whether the loss has ratios of its own, of whole sequences."""
+        return LOSS_TYPES[self.options.loss_type].ratios is not None
 
     def _corrects(self, experience: Experience) -> bool:
         wanted = self.args.vllm_importance_sampling_correction and not self.sampler_is_exact

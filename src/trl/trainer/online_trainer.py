@@ -20,7 +20,6 @@ from trl.generation.policy_copy import PolicyCopy
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.reference import Reference
-from trl.models.rotary import stretched_rotaries
 from trl.models.scored_head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
@@ -162,7 +161,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             and wide
             and not self.sampling.bends
             and self.accelerator.mixed_precision == "no"
-            and not stretched_rotaries(self.scorer.core)
+            and not self.scorer.stretched_rotaries
         )
 
     def complete(
