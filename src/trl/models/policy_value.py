@@ -69,6 +69,7 @@ class PolicyValueScorer:
     def __init__(self, wrapper: PolicyAndValue, policy: Any, value: ClassificationScorer) -> None:
         self.wrapper, self.policy, self.value = wrapper, policy, value
         self.core, self.pad_token_id = policy.core, policy.pad_token_id
+        self.stretched_rotaries = policy.stretched_rotaries
         self.fallbacks = [*policy.fallbacks, *(f"value model: {text}" for text in value.fallbacks)]
 
     @property

@@ -25,6 +25,7 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
 from trl.models.layout import count_scored, count_sequence_tokens, first_rows
 from trl.models.loading import load_saved_weights
+from trl.models.policy_value import PolicyValueScorer
 from trl.models.scored_head import ScoreOptions
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
@@ -51,7 +52,7 @@ class BaseTrainer(Trainer):
     _name: ClassVar[str] = "training"
     _paper: ClassVar[dict[str, str]] = {}
 
-    scorer: Scorer
+    scorer: Scorer | PolicyValueScorer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         collator = kwargs.get("data_collator")

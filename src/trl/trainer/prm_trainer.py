@@ -62,7 +62,7 @@ class PRMTrainer(PreferenceTrainer):
         "id": "2211.14275",
     }
     args: PRMConfig
-    scorer: ClassificationScorer  # type: ignore[assignment]
+    scorer: ClassificationScorer
     units: ClassVar[tuple[Unit, ...]] = ("token",)
     _columns: ClassVar[tuple[str, ...]] = COLUMNS
 

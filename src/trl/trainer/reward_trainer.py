@@ -58,7 +58,7 @@ class RewardTrainer(PreferenceTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "reward-trainer"]
     _name: ClassVar[str] = "Reward"
     args: RewardConfig
-    scorer: ClassificationScorer  # type: ignore[assignment]
+    scorer: ClassificationScorer
     units: ClassVar[tuple[Unit, ...]] = ("pair",)
     _columns: ClassVar[tuple[str, ...]] = (*REWARD_COLUMNS, "margin")
 

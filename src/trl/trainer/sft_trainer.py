@@ -23,7 +23,7 @@ from transformers import (
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
-from trl.models.forward import Scored
+from trl.models.forward import Scored, Scorer
 from trl.models.layout import padded_batch
 from trl.models.parts import check_decoder_only
 from trl.models.scored_head import ScoreOptions
@@ -74,6 +74,7 @@ class SFTTrainer(BaseTrainer):
     _name: ClassVar[str] = "SFT"
     _config_class: ClassVar[type[SFTConfig]] = SFTConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = SFT_ARGUMENTS
+    scorer: Scorer
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from trl.collators.unpaired import (
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import Older, move_onto_config
-from trl.models.forward import Scored
+from trl.models.forward import Scored, Scorer
 from trl.models.parts import embedded_tokens
 from trl.models.reference import InitialPolicy, Reference, make_reference
 from trl.models.scored_head import ScoreOptions
@@ -68,6 +68,7 @@ class UnpairedTrainer(PreferenceTrainer):
     _config_class: ClassVar[type]
     _older_arguments: ClassVar[Mapping[str, Older]]
     args: Any
+    scorer: Scorer
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class PPOTrainer(SavesBoth):
         "id": "1909.08593",
     }
     args: PPOConfig
-    scorer: PolicyValueScorer  # type: ignore[assignment]
+    scorer: PolicyValueScorer
 
     def __init__(
         self,
