@@ -220,6 +220,21 @@ def test_divergence_is_k3_and_its_correction_multiplies_by_the_ratio():
     )  # r times log(p / p_ref): that of the divergence
 
 
+@pytest.mark.parametrize("level", get_args(RatioLevel))
+def test_vespo_asks_for_other_ratios_only_to_correct_the_divergence(level, monkeypatch):
+    logps, tokens = batch()
+    asked, ratios_of = [], RATIOS[level]
+    monkeypatch.setitem(RATIOS, level, lambda *of: asked.append(level) or ratios_of(*of))
+    options = GroupOptions("vespo", level, beta=0.1)
+    group_policy_loss(logps, tokens, options)
+    assert not asked
+    found = group_policy_loss(logps, tokens, replace(options, use_bias_correction_kl=True)).metrics["kl"]
+    ratios, mask = ratios_of(logps, tokens).detach(), tokens.mask
+    estimate = torch.exp(tokens.ref_logps - logps) - (tokens.ref_logps - logps) - 1
+    expected = (estimate * ratios * mask).sum() / mask.sum()
+    torch.testing.assert_close(found.mean, expected.detach(), **TOLERANCE)
+
+
 def test_factors_weigh_the_surrogate_and_not_the_divergence():
     logps, tokens = batch()
     plain = replace(tokens, correction=None, chosen=None)

@@ -19,6 +19,14 @@ def test_a_file_where_the_output_folder_shall_be_is_named(tmp_path):
     assert file.read_text() == "mine"
 
 
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("os.access", lambda path, mode: asked.append(path))
+    with pytest.raises(ValueError, match=rf"got '.*/new/run', and '{tmp_path}' is read-only"):
+        check_output_dir(tmp_path / "new" / "run")
+    assert asked == [tmp_path]
+
+
 @pytest.mark.parametrize(
     ("offline", "token", "message"),
     [(True, "t", "HF_HUB_OFFLINE forbids"), (False, None, "`hf auth login`"), (False, "t", None)],

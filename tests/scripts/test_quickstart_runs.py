@@ -132,6 +132,7 @@ def stopping(monkeypatch, stage: str) -> Iterator[None]:
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path, capsys, monkeypatch, whole, stage):
     with stopping(monkeypatch, stage):
         main(options(tmp_path))
+    assert capsys.readouterr().out.endswith("\nStopped. The same command goes on where it was.\n")
     assert not (tmp_path / "results.json").exists()
     capsys.readouterr()
     assert main(options(tmp_path)) == 0

@@ -47,7 +47,8 @@ def test_the_whole_command(run, tmp_path, capsys):
     assert run("--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train[:2]") == 0
     out = capsys.readouterr().out
     assert f"Model saved in {tmp_path / 'out'}" in out
-    assert "eval_accuracy 1" in out and "To go on: trl reward" in out
+    assert "Last evaluation (step 4): " in out and "eval_accuracy 1" in out
+    assert "This run cannot go on: no checkpoint was written (--save_strategy no)" in out
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.num_labels == 1
 

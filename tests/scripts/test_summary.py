@@ -2,38 +2,56 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl.scripts.summary import final_metrics, finish, summary
+from trl.scripts.summary import finish, last_metrics
 
 HISTORY = [
-    {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-5, "epoch": 0.5, "step": 1},
-    {"loss": 1.25, "mean_token_accuracy": 0.5, "epoch": 1.0, "step": 2},
-    {"eval_loss": 1.5, "eval_runtime": 0.1, "eval_samples_per_second": 9.0, "epoch": 1.0, "step": 2},
-    {"train_runtime": 3.0, "train_loss": 1.6, "total_flos": 1.0, "train_steps_per_second": 3.0, "step": 2},
-]
+    {"eval_loss": 3.0, "step": 0},
+    {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-5, "epoch": 0.5, "entropy": 0.75, "step": 1},
+    {"eval_a_loss": 1.25, "eval_a_runtime": 0.1, "eval_num_tokens": 5, "epoch": 0.5, "step": 1},
+    {"eval_b_loss": 1.5, "eval_b_samples_per_second": 9.0, "epoch": 0.5, "step": 1},
+    {"loss": 1.25, "mean_token_accuracy": 0.5, "num_tokens": 12345, "epoch": 1.0, "step": 2},
+    {"train_runtime": 3.0, "train_loss": 1.625, "total_flos": 1.0, "train_steps_per_second": 3.0, "step": 3},
+]  # fmt: skip
 
 
-def test_the_last_value_of_each_measure_of_quality():
-    measures = {"loss": 1.25, "mean_token_accuracy": 0.5, "eval_loss": 1.5, "train_loss": 1.6}
-    assert final_metrics(HISTORY) == measures
+def test_the_last_log_of_each_kind_with_its_step_and_nothing_of_earlier_ones():
+    assert last_metrics(HISTORY) == [
+        "Last training log (step 2): loss 1.25, mean_token_accuracy 0.5",
+        "Last evaluation (step 1): eval_a_loss 1.25, eval_b_loss 1.5",
+        "Whole run (step 3): train_loss 1.625",
+    ]
+    assert last_metrics(HISTORY[:2]) == [
+        "Last training log (step 1): loss 2, entropy 0.75",
+        "Last evaluation (step 0): eval_loss 3",
+    ]
+    assert last_metrics([]) == []
 
 
-def test_the_last_lines_say_where_the_model_is_and_how_to_go_on():
-    lines = summary("out", HISTORY, command="sft")
-    assert lines[0] == "Model saved in out"
-    assert lines[1] == "Final metrics: loss 1.25, mean_token_accuracy 0.5, eval_loss 1.5, train_loss 1.6"
-    assert lines[2].startswith("To go on: trl sft")
-    assert len(summary("out", [], command="sft")) == 2
-
-
-@pytest.mark.parametrize(("max_steps", "longer"), [(-1, "--num_train_epochs"), (20, "--max_steps")])
-def test_the_option_that_makes_a_run_longer_is_the_one_that_ended_it(capsys, max_steps, longer):
-    args = SimpleNamespace(output_dir="out", push_to_hub=False, max_steps=max_steps)
+@pytest.mark.parametrize(("best", "stopped"), [(False, False), (True, False), (False, True)])
+def test_where_the_model_is_and_whether_the_run_is_over(capsys, tmp_path, best, stopped):
+    args = SimpleNamespace(
+        output_dir=str(tmp_path), push_to_hub=False, max_steps=3, save_strategy="no", load_best_model_at_end=best,
+        metric_for_best_model="loss",
+    )  # fmt: skip
+    state = SimpleNamespace(
+        log_history=HISTORY[-1:],
+        global_step=3,
+        max_steps=9 if stopped else 3,
+        best_model_checkpoint="x",
+        best_global_step=2,
+        best_metric=1.5,
+    )
     accelerator = SimpleNamespace(is_main_process=True, end_training=lambda: None)
-    state = SimpleNamespace(log_history=[])
     trainer = SimpleNamespace(
         args=args, accelerator=accelerator, state=state, save_model=lambda output_dir: None
     )
-    finish(trainer, dataset_name=None, command="dpo")
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f"To go on: trl dpo with the same options, a larger {longer} and --resume_from_checkpoint true"
+    finish(trainer, dataset_name=None, command="dpo", newest=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"Model saved in {tmp_path}" + (
+        ": that of step 2, the best (eval_loss 1.5)" if best else ""
+    )
+    assert lines[1] == "Whole run (step 3): train_loss 1.625"
+    why = "no checkpoint was written (--save_strategy no)"
+    assert lines[2].startswith(
+        f"It cannot go on from there, as {why}" if stopped else f"This run cannot go on: {why}"
     )

@@ -127,6 +127,16 @@ def gathered_parameters(
     return deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank)
 
 
+def fsdp2_modules(model: torch.nn.Module) -> list[Any]:
+    """The modules that FSDP2 shards, the outermost first, which can gather their weights before a first forward too."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if found:
+        found[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
+    return found
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Give up the whole weights that FSDP2 modules keep after a forward, so that parameters are their shards again.
 

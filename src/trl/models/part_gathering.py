@@ -9,26 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl.models.distributed import gathered_parameters
+from trl.models.distributed import fsdp2_modules, gathered_parameters
 
 
 def fsdp2_units(model: nn.Module) -> dict[nn.Module, Any]:
     """The FSDP2 module that shards the parameters of each module itself; modules that none shards are left out."""
-    from torch.distributed.fsdp import FSDPModule
-
+    sharding = set(fsdp2_modules(model))
     found: dict[nn.Module, Any] = {}
 
     def visit(module: nn.Module, unit: Any) -> None:
-        unit = module if isinstance(module, FSDPModule) else unit
+        unit = module if module in sharding else unit
         if unit is not None:
             found.setdefault(module, unit)
         for child in module.children():
             visit(child, unit)
 
     visit(model, None)
-    first = next(iter(found.values()), None)
-    if first is not None:
-        first._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
     return found
 
 

@@ -250,16 +250,15 @@ def _judged(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> _Judge
     kind, mask, divergence = LOSS_TYPES[options.loss_type], tokens.mask, None
     logps = where_counted(logps, mask)
     advantages = where_counted(tokens.advantages, mask).detach().to(logps.dtype)
-    ratios = RATIOS[options.importance_sampling_level](logps, tokens)
-    judged = ratios if kind.ratios is None else kind.ratios(logps, tokens)
-    values = kind.surrogate(judged, logps, advantages, options)
+    ratios = (kind.ratios or RATIOS[options.importance_sampling_level])(logps, tokens)
+    values = kind.surrogate(ratios, logps, advantages, options)
     for factor in (tokens.chosen, tokens.correction):
         if factor is not None:
             values = values * where_counted(factor.detach().to(values.dtype), mask)
     if options.beta:
-        divergence = _divergence(logps, ratios, tokens, options)
+        divergence = _divergence(logps, tokens, options)
         values = values + options.beta * divergence
-    return _Judged(values, judged, divergence)
+    return _Judged(values, ratios, divergence)
 
 
 def token_losses(tokens: GroupTokens, options: GroupOptions) -> Callable[[Tensor, slice], Tensor] | None:
@@ -422,7 +421,7 @@ def _bounded(ratios: Tensor, options: GroupOptions) -> Tensor:
     return ratios if options.delta is None else ratios.clamp(max=options.delta)
 
 
-def _divergence(logps: Tensor, ratios: Tensor, tokens: GroupTokens, options: GroupOptions) -> Tensor:
+def _divergence(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> Tensor:
     """k3 to the reference of each trained token; 0 elsewhere, where `logps` are 0."""
     if tokens.ref_logps is None:
         raise ValueError(
@@ -430,4 +429,6 @@ def _divergence(logps: Tensor, ratios: Tensor, tokens: GroupTokens, options: Gro
         )
     ref_logps = where_counted(tokens.ref_logps.detach().to(logps.dtype), tokens.mask)
     found = k3(logps, ref_logps)
-    return found * ratios if options.use_bias_correction_kl else found
+    if not options.use_bias_correction_kl:
+        return found
+    return found * RATIOS[options.importance_sampling_level](logps, tokens)

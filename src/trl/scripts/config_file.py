@@ -35,13 +35,14 @@ def read_config(path: str) -> ConfigFile:
         ValueError: if it is not valid YAML, not a mapping of names to values, or names an option twice.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"The config file {path} does not exist. Check the path given with --config.")
+        what = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise FileNotFoundError(f"The config file {path} {what}. Check the path given with --config.")
     text = Path(path).read_text(encoding="utf-8")
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} is not valid YAML: {_said(error)}") from None
     if values is None:
         return ConfigFile(path, {}, {}, {})
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -50,6 +51,11 @@ def read_config(path: str) -> ConfigFile:
         )
     lines = _lines(path, node)
     return ConfigFile(path, values, lines, _environment(path, values.pop("env", None)))
+
+
+def _said(error: yaml.YAMLError) -> str:
+    """The parser's message on one line; it calls the text of any file by one name."""
+    return " ".join(str(error).replace('in "<unicode string>", line', "at line").split())
 
 
 def _lines(path: str, node: Any) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """The machine and the versions in use, to paste into a bug report: `trl env`."""
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -10,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from trl.scripts.checkout import get_git_commit_hash
+from trl.scripts.plain_parser import PlainParser
 
 REQUIRED = {
     "PyTorch": "torch",
@@ -33,9 +33,7 @@ OPTIONAL = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the system information; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="trl env", description="Print versions and hardware, for bug reports."
-    )
+    parser = PlainParser(prog="trl env", description="Print versions and hardware, for bug reports.")
     parser.parse_args(argv)
     print("\nCopy-paste the following information when reporting an issue:\n")
     for name, value in system_information().items():

@@ -1,19 +1,26 @@
 """Whether what a run will write can be written: found out before anything is loaded."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 
 def check_output_dir(output_dir: str | Path) -> None:
-    """Check that `output_dir` is a folder or can become one.
+    """Check that `output_dir` is a folder that can be written to, or can become one.
 
-    Raises: ValueError where it, or what it shall lie in, is a file.
+    Raises: ValueError where it, or what it shall lie in, is a file or read-only.
     """
     folder = Path(output_dir)
     file = next((place for place in (folder, *folder.parents) if place.is_file()), None)
     if file is not None:
         raise ValueError(
             f"output_dir must be a folder, new or not, got '{output_dir}', and '{file}' is a file. Name another place."
+        )
+    there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output_dir must be a folder that can be written to, got '{output_dir}', and '{there}' is read-only. Name "
+            "another place."
         )
 
 

@@ -5,17 +5,18 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
 from transformers.hf_argparser import DataClass, DataClassType
 
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 from trl.scripts.option_values import option_value
+from trl.scripts.plain_parser import ShortErrors, unknown_arguments, unknown_to
 from trl.scripts.suggestions import did_you_mean
 
 
-class TrlParser(HfArgumentParser):
+class TrlParser(ShortErrors, HfArgumentParser):
     """Parse dataclasses from command-line arguments and a YAML file given with `--config`.
 
     Options of the file are defaults, which the command line overrides; its `env:` mapping sets environment variables.
@@ -98,7 +99,8 @@ class TrlParser(HfArgumentParser):
         Raises: as `parse_args_and_config`.
         """
         from_file = self._take_defaults(config)
-        self._report_unknown(from_file, self.parse_known_args(args)[1], fail=fail_with_unknown_args)
+        self._report_unknown(from_file, unknown_to(self, args), fail=fail_with_unknown_args)
+        self.parse_known_args(args)
 
     def _take_defaults(self, config: ConfigFile | None) -> list[str]:
         self._config = config
@@ -145,15 +147,11 @@ class TrlParser(HfArgumentParser):
         """Every option as it is written, dashes included."""
         return list(self._option_string_actions)
 
-    def error(self, message: str) -> NoReturn:
-        """Print the error (without the usage, which would fill several screens) and exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for all options.\n")
-
     def _where(self, name: str) -> str:
         return f"{self._config.where(name)}: " if self._config else ""
 
     def _report_unknown(self, from_file: list[str], from_line: list[str], *, fail: bool) -> None:
-        known = {*self.options(), *self.other_options}
+        known = [*self.options(), "config", "help", *sorted(self.other_options)]
         messages = []
         for token in from_file:
             if self._config and token.startswith("--"):
@@ -164,15 +162,6 @@ class TrlParser(HfArgumentParser):
             raise ValueError("\n".join(messages))
         if messages:
             warnings.warn("Ignored: " + " ".join(messages), stacklevel=3)
-
-
-def unknown_arguments(tokens: list[str], known: Iterable[str]) -> list[str]:
-    """A message for each unknown option in `tokens`, or for the stray values if there is none."""
-    names = list(known)
-    flags = [token.split("=")[0] for token in tokens if token.startswith("-")]
-    if tokens and not flags:
-        return [f"Unexpected arguments: {' '.join(tokens)}. Values follow the name of an option."]
-    return [f"Unknown option {flag}.{did_you_mean(flag, names, prefix='--')}" for flag in flags]
 
 
 def _as_list(dataclass_types: Any) -> list[Any]:

@@ -1,45 +1,77 @@
 """The end of a training script: saving, pushing, and telling the user where things are."""
 
+from pathlib import Path
 from typing import Any
 
+from trl.scripts.going_on import way_on
 
-def finish(trainer: Any, *, dataset_name: str | None, command: str) -> None:
-    """Save the model (and push it if asked), then print where it is, the final metrics and the command to go on.
+BOOKKEEPING = ("epoch", "step", "total_flos", "learning_rate", "grad_norm", "step_time", "num_tokens")
 
-    Ends the process group: a process that exits with one open may be aborted by its threads.
+
+def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path | None) -> None:
+    """Save the model (and push it if asked), then print where it is, the last metrics and the command to go on.
+
+    `newest` is the run's newest checkpoint. Ends the process group: a process that exits with one open may be aborted
+    by its threads.
     """
     args = trainer.args
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
-        longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
-        lines = summary(args.output_dir, trainer.state.log_history, command=command, longer=longer)
-        print("\n".join(lines))
+        place = f"Model saved in {args.output_dir}{best_model(args, trainer.state)}"
+        metrics = last_metrics(trainer.state.log_history)
+        finished = trainer.state.global_step >= trainer.state.max_steps  # not one that a signal stopped
+        print("\n".join([place, *metrics, way_on(newest, args, command=command, finished=finished)]))
     trainer.accelerator.end_training()
 
 
-def summary(
-    output_dir: str, log_history: list[dict[str, Any]], *, command: str, longer: str = "num_train_epochs"
-) -> list[str]:
-    """The last lines that a training command prints; a larger value of the option `longer` makes the run longer."""
-    lines = [f"Model saved in {output_dir}"]
-    metrics = final_metrics(log_history)
-    if metrics:
-        lines.append("Final metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-    lines.append(
-        f"To go on: trl {command} with the same options, a larger --{longer} and --resume_from_checkpoint true"
-    )
+def best_model(args: Any, state: Any) -> str:
+    """What to add where the model is not that of the last step, but the best one."""
+    if not (args.load_best_model_at_end and state.best_model_checkpoint):
+        return ""
+    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+    return f": that of step {state.best_global_step}, the best ({name} {_text(state.best_metric)})"
+
+
+def last_metrics(log_history: list[dict[str, Any]]) -> list[str]:
+    """A line each for the last log of training, the last evaluation and the whole run: its step and its measures of quality.
+
+    Measures of one step belong together, as those of several evaluation sets; what was logged at earlier steps is left out.
+    """
+    titles = {"training": "Last training log", "evaluation": "Last evaluation", "run": "Whole run"}
+    lines = []
+    for kind, title in titles.items():
+        entries = [entry for entry in log_history if kind_of(entry) == kind and measures(entry)]
+        if not entries:
+            continue
+        step = entries[-1].get("step")
+        found: dict[str, float] = {}
+        for entry in entries:
+            if entry.get("step") == step:
+                found.update(measures(entry))
+        shown = ", ".join(f"{name} {_text(value)}" for name, value in found.items())
+        lines.append(f"{title} (step {step}): {shown}")
     return lines
 
 
-def final_metrics(log_history: list[dict[str, Any]]) -> dict[str, float]:
-    """The last logged value of each measure of quality, evaluation included; not of speed and bookkeeping."""
-    bookkeeping = ("epoch", "step", "total_flos", "learning_rate", "grad_norm", "step_time")
-    latest: dict[str, float] = {}
-    for entry in log_history:
-        for name, value in entry.items():
-            timing = name.endswith(("_runtime", "_per_second"))
-            if isinstance(value, (int, float)) and name not in bookkeeping and not timing:
-                latest[name] = value
-    return latest
+def kind_of(entry: dict[str, Any]) -> str:
+    """What a log is about: "training", "evaluation" or the whole "run"."""
+    if "train_runtime" in entry:
+        return "run"
+    return "evaluation" if any(name.startswith("eval_") for name in entry) else "training"
+
+
+def measures(entry: dict[str, Any]) -> dict[str, float]:
+    """The measures of quality in a log; not those of speed, nor bookkeeping."""
+    return {
+        name: value
+        for name, value in entry.items()
+        if isinstance(value, (int, float))
+        and name.removeprefix("eval_") not in BOOKKEEPING
+        and not name.endswith(("_runtime", "_per_second"))
+    }
+
+
+def _text(value: float) -> str:
+    return f"{value:.4g}"

@@ -1,13 +1,20 @@
 """What the training commands share: how their inputs are loaded, how they run, what their parsers take."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trl.options.model import ModelConfig
 from trl.scripts.arguments import ColumnMapping, ScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, reporting_input_errors
+
+if TYPE_CHECKING:
+    from trl.scripts.going_on import NewestCheckpoint
+
+logger = logging.getLogger(__name__)
 
 Trainer = TypeVar("Trainer", bound=Any)
 
@@ -26,6 +33,7 @@ def train(
         CommandError: for everything about the input that is wrong, before the first step.
     """
     from trl.reporting.trackers import check_trackers
+    from trl.scripts.going_on import NewestCheckpoint
     from trl.scripts.outputs import check_output_dir, check_push
     from trl.scripts.resume import checkpoint_to_resume
     from trl.scripts.summary import finish
@@ -37,15 +45,38 @@ def train(
         check_trackers(training_args.report_to)
         checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, output_dir)
         trainer = build()
-    # Packages of an optimiser or of kernels are looked for when training begins.
-    try:
+    newest = NewestCheckpoint(checkpoint)
+    trainer.add_callback(newest)
+    with telling_the_way_on(trainer, newest, command=command):
         trainer.train(resume_from_checkpoint=checkpoint)
-    except ImportError as error:
-        if trainer.state.global_step:
-            raise
-        raise CommandError(str(error)) from error
-    finish(trainer, dataset_name=dataset_name, command=command)
+    finish(trainer, dataset_name=dataset_name, command=command, newest=newest.path)
     return trainer
+
+
+@contextmanager
+def telling_the_way_on(trainer: Any, newest: "NewestCheckpoint", *, command: str) -> Iterator[None]:
+    """Say, where training is interrupted or fails, how far it came and how it goes on: in the log, or below the traceback.
+
+    Raises: CommandError for a package of an optimiser or of kernels, which are looked for when training begins.
+    """
+    from trl.scripts.going_on import interruption
+
+    def told() -> str:
+        step, steps = trainer.state.global_step, trainer.state.max_steps
+        return interruption(newest.path, trainer.args, command=command, step=step, steps=steps)
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if trainer.accelerator.is_main_process:
+            logger.warning(told())
+        raise
+    except Exception as error:
+        if trainer.state.global_step:
+            error.add_note(told())
+        elif isinstance(error, ImportError):
+            raise CommandError(str(error)) from error
+        raise
 
 
 def load_inputs(

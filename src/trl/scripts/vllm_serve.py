@@ -45,6 +45,7 @@ def make_parser() -> TrlParser:
     return TrlParser(
         kinds,
         prog="trl vllm-serve",
+        usage="trl vllm-serve --model MODEL [--config FILE] [options]",
         description="Serve a model with vLLM: trainers with use_vllm=True generate with it and send it their weights.",
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from trl.scripts.plain_parser import PlainParser
 from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS
 
 DESCRIPTION = """\
@@ -25,7 +26,7 @@ A run that was stopped goes on where it was when the same command is given again
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl quickstart`."""
-    parser = argparse.ArgumentParser(
+    parser = PlainParser(
         prog="trl quickstart", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -58,10 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} was given, expected at least 1")
-    return value
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} was given, expected a whole number of at least 1")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin while they wait; on a machine that is busy with other work that made this run ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     print("Loading PyTorch and transformers ...", flush=True)
-    with _without_warnings():
+    with _without_warnings(), _saying_how_to_go_on():
         from trl.scripts.quickstart.pipeline import run
 
         run(
@@ -87,6 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             started=started,
         )
     return 0
+
+
+@contextmanager
+def _saying_how_to_go_on() -> Iterator[None]:
+    """Tell, where the run is interrupted, that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\nStopped. The same command goes on where it was.", flush=True)
+        raise
 
 
 @contextmanager

@@ -1,0 +1,117 @@
+"""What is said of how a run goes on, as words and at the end of real runs that are stopped."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.models.words import word_tokenizer
+from tests.tiny import tiny_model
+from trl.scripts import sft
+from trl.scripts.going_on import NewestCheckpoint, interruption, way_on
+from trl.scripts.running import run_script
+from trl.trainer.sft_trainer import SFTTrainer
+
+
+def settings(output_dir, **given):
+    defaults = {"output_dir": str(output_dir), "max_steps": -1, "save_strategy": "steps", "save_steps": 500}
+    return SimpleNamespace(**{**defaults, **given})
+
+
+def checkpoint(folder, step):
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    (path / "trainer_state.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize(("max_steps", "longer"), [(-1, "--num_train_epochs"), (20, "--max_steps")])
+def test_a_finished_run_needs_the_option_that_ended_it(tmp_path, max_steps, longer):
+    newest, args = checkpoint(tmp_path, 20), settings(tmp_path, max_steps=max_steps)
+    assert way_on(newest, args, command="dpo", finished=True) == (
+        f"To go on: trl dpo with the same options, a larger {longer} and --resume_from_checkpoint true"
+    )
+
+
+def test_a_checkpoint_is_named_where_true_would_mean_that_of_an_earlier_run(tmp_path):
+    checkpoint(tmp_path, 500)
+    newest = checkpoint(tmp_path, 100)
+    said = way_on(newest, settings(tmp_path), command="sft", finished=False)
+    assert said == f"To go on: trl sft with the same options and --resume_from_checkpoint {newest}"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"save_strategy": "no"}, "(--save_strategy no)"),
+        ({"save_steps": 40}, "(--save_strategy steps, --save_steps 40)"),
+    ],
+)
+def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, given, why):
+    checkpoint(tmp_path, 500)  # an earlier run's
+    args = settings(tmp_path, **given)
+    finished = way_on(None, args, command="sft", finished=True)
+    assert (
+        finished
+        == f"This run cannot go on: no checkpoint was written {why}. A new one can start from the model."
+    )
+    assert interruption(None, args, command="sft", step=7, steps=90) == (
+        f"Stopped after step 7 of 90. It cannot go on from there, as no checkpoint was written {why}: "
+        "the same command starts from the beginning."
+    )
+
+
+def test_the_newest_checkpoint_is_the_one_written_last(tmp_path):
+    newest = NewestCheckpoint("earlier")
+    assert newest.path == Path("earlier")
+    newest.on_save(settings(tmp_path), SimpleNamespace(global_step=5), None)
+    assert newest.path == tmp_path / "checkpoint-5"
+    checkpoint(tmp_path, 7)  # of a signal
+    for asked, step in ((False, 5), (True, 7)):
+        newest.on_train_end(
+            settings(tmp_path, enable_jit_checkpoint=asked), SimpleNamespace(global_step=7), None
+        )
+        assert newest.path == tmp_path / f"checkpoint-{step}"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`trl sft` on four rows for four steps; the third is met with an exception."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    word_tokenizer(eos_token="</s>", pad_token="<pad>", bos_token="<s>").save_pretrained(tmp_path / "model")
+    data = tmp_path / "rows.jsonl"
+    data.write_text((json.dumps({"prompt": "the cat ", "completion": "sat on the mat"}) + "\n") * 4)
+    step = SFTTrainer.training_step
+
+    def run(stop, *line):
+        def training_step(trainer, *args, **kwargs):
+            if stop is not None and trainer.state.global_step == 3:
+                raise stop
+            return step(trainer, *args, **kwargs)
+
+        monkeypatch.setattr(SFTTrainer, "training_step", training_step)
+        fixed = {
+            "model_name_or_path": tmp_path / "model", "dataset_name": data, "output_dir": tmp_path / "out",
+            "report_to": "none", "use_cpu": "true", "max_steps": 4, "disable_tqdm": "true", "save_steps": 2,
+        }  # fmt: skip
+        words = [word for name, value in fixed.items() for word in (f"--{name}", str(value))]
+        return run_script(sft.make_parser(), sft.main, [*words, *line])
+
+    return run
+
+
+def test_an_interrupted_run_says_how_far_it_came_and_how_it_goes_on(run, tmp_path, caplog):
+    assert run(KeyboardInterrupt()) == 130
+    said = f"Stopped after step 3 of 4, newest checkpoint {tmp_path}/out/checkpoint-2. To go on: trl sft with the same "
+    assert f"{said}options and --resume_from_checkpoint true" in caplog.text
+    assert run(None, "--resume_from_checkpoint", "true") == 0
+    assert Path(tmp_path / "out" / "checkpoint-4").is_dir()
+
+
+def test_a_run_that_fails_says_below_its_error_that_it_left_no_checkpoint(run):
+    with pytest.raises(RuntimeError, match="broken") as failed:
+        run(RuntimeError("broken"), "--save_strategy", "no")
+    (note,) = failed.value.__notes__
+    assert note.startswith("Stopped after step 3 of 4. It cannot go on") and "(--save_strategy no)" in note
