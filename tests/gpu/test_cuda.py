@@ -5,6 +5,8 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.trainer.one_step import run
+from trl.generation.choosing import choose
+from trl.generation.engine import Sampling
 from trl.models import attention
 from trl.models.attention import use_flat_attention
 from trl.models.forward import Scorer
@@ -152,3 +154,20 @@ def test_sums_of_metrics_take_parts_from_any_device():
     sums.add("aux_loss", Weighted(torch.tensor(4.0), torch.ones(())))
     sums.add("other", Weighted(torch.tensor(1.0), torch.tensor(2, device="cuda")))
     assert sums.drain() == {"aux_loss": 3.0, "other": 0.5}
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_tokens_are_drawn_with_full_determinism_too(top_p, monkeypatch):
+    """torch has no deterministic running sums of floats there."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    logits = 3 * torch.randn(64, 50_000, device="cuda")
+    numbers = torch.rand(64, device="cuda", dtype=torch.float64)
+    sampling = Sampling(max_new_tokens=1, top_p=top_p)
+    plain = choose(logits.clone(), numbers, sampling)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = choose(logits.clone(), numbers, sampling)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found.ids, plain.ids)
+    torch.testing.assert_close(found.logps, plain.logps, rtol=0, atol=1e-6)

@@ -22,6 +22,7 @@ from trl.models.reference import (
     FrozenModel,
     InitialPolicy,
     NamedAdapter,
+    do_without_reference,
     make_reference,
 )
 
@@ -243,6 +244,16 @@ def test_settings_that_cannot_work(case):
     policy, options = make()
     with pytest.raises(ValueError, match=message):
         reference_of(policy, **options)
+
+
+@pytest.mark.parametrize("case", ["unknown_model", "init_kwargs"])
+def test_a_policy_held_against_nothing_takes_the_same_settings(case):
+    make, message = BAD[case]
+    policy, options = make()
+    with pytest.raises(ValueError, match=message):
+        do_without_reference(policy, **options)
+    with pytest.raises(ValueError, match="the model has none"):
+        do_without_reference(base(), model_adapter_name="a")
 
 
 def test_what_is_no_model():

@@ -35,9 +35,9 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
     [[5, 6, 7, 5, 6, 8, 9]]
     """
     trees = flatten_trees(rows)  # checks the rows too
-    count = torch.arange(len(rows))
+    count = torch.arange(len(rows))  # first, where transformers looks for how many rows a batch has
     if prefix_sharing:
-        return {**trees.as_batch(), "rows": count}
+        return {"rows": count, **trees.as_batch()}
     ids, labels, lengths = [], [], []
     for prompt, completions in rows:
         prompt = as_ids(prompt)
@@ -45,7 +45,7 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
             ids += [prompt, completion]
             labels += [torch.full_like(prompt, IGNORED), completion]
             lengths.append(len(prompt) + len(completion))
-    return {**flatten_rows(torch.cat(ids), torch.cat(labels), lengths, pad_token_id=0), "rows": count}
+    return {"rows": count, **flatten_rows(torch.cat(ids), torch.cat(labels), lengths, pad_token_id=0)}
 
 
 @dataclass

@@ -83,10 +83,10 @@ def group_batch(
     tail = round_up(len(row), multiple) - len(row)
     segments = Segments.from_trees([*trees, *([(tail, [])] if tail else [])])
     return {
+        "rows": torch.arange(len(groups)),
         "input_ids": torch.nn.functional.pad(row, (0, tail), value=pad_token_id)[None],
         "position_ids": segments.position_ids(),
         "segment_table": segments.to_table(),
-        "rows": torch.arange(len(groups)),
         **({"filler": torch.tensor([tail])} if tail else {}),
     }
 
@@ -144,9 +144,9 @@ class RewardCollator:
         _check_pairs(pairs)
         sequences = [sequence for pair in pairs for sequence in pair]
         return {
+            "rows": torch.arange(len(pairs)),
             "input_ids": pad_rows(sequences, self.pad_token_id, multiple=multiple),
             "attention_mask": pad_rows([torch.ones_like(ids) for ids in sequences], 0, multiple=multiple),
-            "rows": torch.arange(len(pairs)),
         }
 
 

@@ -51,7 +51,7 @@ class Seq2SeqPairCollator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         batch = seq2seq_batch(rows, pad_token_id=self.pad_token_id)
-        return {**batch, "rows": torch.arange(len(rows)), **reference_logps(rows)}
+        return {"rows": torch.arange(len(rows)), **batch, **reference_logps(rows)}
 
 
 def _tokens(row: Row, number: int, name: str) -> Tensor:

@@ -81,7 +81,7 @@ class DataCollatorForVisionPreference(ImageCollator):
             places += [pairs.place(index, side) for side in SIDES]
         sequences = Illustrated(halves, images, places, adds_special=not pairs.is_conversational)
         batch = self.collate(sequences, completions_only=True)
-        return {**batch, "rows": torch.arange(len(examples)), **reference_logps(examples)}
+        return {"rows": torch.arange(len(examples)), **batch, **reference_logps(examples)}
 
     def _pairs(self, first: Row) -> ImagePairs:
         columns = list(first)

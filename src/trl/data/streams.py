@@ -42,6 +42,19 @@ class RepeatedStream(IterableDataset):
             epoch += 1
 
 
+class CountedStream(IterableDataset):
+    """A stream that knows, once it was read to its end in this process, how many rows it has: `count`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.count = stream, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.count = 0
+        for row in self.stream:
+            self.count += 1
+            yield row
+
+
 def _is_spare_worker() -> bool:
     """Whether this is a data loader's worker beyond the first: a stream of fewer shards leaves it without rows."""
     worker = get_worker_info()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trl.generation.engine import Sampling
 
@@ -68,14 +69,32 @@ def _invert(exps: Tensor, numbers: Tensor) -> Tensor:
     rows, width = exps.shape
     blocks = exps.view(rows, width // _BLOCK, _BLOCK)
     sums = blocks.sum(dim=2).double()
-    ends = sums.cumsum(dim=1)
+    ends = running_sums(sums)
     target = numbers.clamp(max=_LARGEST_UNIFORM)[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
     width_of_block = sums.gather(1, block)
     share = (target - ends.gather(1, block) + width_of_block) / width_of_block
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].double().cumsum(dim=1)
+    inside = running_sums(blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].double())
     target = share.clamp(0.0, _LARGEST_UNIFORM) * inside[:, -1:]
     return (block * _BLOCK + torch.searchsorted(inside, target, right=True))[:, 0]
+
+
+def running_sums(values: Tensor) -> Tensor:
+    """`values.cumsum(dim=1)` `(R, N)`; with `full_determinism` on a GPU, where torch has no such kernel, by products with
+    triangles of ones."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return _sums_by_blocks(values)
+    return values.cumsum(dim=1)
+
+
+def _sums_by_blocks(values: Tensor) -> Tensor:
+    rows, width = values.shape
+    blocks = pad(values, (0, -width % _BLOCK)).view(rows, -1, _BLOCK)
+    inside = blocks @ values.new_ones(_BLOCK, _BLOCK).triu()
+    if inside.shape[1] > 1:
+        before = _sums_by_blocks(inside[:, :, -1])[:, :-1]
+        inside = inside + pad(before, (1, 0))[:, :, None]
+    return inside.view(rows, -1)[:, :width].contiguous()
 
 
 def _border(values: Tensor, exps: Tensor, sampling: Sampling) -> Tensor:
@@ -109,7 +128,7 @@ def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: 
 def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """The last of `ranked` values with less than `wanted` mass before it; whether all hold that much."""
     mass = ranked.exp()
-    ends = mass.double().cumsum(dim=1)
+    ends = running_sums(mass.double())
     count = (ends - mass < wanted).sum(dim=1, keepdim=True)
     return ranked.gather(1, (count - 1).clamp(min=0))[:, 0], ends[:, -1] >= wanted[:, 0]
 

@@ -12,7 +12,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from trl.models.checkpointing import disable_gradient_checkpointing
-from trl.models.distributed import unwrap_model_for_generation
+from trl.models.distributed import fsdp2_modules, unwrap_model_for_generation
 from trl.models.lending import undisturbed, without_ddp
 
 
@@ -20,15 +20,16 @@ from trl.models.lending import undisturbed, without_ddp
 def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool = True) -> Iterator[Any]:
     """Yield the transformers model or `PeftModel` inside `model`: weights whole, eval mode, no gradients.
 
-    Wrappers are taken off (DDP, FSDP, DeepSpeed through the `accelerator`, and a `pretrained_model` inside,
-    as value heads have); sharded weights are gathered once (FSDP2 over all modules, ZeRO-3 unless
+    Wrappers are taken off (torch.compile; DDP, FSDP, DeepSpeed through the `accelerator`; and a `pretrained_model`
+    inside, as value heads have); sharded weights are gathered once (FSDP2 over all modules, ZeRO-3 unless
     `gather_zero3=False`). Modes and random streams are put back.
     """
+    model = getattr(model, "_orig_mod", model)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(undisturbed(model))
         if accelerator is None:
-            inner: Any = without_ddp(getattr(model, "_orig_mod", model))
+            inner: Any = without_ddp(model)
             stack.enter_context(disable_gradient_checkpointing(inner))
         else:
             inner = stack.enter_context(unwrap_model_for_generation(model, accelerator, gather_zero3))
@@ -50,13 +51,7 @@ def without_wrappers(model: Any) -> Any:
 @contextmanager
 def _whole_fsdp2(model: nn.Module) -> Iterator[None]:
     """All weights gathered by one unsharding of each FSDP2 module, whose hooks stand aside meanwhile."""
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded:
-        yield
-        return
-    sharded[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
+    sharded = fsdp2_modules(model)
     for module in sharded:
         module.unshard()
     kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]

@@ -52,6 +52,9 @@ class Reference(Protocol):
     def prepare(self, accelerator: Accelerator) -> None:
         """Bring a model of its own to the device, or shard it as the run shards the policy."""
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Hold the weights of a model of its own in another precision."""
+
     def fingerprint(self, policy: nn.Module) -> str:
         """A hash of the weights and settings that its log-probs depend on; all processes must ask."""
         ...
@@ -94,6 +97,11 @@ class FrozenModel(Reference):
             self.model = prepare_fsdp(self.module, accelerator)
         else:
             self.module.to(accelerator.device)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast its weights; quantised ones, and those that an engine of DeepSpeed's holds, stay as they are."""
+        if self.model is self.module and not is_quantized(self.module):
+            self.module.to(dtype)
 
     def fingerprint(self, policy: nn.Module) -> str:
         """Of all its weights and its config; of adapters also how they are added, and which of them are active."""
@@ -222,10 +230,8 @@ def make_reference(
     _check_settings(ref_model, ref_model_init_kwargs, ref_adapter_name)
     if ref_model is None and force_use_ref_model:
         logger.warning("force_use_ref_model=True has no effect without a ref_model.")
-    if not is_peft_model(policy):
-        _check_no_adapter_names(model_adapter_name=model_adapter_name, ref_adapter_name=ref_adapter_name)
-    else:
-        trained = _choose_adapters(policy, model_adapter_name, ref_adapter_name)
+    trained = _choose_adapters(policy, model_adapter_name, ref_adapter_name)
+    if trained is not None:
         _check_adapter_is_reference(ref_model, force_use_ref_model)
         if ref_model is None:
             _check_adapter_is_whole(policy, precompute)
@@ -254,10 +260,7 @@ def do_without_reference(
     Raises: ValueError as `make_reference` does.
     """
     _check_settings(None, ref_model_init_kwargs, None)
-    if is_peft_model(policy):
-        _choose_adapters(policy, model_adapter_name, None)
-    else:
-        _check_no_adapter_names(model_adapter_name=model_adapter_name)
+    _choose_adapters(policy, model_adapter_name)
 
 
 # ---- the rules
@@ -283,24 +286,31 @@ def _check_settings(
         )
 
 
-def _check_no_adapter_names(**names: str | None) -> None:
+def _check_adapter_names(policy: Any, **names: str | None) -> None:
+    known = sorted(policy.peft_config) if is_peft_model(policy) else []
     for field, name in names.items():
-        if name is not None:
+        if name is not None and not known:
             raise ValueError(
                 f"{field}={name!r} names a PEFT adapter, and the model has none. Wrap it with "
                 "`PeftModel.from_pretrained(model, path, adapter_name=...)`, or leave the name out."
             )
-
-
-def _choose_adapters(policy: Any, model_adapter_name: str | None, ref_adapter_name: str | None) -> str:
-    """Let `model_adapter_name` be the active adapter and freeze the reference's; returns the name of the active one."""
-    known = sorted(policy.peft_config)
-    for field, name in (("model_adapter_name", model_adapter_name), ("ref_adapter_name", ref_adapter_name)):
         if name is not None and name not in known:
             raise ValueError(
                 f"{field}={name!r} is no adapter of the model, which has {known}. Choose one of them, or load it with "
                 f"`model.load_adapter(path, adapter_name={name!r})`."
             )
+
+
+def _choose_adapters(
+    policy: Any, model_adapter_name: str | None, ref_adapter_name: str | None = None
+) -> str | None:
+    """Let `model_adapter_name` be the active adapter and freeze the reference's; returns the name of the active one.
+
+    None for a policy that has no adapters; then neither may be named.
+    """
+    _check_adapter_names(policy, model_adapter_name=model_adapter_name, ref_adapter_name=ref_adapter_name)
+    if not is_peft_model(policy):
+        return None
     trained = model_adapter_name or policy.active_adapter
     if trained == ref_adapter_name:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Checks that option groups share: each returns or passes a good value and raises on a bad one."""
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -65,3 +66,14 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "trl":
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def warn_unread(config: Any, group: type, reason: str) -> None:
+    """Warn of every field of the option group `group` that `config` changes from its default, where nothing reads them.
+
+    `reason` ends the sentence "<field>=<value> has no effect ...", and says what to do.
+    """
+    of_group = {item.name for item in dataclasses.fields(group)} if isinstance(config, group) else set()
+    for item in dataclasses.fields(config):
+        if item.name in of_group and (value := getattr(config, item.name)) != item.default:
+            warn_caller(f"{item.name}={value!r} has no effect {reason}.")
