@@ -123,13 +123,13 @@ def main(out: str, kind: str, kill: str = "") -> None:
 
 
 def preference(out: str, method: str):
-    """Two epochs of eight rows in five steps, each of two micro-batches."""
+    """Two epochs and a half of eight rows in five steps, each of two micro-batches, with a checkpoint after each."""
     from tests.trainer.preference_methods import RESUMED
 
     make, settings = RESUMED[method]
     return make(
         out, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=5, learning_rate=1e-2,
-        optim="adamw_torch", lr_scheduler_type="cosine", save_strategy="steps", save_steps=2, save_total_limit=2,
+        optim="adamw_torch", lr_scheduler_type="cosine", save_strategy="steps", save_steps=1, save_total_limit=2,
         logging_steps=3, **settings,
     )  # fmt: skip
 

@@ -235,10 +235,6 @@ BAD: dict[str, Bad] = {
     "unknown loss": Bad(
         ("dpo", "cpo", "kto"), ValueError, ("loss_type", "sigmoid_pair"), settings={"loss_type": "sigmoid_pair"}
     ),
-    "rows to be grouped by length": Bad(
-        OF_PAIRS, ValueError, ("train_sampling_strategy='group_by_length'", "prepared rows have ['", "Use 'random'"),
-        settings={"train_sampling_strategy": "group_by_length"},
-    ),
     "mismatching of one row": Bad(
         ("kto",), ValueError, ("per_device_train_batch_size", "at least 2", "got 1"),
         settings={"per_device_train_batch_size": 1},
@@ -305,7 +301,7 @@ def test_smoothing_of_another_loss_is_said_to_do_nothing(method, caplog):
         for message in caplog.messages
         if message.startswith("label_smoothing_factor=0.1 has no effect")
     ]
-    assert len(said) == 1 and said[0].endswith("label_smoothing.")
+    assert len(said) == 1 and said[0].endswith("label_smoothing. Leave it out.")
 
 
 @pytest.mark.parametrize("method", OF_PAIRS)

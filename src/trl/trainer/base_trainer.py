@@ -20,16 +20,16 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
-from trl.data.streams import RepeatedStream, is_stream
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
-from trl.models.layout import count_scored, count_sequence_tokens, first_rows
+from trl.models.layout import count_scored, count_sequence_tokens, count_tokens, first_rows
 from trl.models.loading import load_saved_weights
 from trl.models.policy_value import PolicyValueScorer
 from trl.models.scored_head import ScoreOptions
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted
+from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.progress import (
     CheckpointWriter,
     SavesState,
@@ -38,11 +38,12 @@ from trl.trainer.progress import (
     remove_incomplete,
     save_progress,
 )
+from trl.trainer.row_loaders import RowLoaders
 
 logger = logging.getLogger(__name__)
 
 
-class BaseTrainer(Trainer):
+class BaseTrainer(RowLoaders, Trainer):
     """`transformers.Trainer` with exact normalisation over the optimiser step, weighted metrics and exact resume.
 
     A method's trainer overrides `compute_loss` (through `self.score` and `self.scale`) and `count_units`.
@@ -65,6 +66,7 @@ class BaseTrainer(Trainer):
         self._tokens_seen: Tensor | int = 0
         self._uncounted_steps = 0
         super().__init__(*args, **kwargs)
+        at_step_ends(self.callback_handler.callbacks)
         # The loss comes back divided by the count over the whole step: the parent must not divide it again.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -108,7 +110,7 @@ class BaseTrainer(Trainer):
         With several processes accelerate repeats the first rows until every process has a whole last batch. Counted
         twice, they would bend the means. (Repeats of packed rows cannot be told from the batch and stay.)
         """
-        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
+        own, rows = self.own_rows(), self.evaluated_at_once()
         if own < rows:
             inputs = first_rows(inputs, max(own, 1), of=rows)
         # A process without a row of its own runs one for the collectives of a sharded model.
@@ -116,13 +118,6 @@ class BaseTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         assert isinstance(loss, Tensor)
         return loss
-
-    def own_rows(self) -> int:
-        """How many rows of the current evaluation batch are not accelerate's repeats."""
-        state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return rows
-        return min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -147,9 +142,10 @@ class BaseTrainer(Trainer):
         if self.accelerator.num_processes > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         assert isinstance(count, Tensor)
-        if batches:
-            self.prepare_step(batches)
+        self._unprepared = batches
         return batches, count.clamp(min=1)
+
+    _unprepared: list[Any] | None = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -158,6 +154,9 @@ class BaseTrainer(Trainer):
 
         With `activation_offloading` its activations wait for the backward pass in CPU memory.
         """
+        if self._unprepared:  # not when they were drawn: what a run goes on from is loaded after that
+            batches, self._unprepared = self._unprepared, None
+            self.prepare_step(batches)
         with self._offloading():
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._require_finite("loss", loss.item())
@@ -206,6 +205,14 @@ class BaseTrainer(Trainer):
         """Count the real tokens of a training batch's sequences (`num_tokens`), however they are laid out."""
         if self.mode == "train":
             self._tokens_seen = self._tokens_seen + count_sequence_tokens(batch).to(self.args.device)
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        """Count what `include_num_input_tokens_seen` asks for: tokens that are not padding are told by position, not by id."""
+        if self.args.include_num_input_tokens_seen != "non_padding" or "input_ids" not in inputs:
+            super()._track_num_input_tokens(inputs)
+            return
+        seen = count_tokens(inputs).to(self.args.device).view(1)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(seen).sum())  # type: ignore[union-attr]
 
     def statistics_due(self) -> bool:
         """Whether this step's costly statistics (entropy) will be logged; between logs they are not computed."""
@@ -259,16 +266,56 @@ class BaseTrainer(Trainer):
         check_resumable(resume_from_checkpoint, self.args.output_dir)
         if self.args.should_save:
             remove_incomplete(self.args.output_dir)
-        self._sums["train"].drain()  # what an earlier call left behind
-        self._tokens_seen, self._uncounted_steps = 0, 0
+        self._method_at_start = None
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         loss = self._mean_loss()
         return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss})
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def _inner_training_loop(self, batch_size: int | None = None, **given: Any) -> Any:
+        """The run; with `auto_find_batch_size` it begins anew, with nothing counted, where a batch was too much for the memory."""
+        self._sums["train"].drain()  # what an earlier call left behind
+        self._tokens_seen, self._uncounted_steps = 0, 0
+        if self._method_at_start is not None:
+            self.load_method_state(self._method_at_start)
+        elif self.args.auto_find_batch_size:
+            self._method_at_start = self.method_state()
+        self._goes_on_from = given.get("resume_from_checkpoint")
+        return super()._inner_training_loop(batch_size=batch_size, **given)
+
+    _method_at_start: dict[str, Any] | None = None
+    _goes_on_from: str | None = None  # a checkpoint of which only weights and optimiser are loaded yet
+
+    def _run_epoch(self, **given: Any) -> None:
+        """Train for an epoch; not where a run goes on from its last checkpoint, of which the parent would train a step more."""
+        if self._goes_on_from is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(**given)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._goes_on_from is not None
+        ):  # there was nothing left to train: the run lost what it had lost before
+            self._load_rng_state(self._goes_on_from)
+        return super()._finalize_training(*args, **kwargs)
+
+    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
+        """Called before the first batch of an evaluation, whose metrics are named with the prefix."""
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
         """Evaluate; the loss is the mean over all scored units, however the batches were cut."""
+        self.begin_evaluation(dataloader, metric_key_prefix)
         self._sums["eval"].drain()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
         assert output.metrics is not None
         names = self._sums["eval"].state()
         means = self.derived_metrics(self._sums["eval"].drain(self.accelerator))
@@ -281,19 +328,6 @@ class BaseTrainer(Trainer):
             theirs = {name: v for name, v in output.metrics.items() if name != f"{metric_key_prefix}_loss"}
             output.metrics.update({**own, **theirs})  # what `compute_metrics` calls by the same name stays
         return output
-
-    # ---- data
-
-    def get_train_dataloader(self) -> DataLoader:
-        """The training batches; a stream starts again when it ends, so that every step is whole."""
-        dataset = self.train_dataset
-        if not is_stream(dataset) or isinstance(dataset, RepeatedStream):
-            return super().get_train_dataloader()
-        self.train_dataset = RepeatedStream(dataset)
-        try:
-            return super().get_train_dataloader()
-        finally:
-            self.train_dataset = dataset
 
     # ---- checkpoints
 
@@ -370,6 +404,7 @@ class BaseTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
+        self._goes_on_from = None
         state = load_progress(checkpoint, rank=self.args.process_index, processes=self.args.world_size)
         if state is None:
             self._uncounted_steps = self.state.global_step if checkpoint else 0
@@ -401,13 +436,18 @@ class BaseTrainer(Trainer):
 
 
 def shard_streams_by_row(args: TrainingArguments) -> None:
-    """Let every process read a stream itself and keep its own rows, unless the user asked for dispatching.
+    """Let every process read a data set itself and keep its own rows.
 
     A main process that dispatches must cut tensors by row, which a flat row does not allow.
     """
-    config = args.accelerator_config
-    if config is not None and getattr(config, "dispatch_batches", None) is None:
-        config.dispatch_batches = False  # type: ignore[union-attr]
+    config: Any = args.accelerator_config
+    if getattr(config, "dispatch_batches", None):
+        logger.warning(
+            "dispatch_batches=True has no effect: the main process would cut batches by row, and the sequences of a batch here "
+            "are one row. Each process reads its own rows. Leave it out."
+        )
+    if config is not None:
+        config.dispatch_batches = False
 
 
 def use_one_device(args: TrainingArguments) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from trl.data.formats import remove_none_values
 from trl.data.rendering import Message
 from trl.generation.engine import Generated
+from trl.options.checks import warn_unread
+from trl.options.tools import ToolCalling
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import split_begun
@@ -83,6 +85,7 @@ def group_tools(
     carry them, and settings that do not go with them.
     """
     if tools is None or (isinstance(tools, (list, tuple)) and not tools):
+        warn_unread(args, ToolCalling, "without tools. Pass tools to the trainer, or leave it out")
         return None
     found = tools_of(tools)
     if has_images(*datasets):

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 
 from trl.models.lending import without_ddp
 from trl.models.parts import causal_core, check_decoder_only
@@ -54,6 +55,7 @@ from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import set_up_policy
 from trl.trainer.prompt_sets import training_prompts
 from trl.trainer.reward_setup import place_reward_models
+from trl.trainer.rollout_arguments import put_aside
 from trl.trainer.source_scores import source_columns
 from trl.trainer.terms import LOSS_PARTS, Outcome
 from trl.trainer.token_counts import TokenCounts, sampled_tokens, token_advantages
@@ -90,6 +92,7 @@ class GroupTrainer(OnlineTrainer):
         rollout_func: RolloutFunc | None = None,
     ) -> None:
         use_one_device(args)
+        put_aside(args)
         if not (own := rollout_func is None):
             check_rollout_func(rollout_func)
         served = check_engine(args, own=own)
@@ -415,6 +418,16 @@ class GroupTrainer(OnlineTrainer):
             self._extremes["eval"].add(found.terms[0].metrics, counted=False)
         return None, None, None
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate; nothing counts of an earlier evaluation that was broken off."""
+        self._forget_extremes("eval")
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _forget_extremes(self, *modes: str) -> None:
+        for mode in modes:
+            self._extremes[mode].load_state({})
+        self._largest.drain()
+
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """What is logged of the tokens of this process's rows when they are generated."""
         return {}
@@ -422,8 +435,9 @@ class GroupTrainer(OnlineTrainer):
     # ---- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `OnlineTrainer.train`. A run counts its tokens from 0."""
+        """Train; see `OnlineTrainer.train`. A run counts its tokens, and what is clipped, from 0."""
         self._token_counts.load_state({})
+        self._forget_extremes("train", "eval")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def method_state(self) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from trl.models.reference import FrozenModel
+from trl.options.checks import warn_unread
+from trl.options.preference import ReferenceSync
 from trl.trainer.callbacks.reference_moves import check_moves, lend_reference
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 
@@ -34,10 +37,20 @@ class HoldsReference(_Trainer):
         """
         if getattr(self.args, "sync_ref_model", False):
             self.add_callback(SyncRefModelCallback(None, self.accelerator))
+        elif not any(isinstance(each, SyncRefModelCallback) for each in self.callback_handler.callbacks):
+            reason = "with sync_ref_model=False. Set sync_ref_model=True, or leave it out"
+            warn_unread(self.args, ReferenceSync, reason)
         check_moves(self.callback_handler.callbacks, self.reference, self.model)
         if self.reference is not None:
             self.reference.prepare(self.accelerator)
         self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference)
+
+    def begin_evaluation(self, dataloader: Any, prefix: str) -> None:
+        """With `bf16_full_eval` or `fp16_full_eval` outside of training, cast the reference as the policy will be."""
+        super().begin_evaluation(dataloader, prefix)
+        is_half = self.args.bf16_full_eval or self.args.fp16_full_eval
+        if is_half and not self.is_in_train and self.reference is not None:
+            self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -252,7 +252,14 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             steps = self.args.max_steps
         else:
             steps = max(1, round(len(rows) / self.sizes.prompts)) * self.sizes.steps
-        return DataLoader(range(steps * self.sizes.micro_batches), batch_size=1)  # type: ignore[arg-type]
+        turns: Any = range(steps * self.sizes.micro_batches)
+        return DataLoader(turns, batch_size=1, generator=torch.Generator())
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """How many completions a loader stands for."""
+        if not isinstance(dataloader.dataset, range):
+            return super().num_examples(dataloader)
+        return len(dataloader.dataset) * self.args.train_batch_size * self.args.world_size
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -319,6 +326,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             _Numbered(self.prepared_prompts(chosen), self.evaluation_group),  # type: ignore[arg-type]
             batch_size=self.args.eval_batch_size,
             collate_fn=list,
+            generator=torch.Generator(),  # or an evaluation would move the random stream that dropout is drawn from
         )
         return self.accelerator.prepare(loader)
 

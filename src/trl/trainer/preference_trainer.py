@@ -12,14 +12,16 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trl.models.layout import first_rows
+from trl.models.layout import IGNORED, first_rows, padded_rows
 from trl.models.reference import Reference
 from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
 from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.held_reference import HoldsReference
+from trl.trainer.pairs import row_count
 from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.row_loaders import BY_LENGTH
 from trl.trainer.terms import LossOfTerms
 from trl.trainer.terms import Outcome as Outcome
 
@@ -58,7 +60,8 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             train_dataset = (train_sets or sets).train(train_dataset)
         if eval_dataset is not None:
             eval_dataset = sets.evaluation(eval_dataset)
-        _check_foreign_settings(args, train_dataset)
+        _check_foreign_settings(args)
+        _check_order(args, sets, train_dataset)
         shard_streams_by_row(args)
         use_one_device(args)
         super().__init__(
@@ -81,8 +84,10 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
         Rows that accelerate repeats at the end count nowhere; their predictions are zeros, which the caller drops.
         """
-        inputs = self.take_batch(self._prepare_inputs(inputs))
-        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
+        given, inputs = inputs, self.take_batch(self._prepare_inputs(inputs))
+        if "inputs" in self.args.include_for_metrics:  # the caller looks for them in the batch that it gave
+            given["input_ids"] = self.tokens_of_rows(inputs)
+        own, rows = self.own_rows(), self.evaluated_at_once()
         if own < rows:
             inputs = first_rows(inputs, max(own, 1), of=rows)
         with torch.no_grad(), nullcontext() if own else self.unrecorded():
@@ -95,20 +100,21 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         ]
         return loss.detach(), whole[0], whole[1]
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Evaluate; with `generate_during_eval`, show first what policy and reference make of some prompts."""
+    def tokens_of_rows(self, batch: Mapping[str, Any]) -> Tensor:
+        """What `compute_metrics` is given of each row as `inputs`: its tokens `(B, T)`, of a pair those of chosen and rejected
+        `(B, T, 2)`; -100 where there is none."""
+        rows = padded_rows(batch, pad_token_id=IGNORED)
+        real = rows.get("attention_mask")
+        ids = rows["input_ids"] if real is None else rows["input_ids"].masked_fill(real == 0, IGNORED)
+        count = row_count(batch, per_row=2 if "pair" in self.units else 1)
+        several = ids.view(count, -1, ids.shape[1]).transpose(1, 2)
+        return several[..., 0] if several.shape[2] == 1 else several
+
+    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
+        """With `generate_during_eval`, show what policy and reference make of some prompts."""
+        super().begin_evaluation(dataloader, prefix)
         if getattr(self.args, "generate_during_eval", False):
-            log_evaluation_samples(self, dataloader.dataset, prefix=metric_key_prefix)
-        return super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
-        )
+            log_evaluation_samples(self, dataloader.dataset, prefix=prefix)
 
     # ---- the data
 
@@ -122,6 +128,10 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     def _prepared(self, dataset: Any) -> Any:
         return self._sets.later(dataset)
+
+    def row_lengths(self, dataset: Any) -> list[int] | None:
+        """The number of tokens of each row, in all its sequences."""
+        return super().row_lengths(dataset) or self._sets.row_tokens(dataset)
 
     # ---- the reference
 
@@ -187,6 +197,9 @@ class AskedInAdvance:
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = columns
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Columns stay as they are."""
+
     def score(self, policy: nn.Module, batch: Mapping[str, Any], forward: Any) -> Any:
         """Raises ValueError: the reference is gone."""
         raise ValueError(
@@ -195,24 +208,37 @@ class AskedInAdvance:
         )
 
 
-def _check_foreign_settings(args: Any, train_dataset: Any) -> None:
-    """Say which of transformers' own settings do nothing here.
+def _check_foreign_settings(args: Any) -> None:
+    """Say which of transformers' own settings do nothing here."""
+    why = {
+        "label_smoothing_factor": "it smooths transformers' own loss of language models. What DPOConfig and CPOConfig have for "
+        "noisy preferences is label_smoothing",
+        "average_tokens_across_devices": "a step's loss is divided by what all processes train in it",
+        "eval_use_gather_object": "predictions and labels are tensors",
+        "label_names": "compute_metrics is given the labels that the trainer's documentation names",
+    }
+    chosen = {
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "average_tokens_across_devices": not args.average_tokens_across_devices and args.world_size > 1,
+        "eval_use_gather_object": args.eval_use_gather_object,
+        "label_names": args.label_names not in (None, ["labels"]),
+    }
+    for name in (name for name, is_chosen in chosen.items() if is_chosen):
+        logger.warning("%s=%s has no effect: %s. Leave it out.", name, getattr(args, name), why[name])
+    args.eval_use_gather_object = False  # accelerate would take each row of a tensor for an object
 
-    Raises: ValueError for rows that transformers could not group by length.
-    """
-    if args.label_smoothing_factor:
-        logger.warning(
-            "label_smoothing_factor=%g has no effect: it smooths transformers' own loss of language models. Leave it out; what "
-            "DPOConfig and CPOConfig have for noisy preferences is label_smoothing.",
-            args.label_smoothing_factor,
-        )
-    if args.train_sampling_strategy != "group_by_length" or not isinstance(train_dataset, Dataset):
+
+def _check_order(args: Any, sets: PreparedSets, train_dataset: Any) -> None:
+    """Raises ValueError for rows that cannot be ordered by their length, because they have no tokens yet."""
+    if args.train_sampling_strategy not in BY_LENGTH or not isinstance(train_dataset, Dataset):
         return
-    if not {"input_ids", args.length_column_name} & set(train_dataset.column_names):
-        raise ValueError(
-            "train_sampling_strategy='group_by_length' finds rows of one length by 'input_ids', and prepared rows have "
-            f"{train_dataset.column_names}. Use 'random': rows are laid out without padding, so that grouping gains nothing."
-        )
+    names = train_dataset.column_names
+    if args.length_column_name in names or sets.row_tokens(train_dataset) is not None:
+        return
+    raise ValueError(
+        f"train_sampling_strategy={args.train_sampling_strategy!r} needs the length of each row: its tokens, or a column "
+        f"{args.length_column_name!r}, and prepared rows have {names}. Use 'random'."
+    )
 
 
 def _filled_up(values: Tensor, rows: int) -> Tensor:

@@ -69,6 +69,13 @@ class PreparedSets:
             check_positions(self.model, self._lengths(prepared), dataset_name=name)
         return prepared
 
+    def row_tokens(self, dataset: Any) -> list[int] | None:
+        """Tokens of each prepared row, in all its sequences; None where its columns hold none."""
+        names = list(dict.fromkeys(name for part in self.parts for name in part))
+        if not names or not isinstance(dataset, Dataset) or set(names) - set(dataset.column_names):
+            return None
+        return np.sum([_list_lengths(dataset, name) for name in names], axis=0).tolist()
+
     def _lengths(self, dataset: Dataset) -> np.ndarray:
         """Tokens of the longest sequence of each row."""
         counts = {

@@ -41,8 +41,8 @@ class PRMTrainer(PreferenceTrainer):
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
         model_init: makes the model where none is given.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N, T, 2)` are the logits of every position, 0 where there
-            is no token, labels `(N, T)` as in the data, -100 where there is none.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, T, 2)` are the logits of every position, 0 or -100
+            where there is no token, labels `(N, T)` as in the data, -100 where there is none.
         peft_config: trains a new adapter with these settings, and the head, instead of the model.
 
     The loss is the mean over all labelled steps of an optimiser step, of all its micro-batches on all processes.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
@@ -165,17 +166,20 @@ class RewardTrainer(PreferenceTrainer):
         for name, value in zip(EXTREMES, found, strict=True):
             self.record(name, Weighted(value, torch.ones_like(value)))
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Evaluate; the extremes are those of the whole set."""
+    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
+        """Begin to look for the extremes of a set's rewards."""
+        super().begin_evaluation(dataloader, prefix)
         self._extremes = []
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+
+    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """In an evaluation with the extremes of the whole set."""
+        means = super().derived_metrics(means)
+        if self.mode == "train":
+            return means
         smallest, largest = smallest_and_largest(self._extremes, self.accelerator).tolist()
         self._extremes = []
-        if smallest <= largest:
-            assert output.metrics is not None
-            found = dict(zip(EXTREMES, (smallest, largest), strict=True))
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
-        return output
+        found = dict(zip(EXTREMES, (smallest, largest), strict=True))
+        return {**means, **found} if smallest <= largest else means
 
     # ---- samples
 

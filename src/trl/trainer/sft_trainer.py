@@ -267,7 +267,7 @@ class SFTTrainer(BaseTrainer):
         with torch.no_grad():
             if prediction_loss_only:
                 return self.evaluation_loss(model, inputs).detach(), None, None
-            repeats = self.own_rows() < self.args.per_device_eval_batch_size
+            repeats = self.own_rows() < self.evaluated_at_once()
             with self.unrecorded() if repeats else nullcontext():
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
             if (

@@ -1,0 +1,56 @@
+"""The checkpoint of `enable_jit_checkpoint`, where an optimiser step ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+
+class CheckpointOnSignal(TrainerCallback):
+    """Takes the place of transformers' callback, which listens to SIGTERM and may save in the middle of an optimiser step:
+    what such a step has drawn and measured by then would be part of the checkpoint, and count again when the run goes on.
+
+    All processes save at the same step, whichever heard the signal first.
+    """
+
+    def __init__(self, theirs: JITCheckpointCallback) -> None:
+        self._theirs, self._is_made = theirs, False
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """Save, after this step was logged, and stop."""
+        self._save_if_asked(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """The same for a signal that came after the epoch's last step."""
+        self._save_if_asked(control)
+
+    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """Give the signal back to who had it."""
+        self._theirs.on_train_end(args, state, control)
+
+    def _save_if_asked(self, control: TrainerControl) -> None:
+        if self._is_made or not self._is_asked():
+            return
+        self._is_made = control.should_training_stop = True
+        trainer: Any = self._theirs.trainer
+        control.should_save = not control.should_evaluate
+        if control.should_evaluate:  # which may take longer than the time that is left
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+    def _is_asked(self) -> bool:
+        manager, trainer = self._theirs.jit_manager, self._theirs.trainer
+        asked = manager is not None and manager.is_checkpoint_requested
+        accelerator: Any = trainer.accelerator  # type: ignore[attr-defined]
+        if accelerator.num_processes == 1:
+            return asked
+        return bool(accelerator.reduce(torch.tensor(int(asked), device=accelerator.device), reduction="sum"))
+
+
+def at_step_ends(callbacks: list[TrainerCallback]) -> None:
+    """Let transformers' callback save at the end of steps only."""
+    for place, each in enumerate(callbacks):
+        if isinstance(each, JITCheckpointCallback):
+            callbacks[place] = CheckpointOnSignal(each)

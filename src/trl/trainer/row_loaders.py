@@ -1,0 +1,141 @@
+"""The loaders of a trainer's rows, and in which order they are visited: one that seed and epoch alone decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers.trainer_utils import has_length
+
+from trl.data.formats import column_names
+from trl.data.streams import CountedStream, RepeatedStream, is_stream
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+
+
+class RowLoaders(_Trainer):
+    """Mixin in front of `transformers.Trainer`."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The training batches; a stream starts again when it ends, so that every step is whole."""
+        dataset = self.train_dataset
+        if not is_stream(dataset) or isinstance(dataset, RepeatedStream):
+            return super().get_train_dataloader()
+        self.train_dataset = RepeatedStream(dataset)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.train_dataset = dataset
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """The batches of an evaluation set.
+
+        With `dataloader_persistent_workers` the parent keeps the loaders of the trainer's own sets, and takes that of one set
+        for any other: a set that is given gets a loader, and workers, of its own.
+        """
+        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
+            return super().get_eval_dataloader(eval_dataset)
+        stay, self.args.dataloader_persistent_workers = self.args.dataloader_persistent_workers, False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_persistent_workers = stay
+
+    def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
+        if is_stream(dataset) and not is_training and self.args.world_size > 1:
+            dataset = CountedStream(dataset)
+        return super()._get_dataloader(dataset, is_training=is_training, **given)
+
+    def evaluated_at_once(self) -> int:
+        """How many rows a whole evaluation batch of this process has."""
+        rows = self.args.per_device_eval_batch_size
+        return rows // self.accelerator.num_processes if self.accelerator.split_batches else rows
+
+    def own_rows(self) -> int:
+        """How many rows of the current evaluation batch are not accelerate's repeats."""
+        state, rows = self.accelerator.gradient_state, self.evaluated_at_once()
+        if self.accelerator.num_processes == 1 or not self.accelerator.even_batches:
+            return rows
+        if not state.end_of_dataloader:
+            return rows
+        self._count_stream(state.active_dataloader)
+        if state.remainder <= 0:
+            return rows
+        return min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+
+    def _count_stream(self, loader: Any) -> None:
+        """Tell accelerate how many rows the last batch of all processes has, which it does not know of a stream."""
+        stream = getattr(getattr(loader, "dataset", None), "dataset", None)
+        if (
+            isinstance(stream, CountedStream) and stream.count
+        ):  # workers of a loader count in processes of their own
+            loader.remainder = stream.count % (self.evaluated_at_once() * self.accelerator.num_processes)
+
+    def row_lengths(self, dataset: Any) -> list[int] | None:
+        """The number of tokens of each row, where the rows' columns say it: by `length_column_name`, or by `input_ids`."""
+        names = column_names(dataset) if hasattr(dataset, "column_names") else []
+        if self.args.length_column_name in names:
+            return list(dataset[self.args.length_column_name])
+        return [len(ids) for ids in dataset["input_ids"]] if "input_ids" in names else None
+
+    def _run_epoch(self, *, epoch: int, **given: Any) -> None:
+        # The parent does not find the sampler where several processes skip what an earlier run has seen.
+        if isinstance(self._order, GroupedByLength | BatchRebalanceSampler):
+            self._order.set_epoch(epoch)
+        super()._run_epoch(epoch=epoch, **given)
+
+    _order: Sampler | None = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        self._order = self._sampler_of(train_dataset)
+        return self._order
+
+    def _sampler_of(self, train_dataset: Any) -> Sampler | None:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy not in BY_LENGTH or is_stream(dataset):
+            return super()._get_train_sampler(train_dataset)
+        lengths = self.row_lengths(self.train_dataset)  # `dataset` has lost the columns that no batch needs
+        if lengths is None:
+            return super()._get_train_sampler(train_dataset)
+        if self.args.train_sampling_strategy == "group_by_length":
+            rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            return GroupedByLength(rows, lengths, seed=self._order_seed())
+        name = self.args.length_column_name
+        known = dataset if name in dataset.column_names else dataset.add_column(name, lengths)
+        return super()._get_train_sampler(known)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
+        """Rows are evaluated in their order, so that predictions are, too, however rows are trained on."""
+        if not has_length(eval_dataset) or self.args.world_size > 1:
+            return None
+        return SequentialSampler(eval_dataset)
+
+    def _order_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+
+class GroupedByLength(LengthGroupedSampler):
+    """Rows of like lengths side by side, longest first, in groups that are drawn anew in each epoch.
+
+    The parent draws them from the process's random stream, which a run that goes on within an epoch no longer has.
+    """
+
+    def __init__(self, rows: int, lengths: list[int], *, seed: int) -> None:
+        super().__init__(rows, lengths=lengths)
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw those of this epoch, counted from 0."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return super().__iter__()

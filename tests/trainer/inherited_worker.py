@@ -1,0 +1,66 @@
+"""Evaluations of seven pairs under settings that are transformers' or accelerate's own, and a run that goes on.
+
+`torchrun --nproc_per_node 2 -m tests.trainer.inherited_worker OUT.pt FOLDER`, or in this process.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from tests.trainer import dpo_runs
+
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a stream": {"streams": True},
+    "split batches": {
+        "accelerator_config": {"split_batches": True}, "per_device_eval_batch_size": 4, "per_device_train_batch_size": 2,
+    },
+    "dispatched batches": {"accelerator_config": {"dispatch_batches": True}},
+    "gathered objects": {"eval_use_gather_object": True},
+}  # fmt: skip
+
+
+def evaluated(*, streams: bool = False, **settings: Any) -> dict[str, float]:
+    """What seven pairs come to in batches of three."""
+    rows = Dataset.from_list(dpo_runs.pairs(seed=9, count=7))
+    trainer = dpo_runs.make(
+        eval_dataset=rows.to_iterable_dataset() if streams else rows,
+        compute_metrics=lambda found: {
+            "rows": len(found.predictions),
+            "total": float(found.predictions.sum()),
+        },
+        **{"per_device_eval_batch_size": 3, **settings},
+    )
+    metrics = trainer.evaluate()
+    return {
+        name: metrics[f"eval_{name}"]
+        for name in ("loss", "rewards/accuracies", "logps/chosen", "rows", "total")
+    }
+
+
+def goes_on(folder: str, strategy: str) -> bool:
+    """Whether a run that stopped within its second epoch ends in the bits of one that did not."""
+    settings = {
+        "train_dataset": Dataset.from_list(dpo_runs.pairs(count=14)), "per_device_train_batch_size": 2, "max_steps": 8,
+        "train_sampling_strategy": strategy, "save_strategy": "steps", "save_steps": 2,
+    }  # fmt: skip
+    whole, resumed = (dpo_runs.make(f"{folder}/{strategy}", **settings) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=f"{folder}/{strategy}/checkpoint-6")
+    expected = whole.model.state_dict()
+    return all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
+def main(out: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {name: evaluated(**settings) for name, settings in EVALUATIONS.items()}
+    found["goes on"] = {name: goes_on(folder, name) for name in ("group_by_length", "batch_rebalance")}
+    if int(torch.distributed.get_rank()) == 0:
+        torch.save(found, out)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,240 @@
+"""Settings that are transformers' own, on every trainer of preferences: what they change, and what they must not."""
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.tiny import tiny_model
+from tests.trainer import bco_runs, cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
+from tests.trainer.inherited_worker import EVALUATIONS, evaluated
+from tests.trainer.one_step import launch
+
+FEW = {
+    "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3,
+    "learning_rate": 1e-2, "optim": "adamw_torch",
+}  # fmt: skip
+MAKERS = {
+    "dpo": (dpo_runs.make, dpo_runs.pairs),
+    "cpo": (cpo_runs.make, dpo_runs.pairs),
+    "kto": (kto_runs.make, kto_runs.rows),
+    "bco": (bco_runs.make, kto_runs.rows),
+    "reward": (reward_runs.make, reward_runs.rows),
+    "prm": (prm_runs.make, prm_runs.rows),
+}
+every_trainer = pytest.mark.parametrize("method", MAKERS)
+
+
+def build(method, out=None, **settings):
+    """A trainer of eight fixed rows that is evaluated on seven others."""
+    make, rows = MAKERS[method]
+    settings.setdefault("eval_dataset", Dataset.from_list(rows(seed=9, count=7)))
+    return make(out and str(out), **{**FEW, **settings})
+
+
+def rows_of(method, **which):
+    return Dataset.from_list(MAKERS[method][1](**which))
+
+
+def logged(trainer):
+    """What a run logged, but for how long things took."""
+    return [
+        {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
+        for entry in trainer.state.log_history
+    ]
+
+
+# ---- going on
+
+BCO_PAIR = {"loss_type": "bco_pair"}
+WITHIN_AN_EPOCH = {
+    "dpo, a running mean": ("dpo", BCO_PAIR),
+    "dpo, a reference that moves": (
+        "dpo",
+        {**BCO_PAIR, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.7},
+    ),
+    "dpo, by length": ("dpo", {"train_sampling_strategy": "group_by_length"}),
+    "kto, balanced": ("kto", {"train_sampling_strategy": "batch_rebalance"}),
+    "bco, a running mean": ("bco", {}),
+    "prm, by length": ("prm", {"train_sampling_strategy": "group_by_length"}),
+}
+
+
+@pytest.mark.parametrize("kind", WITHIN_AN_EPOCH)
+def test_a_run_that_stopped_within_its_second_epoch_goes_on_to_the_same_bits(kind, tmp_path):
+    method, settings = WITHIN_AN_EPOCH[kind]
+    settings = {
+        **settings,
+        "train_dataset": rows_of(method, count=10),
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    settings = {**settings, "max_steps": -1, "num_train_epochs": 2}
+    whole = build(method, tmp_path / "whole", **settings)
+    whole.train()
+    resumed = build(method, tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert (whole.state.global_step, resumed.state.global_step) == (6, 6)
+    assert logged(resumed) == logged(whole)
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("method", "steps", "streams"), [("dpo", 3, False), ("dpo", 2, False), ("bco", 3, True)]
+)
+def test_a_run_that_has_ended_trains_nothing_more(method, steps, streams, tmp_path):
+    """Two steps make an epoch: the third is in the middle of one, where transformers would make a fourth."""
+    data = rows_of(method)
+    settings = {
+        "train_dataset": data.to_iterable_dataset() if streams else data,
+        "save_strategy": "steps",
+        "max_steps": steps,
+    }
+    whole, again = (build(method, tmp_path, **settings) for _ in range(2))
+    first = whole.train()
+    assert first.training_loss > 0
+    second = again.train(resume_from_checkpoint=True)
+    assert second.global_step == steps and second.training_loss == first.training_loss
+    assert again.num_tokens() == whole.num_tokens() > 0
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
+
+
+def test_what_was_counted_before_memory_ran_out_is_not_counted_again(tmp_path):
+    """transformers begins anew with nine tenths of the batch: three rows instead of four, eight rows in three steps."""
+    trainer = build(
+        "bco",
+        tmp_path,
+        auto_find_batch_size=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+    )
+    inner, calls = trainer.training_step, []
+
+    def training_step(*given):
+        calls.append(inner(*given))
+        if len(calls) == 2:
+            raise RuntimeError("CUDA out of memory.")
+        return calls[-1]
+
+    trainer.training_step = training_step
+    trainer.train()
+    tokens = sum(prompt + completion for prompt, completion in kto_runs.LENGTHS)
+    assert [entry["step"] for entry in logged(trainer) if "loss" in entry] == [1, 2, 3]
+    assert trainer.num_tokens() == tokens
+    assert trainer.method_state()["rewards"]["count"] == 8
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize("method", ["kto", "prm"])
+def test_persistent_workers_read_the_set_that_they_are_given(method):
+    other = rows_of(method, seed=4, count=5)
+    expected = [build(method).evaluate(given)["eval_loss"] for given in (None, other)]
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+    trainer = build(method, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    found = [trainer.evaluate(given)["eval_loss"] for given in (None, other, None)]
+    assert found == [*expected, expected[0]]
+    assert trainer.evaluate({"b": other})["eval_b_loss"] == expected[1]
+    assert len(trainer._eval_dataloaders) == 1  # that of the trainer's own set, whose workers wait
+
+
+@every_trainer
+def test_metrics_are_given_each_rows_tokens(method):
+    kept = []
+    trainer = build(
+        method,
+        include_for_metrics=["inputs"],
+        compute_metrics=lambda found: kept.append(found) or {"rows": len(found.inputs)},
+    )
+    assert trainer.evaluate()["eval_rows"] == 7
+    (found,) = kept
+    for row, ids in zip(MAKERS[method][1](seed=9, count=7), torch.as_tensor(found.inputs), strict=True):
+        prompt = row.get("prompt_input_ids", [])
+        names = ("chosen_input_ids", "rejected_input_ids")
+        sides = [row[name] for name in names if name in row] or [
+            row.get("completion_input_ids") or row["input_ids"]
+        ]
+        columns = ids.unbind(dim=1) if len(sides) == 2 else [ids]
+        assert [column[column >= 0].tolist() for column in columns] == [[*prompt, *side] for side in sides]
+
+
+@every_trainer
+def test_rows_of_a_stream_are_counted(method):
+    rows = rows_of(method, seed=9, count=7)
+    trainer = build(method, eval_dataset=rows.to_iterable_dataset())
+    found = trainer.evaluation_loop(trainer.get_eval_dataloader(), "by hand", None, None, "hand")
+    assert found.num_samples == 7
+    assert found.metrics["hand_loss"] == build(method).evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("method", ["dpo", "prm"])
+def test_rows_are_evaluated_in_their_order_however_they_are_trained_on(method):
+    test = rows_of(method, seed=9, count=7)
+    expected = build(method).predict(test).predictions
+    found = build(method, train_sampling_strategy="group_by_length").predict(test).predictions
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "bco"])
+def test_an_evaluation_in_bfloat16_is_held_against_a_reference_in_bfloat16(method):
+    """Both are the same model before the first step: every reward is 0, and not what rounding one of them makes of it."""
+    trainer = build(method, model=tiny_model("gpt2"), copied_reference=True, bf16_full_eval=True)
+    found = trainer.evaluate()
+    assert next(trainer.model.parameters()).dtype == torch.bfloat16
+    assert [found["eval_rewards/chosen"], found["eval_rewards/rejected"]] == [0.0, 0.0]
+
+
+# ---- order
+
+
+def test_a_steps_rows_are_of_like_length():
+    trainer = build("dpo", train_sampling_strategy="group_by_length", train_dataset=rows_of("dpo", count=64))
+    lengths = [p + c + r for p, c, r in dpo_runs.LENGTHS] * 8
+    order = list(trainer._get_train_sampler())
+    assert sorted(order) == list(range(64)) and order != sorted(order)
+    assert lengths[order[0]] == max(lengths)
+    again = trainer._get_train_sampler()
+    assert list(again) == order
+    again.set_epoch(1)
+    assert list(again) != order and sorted(again) == list(range(64))
+    steps = [[lengths[index] for index in order[at : at + 4]] for at in range(0, 64, 4)]
+    differences = [max(step) - min(step) for step in steps[1:]]  # the longest row was moved into the first
+    assert sum(differences) <= 60  # in an order drawn at random about 90
+
+
+# ---- what does nothing
+
+
+def test_settings_without_effect_are_said_once(caplog):
+    settings = {"label_names": ["preferred"], "eval_use_gather_object": True, "label_smoothing_factor": 0.1}
+    with caplog.at_level(logging.WARNING, "trl"):
+        build("dpo", **settings, accelerator_config={"dispatch_batches": True})
+    said = [message.partition("=")[0] for message in caplog.messages if " has no effect: " in message]
+    assert sorted(said) == sorted([*settings, "dispatch_batches"])
+    caplog.clear()
+    build("dpo", label_names=["labels"])
+    assert not [message for message in caplog.messages if "no effect" in message]
+
+
+# ---- several processes
+
+
+@pytest.mark.slow
+def test_two_processes_count_each_row_once_and_go_on(tmp_path):
+    """Of seven pairs two processes lack one, or five, for whole batches, which accelerate fills with the first ones."""
+    out = tmp_path / "found.pt"
+    launch("tests.trainer.inherited_worker", str(out), str(tmp_path))
+    found, expected = torch.load(out), evaluated()
+    assert expected["rows"] == 7
+    for name in EVALUATIONS:
+        assert found[name] == pytest.approx(expected, rel=0, abs=1e-9), name
+    assert found["goes on"] == {"group_by_length": True, "batch_rebalance": True}
+
+
+@pytest.mark.parametrize("setting", EVALUATIONS)
+def test_one_process_counts_each_row_once(setting):
+    assert evaluated(**EVALUATIONS[setting]) == pytest.approx(evaluated(), rel=0, abs=1e-9)
