@@ -29,7 +29,7 @@ from trl.scripts.quickstart.pipeline import default_task
 from trl.scripts.quickstart.task import Problem, Task
 
 ENOUGH, GOAL = 0.4, 0.9  # shares of right answers: where fine-tuning stops, and what is to be reached
-STEPS, EVERY = 1600, 80  # optimiser steps, and those between two looks
+STEPS, EVERY = 3200, 80  # optimiser steps, and those between two looks
 
 COMMON: dict[str, Any] = {
     "adam_beta2": 0.95, "weight_decay": 0.01, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
