@@ -293,9 +293,7 @@ class BaseTrainer(RowLoaders, Trainer):
             super()._run_epoch(**given)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._goes_on_from is not None
-        ):  # there was nothing left to train: the run lost what it had lost before
+        if self._goes_on_from is not None:  # nothing was left to train: its sums are still to be read
             self._load_rng_state(self._goes_on_from)
         return super()._finalize_training(*args, **kwargs)
 

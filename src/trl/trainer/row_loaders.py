@@ -74,10 +74,9 @@ class RowLoaders(_Trainer):
     def _count_stream(self, loader: Any) -> None:
         """Tell accelerate how many rows the last batch of all processes has, which it does not know of a stream."""
         stream = getattr(getattr(loader, "dataset", None), "dataset", None)
-        if (
-            isinstance(stream, CountedStream) and stream.count
-        ):  # workers of a loader count in processes of their own
-            loader.remainder = stream.count % (self.evaluated_at_once() * self.accelerator.num_processes)
+        count = stream.count if isinstance(stream, CountedStream) else 0
+        if count:  # a loader's workers count in processes of their own
+            loader.remainder = count % (self.evaluated_at_once() * self.accelerator.num_processes)
 
     def row_lengths(self, dataset: Any) -> list[int] | None:
         """The number of tokens of each row, where the rows' columns say it: by `length_column_name`, or by `input_ids`."""
