@@ -211,3 +211,20 @@ def test_filler_tokens_count_nowhere():
     assert flat.sequence_ends.tolist() == [2, 6, 8]
     assert padded_rows(filled, pad_token_id=0)["input_ids"].shape == (3, 4)
     assert first_rows(filled, 1, of=3)["input_ids"].tolist() == [[5, 6, 7]]
+
+
+def test_the_first_rows_of_a_packed_batch_are_its_first_sequences():
+    """Three rows hold 2, 1 and 3 sequences; the last two tokens only round the length up."""
+    positions = torch.tensor([[0, 1, 0, 0, 1, 2, 0, 0, 1, 0, 0, 1]])
+    batch = {
+        "sequences": torch.tensor([2, 1, 3]),
+        "input_ids": torch.arange(12)[None],
+        "position_ids": positions,
+        "labels": torch.arange(12)[None],
+        "filler": torch.tensor([2]),
+    }
+    for kept, tokens in ((1, 3), (2, 6), (3, 10)):
+        cut = first_rows(batch, kept, of=3)
+        assert cut["sequences"].tolist() == [2, 1, 3][:kept]
+        assert cut["input_ids"].tolist() == [list(range(tokens))]
+        assert cut["position_ids"].tolist() == positions[:, :tokens].tolist()

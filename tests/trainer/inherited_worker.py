@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from tests.trainer import dpo_runs
+from tests.trainer import dpo_runs, sft_runs
 
 EVALUATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,6 +40,43 @@ def evaluated(*, streams: bool = False, **settings: Any) -> dict[str, float]:
     }
 
 
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "packed, a stream": {"streams": True},
+    "packed, split batches": {"accelerator_config": {"split_batches": True}, "per_device_eval_batch_size": 4},
+    "packed, uneven batches": {"accelerator_config": {"even_batches": False}},
+    "packed, one row at once": {"per_device_eval_batch_size": 1},
+    "packed, the loss alone": {"prediction_loss_only": True},
+}
+
+
+def packed_rows() -> Dataset:
+    """Seven sequences of 3 to 14 tokens: three packed rows of at most 24."""
+    generator = torch.Generator().manual_seed(9)
+    lengths = (9, 3, 14, 5, 11, 12, 6)
+    return Dataset.from_list(
+        [{"input_ids": torch.randint(5, 390, (n,), generator=generator).tolist()} for n in lengths]
+    )
+
+
+def sft_evaluated(*, streams: bool = False, **settings: Any) -> dict[str, float]:
+    """What seven packed sequences come to in batches of two rows."""
+    rows = packed_rows()
+    trainer = sft_runs.make(
+        rows, packing=True, max_length=24,
+        trainer={
+            "eval_dataset": rows.to_iterable_dataset() if streams else rows,
+            "compute_metrics": lambda found: {
+                "sequences": len(found.predictions), "sum": int(found.label_ids[found.label_ids >= 0].sum()),
+            },
+        },
+        **{"per_device_eval_batch_size": 2, "per_device_train_batch_size": 2, **settings},
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    counts = {"sequences": 7, "sum": 9204}  # not measured where the loss alone is
+    return {name: metrics.get(f"eval_{name}", counts.get(name)) for name in ("loss", "entropy", *counts)}
+
+
 def goes_on(folder: str, strategy: str) -> bool:
     """Whether a run that stopped within its second epoch ends in the bits of one that did not."""
     settings = {
@@ -56,6 +93,7 @@ def goes_on(folder: str, strategy: str) -> bool:
 def main(out: str, folder: str) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {name: evaluated(**settings) for name, settings in EVALUATIONS.items()}
+    found.update({name: sft_evaluated(**settings) for name, settings in SEQUENCES.items()})
     found["goes on"] = {name: goes_on(folder, name) for name in ("group_by_length", "batch_rebalance")}
     if int(torch.distributed.get_rank()) == 0:
         torch.save(found, out)

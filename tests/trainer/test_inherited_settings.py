@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.trainer import bco_runs, cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
-from tests.trainer.inherited_worker import EVALUATIONS, evaluated
+from tests.trainer.inherited_worker import EVALUATIONS, SEQUENCES, evaluated, sft_evaluated
 from tests.trainer.one_step import launch
 
 FEW = {
@@ -232,6 +232,10 @@ def test_two_processes_count_each_row_once_and_go_on(tmp_path):
     assert expected["rows"] == 7
     for name in EVALUATIONS:
         assert found[name] == pytest.approx(expected, rel=0, abs=1e-9), name
+    expected = sft_evaluated()
+    assert expected["sequences"] == 7
+    for name in SEQUENCES:
+        assert found[name] == pytest.approx(expected, rel=0, abs=1e-6), name
     assert found["goes on"] == {"group_by_length": True, "batch_rebalance": True}
 
 

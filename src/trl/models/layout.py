@@ -18,7 +18,9 @@ from trl.tensors.segments import Segments
 
 IGNORED = -100
 # What a method knows of each row (one number per row, or per sequence of it), row by row; the model never sees it.
-ROW_KEYS = frozenset(["rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens"])
+ROW_KEYS = frozenset(
+    ["rows", "sequences", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens"]
+)
 # What these hold is part of the layout itself; every other key of a batch is handed to the model as it is.
 _LAYOUT_KEYS = frozenset(
     [
@@ -120,12 +122,21 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
     """The first `kept` of a batch's rows.
 
     A flat batch is left whole unless its segments (or trees) are its rows, or it says by `rows` that each row has as
-    many as the others: rows of packed sequences cannot be told apart. Images are not counted by rows: a batch with some
-    keeps its rows, and the labels of the first ones only.
+    many as the others, or by `sequences (B,)` how many each has: rows of packed sequences cannot be told apart otherwise.
+    Images are not counted by rows: a batch with some keeps its rows, and the labels of the first ones only.
     """
     own = {name: value[: len(value) // of * kept] for name, value in batch.items() if name in ROW_KEYS}
     rest = {name: value for name, value in batch.items() if name not in ROW_KEYS}
-    return {**_first_sequences(rest, kept, of=of, several="rows" in batch), **own}
+    if "sequences" in batch:
+        return {**own, **_beginning(rest, int(own["sequences"].sum()))}
+    return {**own, **_first_sequences(rest, kept, of=of, several="rows" in batch)}
+
+
+def _beginning(batch: dict[str, Any], sequences: int) -> dict[str, Any]:
+    """The first sequences of a flat batch of plain ones."""
+    batch = _without_filler(batch)
+    starts = [*_segments(batch).start, batch["input_ids"].shape[1]]
+    return {name: value[:, : starts[sequences]] for name, value in batch.items()}
 
 
 def _first_sequences(batch: dict[str, Any], kept: int, *, of: int, several: bool) -> dict[str, Any]:
@@ -375,6 +386,13 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
                 rows["labels"][row, :prefix] = labels[0, prefix_start : prefix_start + prefix]
             labelled.update([prefix_start] if prefix else [])
     return rows
+
+
+def tokens_of_sequences(batch: Mapping[str, Any]) -> Tensor:
+    """The token ids `(B, T)` of a batch's sequences, -100 where there is none."""
+    rows = padded_rows(batch, pad_token_id=IGNORED)
+    real = rows.get("attention_mask")
+    return rows["input_ids"] if real is None else rows["input_ids"].masked_fill(real == 0, IGNORED)
 
 
 def labelled_positions(

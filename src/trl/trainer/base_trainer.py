@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
-from trl.models.layout import count_scored, count_sequence_tokens, count_tokens, first_rows
+from trl.models.layout import count_scored, count_sequence_tokens, count_tokens
 from trl.models.loading import load_saved_weights
 from trl.models.policy_value import PolicyValueScorer
 from trl.models.scored_head import ScoreOptions
@@ -103,21 +103,6 @@ class BaseTrainer(RowLoaders, Trainer):
                 "data_collator add them, or leave data_collator out."
             )
         return count_scored(batch)
-
-    def evaluation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The loss of an evaluation batch; what it recorded is the batch's own rows only.
-
-        With several processes accelerate repeats the first rows until every process has a whole last batch. Counted
-        twice, they would bend the means. (Repeats of packed rows cannot be told from the batch and stay.)
-        """
-        own, rows = self.own_rows(), self.evaluated_at_once()
-        if own < rows:
-            inputs = first_rows(inputs, max(own, 1), of=rows)
-        # A process without a row of its own runs one for the collectives of a sharded model.
-        with nullcontext() if own else self.unrecorded():
-            loss = self.compute_loss(model, inputs)
-        assert isinstance(loss, Tensor)
-        return loss
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -314,6 +299,7 @@ class BaseTrainer(RowLoaders, Trainer):
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
+        output = output._replace(num_samples=self.streamed_rows(dataloader) or output.num_samples)
         assert output.metrics is not None
         names = self._sums["eval"].state()
         means = self.derived_metrics(self._sums["eval"].drain(self.accelerator))
@@ -431,21 +417,6 @@ class BaseTrainer(RowLoaders, Trainer):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         card.save(folder / "README.md")
-
-
-def shard_streams_by_row(args: TrainingArguments) -> None:
-    """Let every process read a data set itself and keep its own rows.
-
-    A main process that dispatches must cut tensors by row, which a flat row does not allow.
-    """
-    config: Any = args.accelerator_config
-    if getattr(config, "dispatch_batches", None):
-        logger.warning(
-            "dispatch_batches=True has no effect: the main process would cut batches by row, and the sequences of a batch here "
-            "are one row. Each process reads its own rows. Leave it out."
-        )
-    if config is not None:
-        config.dispatch_batches = False
 
 
 def use_one_device(args: TrainingArguments) -> None:

@@ -55,7 +55,7 @@ from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import set_up_policy
 from trl.trainer.prompt_sets import training_prompts
 from trl.trainer.reward_setup import place_reward_models
-from trl.trainer.rollout_arguments import put_aside
+from trl.trainer.rollout_arguments import put_aside_of_rollouts
 from trl.trainer.source_scores import source_columns
 from trl.trainer.terms import LOSS_PARTS, Outcome
 from trl.trainer.token_counts import TokenCounts, sampled_tokens, token_advantages
@@ -92,7 +92,7 @@ class GroupTrainer(OnlineTrainer):
         rollout_func: RolloutFunc | None = None,
     ) -> None:
         use_one_device(args)
-        put_aside(args)
+        put_aside_of_rollouts(args)
         if not (own := rollout_func is None):
             check_rollout_func(rollout_func)
         served = check_engine(args, own=own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -12,20 +11,24 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trl.models.layout import IGNORED, first_rows, padded_rows
+from trl.models.layout import first_rows, tokens_of_sequences
 from trl.models.reference import Reference
-from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
+from trl.trainer.base_trainer import BaseTrainer, use_one_device
 from trl.trainer.evaluation_samples import log_evaluation_samples
+from trl.trainer.foreign_settings import put_aside_of_rows, settle_distribution
 from trl.trainer.held_reference import HoldsReference
 from trl.trainer.pairs import row_count
 from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
-from trl.trainer.row_loaders import BY_LENGTH
+from trl.trainer.row_loaders import check_order
 from trl.trainer.terms import LossOfTerms
 from trl.trainer.terms import Outcome as Outcome
 
-logger = logging.getLogger(__name__)
+_SMOOTHING = (
+    "it smooths transformers' own loss of language models. What DPOConfig and CPOConfig have for noisy preferences is "
+    "label_smoothing"
+)
 
 
 class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
@@ -60,9 +63,9 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             train_dataset = (train_sets or sets).train(train_dataset)
         if eval_dataset is not None:
             eval_dataset = sets.evaluation(eval_dataset)
-        _check_foreign_settings(args)
-        _check_order(args, sets, train_dataset)
-        shard_streams_by_row(args)
+        put_aside_of_rows(args, also={"label_smoothing_factor": _SMOOTHING})
+        check_order(args, train_dataset, lengths_of=sets.row_tokens)
+        settle_distribution(args)
         use_one_device(args)
         super().__init__(
             model=policy.model,
@@ -103,9 +106,7 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     def tokens_of_rows(self, batch: Mapping[str, Any]) -> Tensor:
         """What `compute_metrics` is given of each row as `inputs`: its tokens `(B, T)`, of a pair those of chosen and rejected
         `(B, T, 2)`; -100 where there is none."""
-        rows = padded_rows(batch, pad_token_id=IGNORED)
-        real = rows.get("attention_mask")
-        ids = rows["input_ids"] if real is None else rows["input_ids"].masked_fill(real == 0, IGNORED)
+        ids = tokens_of_sequences(batch)
         count = row_count(batch, per_row=2 if "pair" in self.units else 1)
         several = ids.view(count, -1, ids.shape[1]).transpose(1, 2)
         return several[..., 0] if several.shape[2] == 1 else several
@@ -206,39 +207,6 @@ class AskedInAdvance:
             f"rows without {' and '.join(self.columns)}: the reference was asked before the first step "
             "(precompute_ref_log_probs=True) and is gone. Pass the data set to the constructor, or add these columns."
         )
-
-
-def _check_foreign_settings(args: Any) -> None:
-    """Say which of transformers' own settings do nothing here."""
-    why = {
-        "label_smoothing_factor": "it smooths transformers' own loss of language models. What DPOConfig and CPOConfig have for "
-        "noisy preferences is label_smoothing",
-        "average_tokens_across_devices": "a step's loss is divided by what all processes train in it",
-        "eval_use_gather_object": "predictions and labels are tensors",
-        "label_names": "compute_metrics is given the labels that the trainer's documentation names",
-    }
-    chosen = {
-        "label_smoothing_factor": args.label_smoothing_factor != 0,
-        "average_tokens_across_devices": not args.average_tokens_across_devices and args.world_size > 1,
-        "eval_use_gather_object": args.eval_use_gather_object,
-        "label_names": args.label_names not in (None, ["labels"]),
-    }
-    for name in (name for name, is_chosen in chosen.items() if is_chosen):
-        logger.warning("%s=%s has no effect: %s. Leave it out.", name, getattr(args, name), why[name])
-    args.eval_use_gather_object = False  # accelerate would take each row of a tensor for an object
-
-
-def _check_order(args: Any, sets: PreparedSets, train_dataset: Any) -> None:
-    """Raises ValueError for rows that cannot be ordered by their length, because they have no tokens yet."""
-    if args.train_sampling_strategy not in BY_LENGTH or not isinstance(train_dataset, Dataset):
-        return
-    names = train_dataset.column_names
-    if args.length_column_name in names or sets.row_tokens(train_dataset) is not None:
-        return
-    raise ValueError(
-        f"train_sampling_strategy={args.train_sampling_strategy!r} needs the length of each row: its tokens, or a column "
-        f"{args.length_column_name!r}, and prepared rows have {names}. Use 'random'."
-    )
 
 
 def _filled_up(values: Tensor, rows: int) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import MISSING, fields
 from typing import Any
 
 from transformers import TrainingArguments
 
-logger = logging.getLogger(__name__)
+from trl.trainer.foreign_settings import put_aside, settle
 
 _LOADING = "prompts are tokenised before the first step, and no process loads batches"
 _PREDICTIONS = "an evaluation measures completions, and hands no predictions to a compute_metrics"
@@ -38,39 +36,10 @@ _WITHOUT_EFFECT = {
 _DISTRIBUTION = {"split_batches": False, "dispatch_batches": None, "even_batches": True}
 
 
-def put_aside(args: TrainingArguments) -> None:
-    """Say, once, which settings have no effect on rollouts, and give them their config's defaults, so that transformers does
-    not act on them either.
-
-    Call it before the constructor of `transformers.Trainer`.
-    """
-    defaults = {item.name: _default(item) for item in fields(args)}
-    for name, reason in _WITHOUT_EFFECT.items():
-        _settle(args, name, defaults[name], reason)
-    if args.world_size > 1:
-        reason = "a step is divided by what all processes train"
-        _settle(args, "average_tokens_across_devices", True, reason)
+def put_aside_of_rollouts(args: TrainingArguments) -> None:
+    """`put_aside` for trainers of their own rollouts, with what accelerate would do to loaders."""
+    put_aside(args, _WITHOUT_EFFECT)
     config: Any = args.accelerator_config
     for name, default in _DISTRIBUTION.items():
-        if config is not None and hasattr(config, name):
-            _settle(
-                config,
-                name,
-                default,
-                "each process knows its rows by their number",
-                of="accelerator_config: ",
-            )
-
-
-def _settle(holder: Any, name: str, default: Any, reason: str, of: str = "") -> None:
-    value = getattr(holder, name)
-    if value == default or (not value and not default):
-        return
-    logger.warning(
-        "%s%s=%r has no effect: %s. Leave it out.", of, name, getattr(value, "value", value), reason
-    )
-    setattr(holder, name, default)
-
-
-def _default(item: Any) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
+        if config is not None:
+            settle(config, name, default, "each process knows its rows by their number")

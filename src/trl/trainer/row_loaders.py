@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from trl.data.formats import column_names
@@ -50,9 +52,24 @@ class RowLoaders(_Trainer):
             self.args.dataloader_persistent_workers = stay
 
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
-        if is_stream(dataset) and not is_training and self.args.world_size > 1:
+        if not is_training:
+            return self._evaluation_loader(dataset, **given)
+        loader: Any = super()._get_dataloader(dataset, is_training=True, **given)
+        if self.args.dataloader_persistent_workers:
+            # Workers are started once by a run, and again by one that goes on: neither may take from the process's own stream.
+            inner = getattr(loader, "base_dataloader", loader)  # accelerate's
+            inner.generator = torch.Generator().manual_seed(self._order_seed())
+        return loader
+
+    def _evaluation_loader(self, dataset: Any, **given: Any) -> DataLoader:
+        """Batches of all rows: `dataloader_drop_last` is for training, whose epochs leave out others each time."""
+        if is_stream(dataset) and self.args.world_size > 1:
             dataset = CountedStream(dataset)
-        return super()._get_dataloader(dataset, is_training=is_training, **given)
+        drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super()._get_dataloader(dataset, is_training=False, **given)
+        finally:
+            self.args.dataloader_drop_last = drops
 
     def evaluated_at_once(self) -> int:
         """How many rows a whole evaluation batch of this process has."""
@@ -73,22 +90,28 @@ class RowLoaders(_Trainer):
 
     def _count_stream(self, loader: Any) -> None:
         """Tell accelerate how many rows the last batch of all processes has, which it does not know of a stream."""
+        counted = self.streamed_rows(loader)
+        if counted:
+            loader.remainder = counted % (self.evaluated_at_once() * self.accelerator.num_processes)
+
+    def streamed_rows(self, loader: Any) -> int:
+        """How many rows the stream of an evaluation by several processes had, once it was read; 0 where it is not known."""
         stream = getattr(getattr(loader, "dataset", None), "dataset", None)
-        count = stream.count if isinstance(stream, CountedStream) else 0
-        if count:  # a loader's workers count in processes of their own
-            loader.remainder = count % (self.evaluated_at_once() * self.accelerator.num_processes)
+        # A loader's workers count in processes of their own.
+        return stream.count if isinstance(stream, CountedStream) else 0
 
     def row_lengths(self, dataset: Any) -> list[int] | None:
         """The number of tokens of each row, where the rows' columns say it: by `length_column_name`, or by `input_ids`."""
         names = column_names(dataset) if hasattr(dataset, "column_names") else []
         if self.args.length_column_name in names:
             return list(dataset[self.args.length_column_name])
-        return [len(ids) for ids in dataset["input_ids"]] if "input_ids" in names else None
+        return lengths_of_ids(dataset)
 
     def _run_epoch(self, *, epoch: int, **given: Any) -> None:
         # The parent does not find the sampler where several processes skip what an earlier run has seen.
-        if isinstance(self._order, GroupedByLength | BatchRebalanceSampler):
-            self._order.set_epoch(epoch)
+        order: Any = self._order
+        if hasattr(order, "set_epoch"):
+            order.set_epoch(epoch)
         super()._run_epoch(epoch=epoch, **given)
 
     _order: Sampler | None = None
@@ -119,6 +142,30 @@ class RowLoaders(_Trainer):
 
     def _order_seed(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+
+def lengths_of_ids(dataset: Any) -> list[int] | None:
+    """The number of tokens of each row that has `input_ids`; None for other rows."""
+    names = column_names(dataset) if hasattr(dataset, "column_names") else []
+    return [len(ids) for ids in dataset["input_ids"]] if "input_ids" in names else None
+
+
+def check_order(
+    args: TrainingArguments,
+    train_dataset: Any,
+    *,
+    lengths_of: Callable[[Any], list[int] | None] = lengths_of_ids,
+) -> None:
+    """Raises ValueError for rows that cannot be ordered by their length, because they have no tokens yet."""
+    if args.train_sampling_strategy not in BY_LENGTH or not isinstance(train_dataset, Dataset):
+        return
+    names = train_dataset.column_names
+    if args.length_column_name in names or lengths_of(train_dataset) is not None:
+        return
+    raise ValueError(
+        f"train_sampling_strategy={args.train_sampling_strategy!r} needs the length of each row: its tokens, or a column "
+        f"{args.length_column_name!r}, and prepared rows have {names}. Use 'random'."
+    )
 
 
 class GroupedByLength(LengthGroupedSampler):

@@ -24,6 +24,7 @@ from trl.data.templates import get_training_chat_template
 from trl.models.layout import is_flat
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions
+from trl.trainer.row_loaders import BY_LENGTH
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_images import check_rows, refuse_images
 
@@ -59,6 +60,7 @@ class SFTDatasets:
                 f"dataset_kwargs has unknown keys {unknown}. Known are {', '.join(PREPARATION_KEYS)} "
                 "(untrained_rows is 'report', 'error' or 'drop')."
             )
+        self._prepared: list[Any] = []  # that of the trainer; one that is given later is let go of again
         self._extra = {("skip_prepare" if k == "skip_prepare_dataset" else k): v for k, v in extra.items()}
 
     def train(self, dataset: Any) -> Any:
@@ -66,7 +68,21 @@ class SFTDatasets:
         check_kind(dataset, "train_dataset")
         if self.args.shuffle_dataset and isinstance(dataset, (Dataset, IterableDataset)):
             dataset = dataset.shuffle(seed=self.args.seed)
-        return self._prepare(dataset, "train", packing=self.args.packing)
+        prepared = self._kept(self._prepare(dataset, "train", packing=self.args.packing))
+        self._speak_of_lost_lengths(dataset, prepared)
+        return prepared
+
+    def _speak_of_lost_lengths(self, dataset: Any, prepared: Any) -> None:
+        """Say that rows are ordered by the tokens they have now, not by a column of the user's."""
+        name = self.args.length_column_name
+        if self.args.train_sampling_strategy not in BY_LENGTH or not isinstance(dataset, Dataset):
+            return
+        if name in dataset.column_names and name not in prepared.column_names:
+            logger.warning(
+                "length_column_name=%r has no effect: prepared rows are ordered by the number of their own tokens. Leave the "
+                "column out.",
+                name,
+            )
 
     def evaluation(self, dataset: Any) -> Any:
         """The evaluation set, or several by name."""
@@ -75,8 +91,28 @@ class SFTDatasets:
         for name, part in parts.items():
             check_kind(part, f"eval_dataset[{name!r}]" if name else "eval_dataset")
         if isinstance(dataset, dict):
-            return {name: self._prepare(part, name, packing=packing) for name, part in dataset.items()}
-        return self._prepare(dataset, "eval", packing=packing)
+            return {
+                name: self._kept(self._prepare(part, name, packing=packing)) for name, part in dataset.items()
+            }
+        return self._kept(self._prepare(dataset, "eval", packing=packing))
+
+    def _kept(self, dataset: Any) -> Any:
+        self._prepared.append(dataset)
+        return dataset
+
+    def later(self, dataset: Any) -> Any:
+        """A set that is given to `evaluate` or `predict`: prepared now, unless it was already."""
+        if not isinstance(dataset, (Dataset, IterableDataset)) or any(
+            dataset is one for one in self._prepared
+        ):
+            return dataset
+        is_empty = isinstance(dataset, Dataset) and not len(dataset) and dataset.column_names
+        if is_empty or "seq_lengths" in column_names(dataset):
+            return dataset
+        kept = len(self._prepared)
+        prepared = self.evaluation(dataset)
+        del self._prepared[kept:]
+        return prepared
 
     def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):
@@ -159,11 +195,6 @@ def check_finished(dataset: TorchDataset, name: str) -> TorchDataset:
             "datasets.Dataset of its rows to have them tokenised."
         )
     return dataset
-
-
-def needs_preparation(dataset: Any) -> bool:
-    """Whether rows that are given later (to `evaluate` or `predict`) still have to be tokenised."""
-    return isinstance(dataset, (Dataset, IterableDataset)) and "input_ids" not in column_names(dataset)
 
 
 def sequence_lengths(dataset: Any) -> np.ndarray:

@@ -20,20 +20,24 @@ from transformers import (
     TrainingArguments,
 )
 
+from trl.collators.counted import CountedSequences
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
 from trl.models.forward import Scored, Scorer
-from trl.models.layout import padded_batch
+from trl.models.layout import first_rows, is_flat, padded_batch, tokens_of_sequences
 from trl.models.parts import check_decoder_only
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted
-from trl.trainer.base_trainer import BaseTrainer, shard_streams_by_row, use_one_device
+from trl.trainer.base_trainer import BaseTrainer, use_one_device
+from trl.trainer.evaluated_rows import OwnRows
+from trl.trainer.foreign_settings import put_aside_of_rows, settle_distribution
 from trl.trainer.policy import set_up_policy
+from trl.trainer.row_loaders import check_order
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_data import SFTDatasets, check_collator, needs_preparation
+from trl.trainer.sft_data import SFTDatasets, check_collator
 from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images
 
 logger = logging.getLogger(__name__)
@@ -122,7 +126,9 @@ class SFTTrainer(BaseTrainer):
         if eval_dataset is not None:
             eval_dataset = self._sets.evaluation(eval_dataset)
         check_collator(data_collator, train_dataset, args)
-        shard_streams_by_row(args)
+        check_order(args, train_dataset)
+        put_aside_of_rows(args)
+        settle_distribution(args)
         use_one_device(args)
 
         super().__init__(
@@ -158,15 +164,24 @@ class SFTTrainer(BaseTrainer):
     # ---- the data
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches of an evaluation set; rows that are not tokenised yet are prepared as those of the constructor."""
+        """Batches of an evaluation set; rows that the trainer did not prepare yet are treated as those of the constructor."""
         return super().get_eval_dataloader(self._prepared(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
+        """Batches to predict on; rows that the trainer did not prepare yet are treated as those of the constructor."""
         return super().get_test_dataloader(self._prepared(test_dataset))
 
+    def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
+        if is_training:
+            return super()._get_dataloader(dataset, is_training=True, **given)
+        collate, self.data_collator = self.data_collator, CountedSequences(self.data_collator)
+        try:
+            return super()._get_dataloader(dataset, **given)
+        finally:
+            self.data_collator = collate
+
     def _prepared(self, dataset: Any) -> Any:
-        return self._sets.evaluation(dataset) if needs_preparation(dataset) else dataset
+        return self._sets.later(dataset)
 
     # ---- the loss
 
@@ -263,19 +278,20 @@ class SFTTrainer(BaseTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, and on request logits and labels, of one evaluation batch."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
+        given, inputs = inputs, self._prepare_inputs(inputs)
+        own, rows = self.own_rows(), self.evaluated_at_once()
+        if own < rows:
+            inputs = first_rows(inputs, max(own, 1), of=rows)
+        if "inputs" in self.args.include_for_metrics:  # the caller looks for them in the batch that it gave
+            given["input_ids"] = tokens_of_sequences(inputs)
+        is_cut = own == rows or (is_flat(inputs) and own > 0)
+        self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
+        # A process without a row of its own runs one for the collectives of a sharded model.
+        with torch.no_grad(), nullcontext() if own else self.unrecorded():
             if prediction_loss_only:
-                return self.evaluation_loss(model, inputs).detach(), None, None
-            repeats = self.own_rows() < self.evaluated_at_once()
-            with self.unrecorded() if repeats else nullcontext():
-                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            if (
-                repeats
-            ):  # the caller drops the repeated rows' logits; the metrics must not count these rows either
-                loss = self.evaluation_loss(model, inputs)
-        labels = self.scorer.padded_inputs(inputs)["labels"]
-        return loss.detach(), outputs["logits"].detach(), labels
+                return self.compute_loss(model, inputs).detach(), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss.detach(), outputs["logits"].detach(), self.scorer.padded_inputs(inputs)["labels"]
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

@@ -59,7 +59,7 @@ from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import make_scorer
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import place_reward_models
-from trl.trainer.rollout_arguments import put_aside
+from trl.trainer.rollout_arguments import put_aside_of_rollouts
 from trl.trainer.source_scores import source_columns, source_means
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class PPOTrainer(SavesBoth):
     ) -> None:
         args = own_copy(args)
         use_one_device(args)
-        put_aside(args)
+        put_aside_of_rollouts(args)
         self.sizes = check_sizes(args)
         parts = value_and_policy(model, value_model, args, processing_class, peft_config)
         self.scorer, self._tokenizer = parts.scorer, parts.policy.tokenizer
