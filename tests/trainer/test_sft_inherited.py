@@ -51,7 +51,7 @@ def test_metrics_are_given_every_sequence_once(layout, rows):
     expected = sorted(row["input_ids"] for row in packed_rows())
     assert metrics["eval_rows"] == len(expected) == 7
     assert in_order(found.inputs) == expected
-    hits, trained = 0, found.label_ids[:, 1:] != -100
+    trained = found.label_ids[:, 1:] != -100
     assert trained.sum() == sum(len(ids) - 1 for ids in expected)
     for ids, labels in zip(found.inputs, found.label_ids, strict=True):
         assert labels[labels != -100].tolist() in (ids[ids >= 0].tolist(), ids[ids >= 0].tolist()[1:])
