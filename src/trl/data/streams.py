@@ -26,6 +26,8 @@ class RepeatedStream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         epoch = 0
+        if get_worker_info() is not None:
+            _keep_epoch_to_itself(self.stream)
         while True:
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)
@@ -53,6 +55,13 @@ class CountedStream(IterableDataset):
         for row in self.stream:
             self.count += 1
             yield row
+
+
+def _keep_epoch_to_itself(stream: Any) -> None:
+    """Take a stream's epoch out of the memory that a data loader's workers share: each counts its own, and by another's it would
+    read other shards."""
+    if hasattr(stream, "_epoch"):  # of datasets' own streams
+        stream._epoch = int(stream._epoch)
 
 
 def _is_spare_worker() -> bool:
