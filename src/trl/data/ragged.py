@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from datasets import Dataset
 
 MAX_CHUNK_VALUES = 2**30  # a list array counts its values in int32
 
@@ -34,6 +35,19 @@ def is_number_list(kind: pa.DataType) -> bool:
         return False
     value = kind.value_type  # type: ignore[attr-defined]
     return pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
+
+
+def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
+    """The length of each row's list in a column, whatever format the rows are handed out in."""
+    count: Any = pc.list_value_length  # type: ignore[attr-defined]
+    blocks = [count(block).to_numpy() for block in column_blocks(dataset, column)]
+    return np.concatenate(blocks or [np.zeros(0, np.int64)])
+
+
+def column_blocks(dataset: Dataset, column: str) -> Iterator[Any]:
+    """The arrow arrays of a column, block by block of its rows."""
+    for block in dataset.with_format("arrow").iter(batch_size=50_000):
+        yield block[column]  # type: ignore[index]
 
 
 def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:

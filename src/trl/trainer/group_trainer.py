@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput
 
 from trl.models.lending import without_ddp
 from trl.models.parts import causal_core, check_decoder_only
@@ -418,10 +418,10 @@ class GroupTrainer(OnlineTrainer):
             self._extremes["eval"].add(found.terms[0].metrics, counted=False)
         return None, None, None
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate; nothing counts of an earlier evaluation that was broken off."""
+    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
+        """Nothing counts of an earlier evaluation that was broken off."""
+        super().begin_evaluation(dataloader, prefix)
         self._forget_extremes("eval")
-        return super().evaluation_loop(*args, **kwargs)
 
     def _forget_extremes(self, *modes: str) -> None:
         for mode in modes:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
 from trl.data.formats import column_names
 from trl.data.image_rows import IMAGE_COLUMNS
+from trl.data.ragged import list_lengths
 from trl.models.setup import check_positions
 from trl.trainer.sft_data import check_kind
 from trl.trainer.sft_images import has_images
@@ -74,12 +74,12 @@ class PreparedSets:
         names = list(dict.fromkeys(name for part in self.parts for name in part))
         if not names or not isinstance(dataset, Dataset) or set(names) - set(dataset.column_names):
             return None
-        return np.sum([_list_lengths(dataset, name) for name in names], axis=0).tolist()
+        return np.sum([list_lengths(dataset, name) for name in names], axis=0).tolist()
 
     def _lengths(self, dataset: Dataset) -> np.ndarray:
         """Tokens of the longest sequence of each row."""
-        counts = {
-            name: _list_lengths(dataset, name) for name in {name for part in self.parts for name in part}
+        counts: dict[str, Any] = {
+            name: list_lengths(dataset, name) for name in {name for part in self.parts for name in part}
         }
         return np.max([sum(counts[name] for name in part) for part in self.parts], axis=0)
 
@@ -91,9 +91,3 @@ def _refuse_images(dataset: Any, name: str) -> None:
             "and DPOTrainer take images, if the data sets given to their constructor have them; or remove the column to "
             "use the text alone."
         )
-
-
-def _list_lengths(dataset: Dataset, column: str) -> Any:
-    blocks: Any = [block[column] for block in dataset.with_format("arrow").iter(batch_size=50_000)]  # type: ignore[index]
-    count: Any = pc.list_value_length  # type: ignore[attr-defined]
-    return np.concatenate([count(block).to_numpy() for block in blocks] or [np.zeros(0, np.int64)])

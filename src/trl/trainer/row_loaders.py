@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from trl.data.formats import column_names
+from trl.data.ragged import list_lengths
 from trl.data.streams import CountedStream, RepeatedStream, is_stream
 
 if TYPE_CHECKING:
@@ -31,11 +33,8 @@ class RowLoaders(_Trainer):
         dataset = self.train_dataset
         if not is_stream(dataset) or isinstance(dataset, RepeatedStream):
             return super().get_train_dataloader()
-        self.train_dataset = RepeatedStream(dataset)
-        try:
+        with holding(self, "train_dataset", RepeatedStream(dataset)):
             return super().get_train_dataloader()
-        finally:
-            self.train_dataset = dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """The batches of an evaluation set.
@@ -45,11 +44,8 @@ class RowLoaders(_Trainer):
         """
         if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
             return super().get_eval_dataloader(eval_dataset)
-        stay, self.args.dataloader_persistent_workers = self.args.dataloader_persistent_workers, False
-        try:
+        with holding(self.args, "dataloader_persistent_workers", False):
             return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.args.dataloader_persistent_workers = stay
 
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
         if not is_training:
@@ -65,11 +61,8 @@ class RowLoaders(_Trainer):
         """Batches of all rows: `dataloader_drop_last` is for training, whose epochs leave out others each time."""
         if is_stream(dataset) and self.args.world_size > 1:
             dataset = CountedStream(dataset)
-        drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
-        try:
+        with holding(self.args, "dataloader_drop_last", False):
             return super()._get_dataloader(dataset, is_training=False, **given)
-        finally:
-            self.args.dataloader_drop_last = drops
 
     def evaluated_at_once(self) -> int:
         """How many rows a whole evaluation batch of this process has."""
@@ -144,10 +137,21 @@ class RowLoaders(_Trainer):
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
 
+@contextmanager
+def holding(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value, within."""
+    kept = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, kept)
+
+
 def lengths_of_ids(dataset: Any) -> list[int] | None:
     """The number of tokens of each row that has `input_ids`; None for other rows."""
-    names = column_names(dataset) if hasattr(dataset, "column_names") else []
-    return [len(ids) for ids in dataset["input_ids"]] if "input_ids" in names else None
+    is_tokenised = isinstance(dataset, Dataset) and "input_ids" in dataset.column_names
+    return list_lengths(dataset, "input_ids").tolist() if is_tokenised else None
 
 
 def check_order(

@@ -18,6 +18,7 @@ from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
 from trl.data.preparation import SFTPreparation, prepare_sft_dataset
+from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.streams import is_stream
 from trl.data.templates import get_training_chat_template
@@ -201,11 +202,10 @@ def sequence_lengths(dataset: Any) -> np.ndarray:
     """Tokens of each sequence of prepared rows, packed or not; none for a stream."""
     if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
         return np.zeros(0, np.int64)
-    column = "seq_lengths" if "seq_lengths" in dataset.column_names else "input_ids"
-    blocks = [block[column] for block in dataset.with_format("arrow").iter(batch_size=50_000)]  # type: ignore[index]
-    if column == "seq_lengths":
-        return np.concatenate([pc.list_flatten(block).to_numpy() for block in blocks])  # type: ignore[attr-defined]
-    return np.concatenate([pc.list_value_length(block).to_numpy() for block in blocks])  # type: ignore[attr-defined]
+    if "seq_lengths" not in dataset.column_names:
+        return list_lengths(dataset, "input_ids")
+    flat: Any = pc.list_flatten  # type: ignore[attr-defined]
+    return np.concatenate([flat(block).to_numpy() for block in column_blocks(dataset, "seq_lengths")])
 
 
 def for_training(processing_class: ProcessingClass) -> ProcessingClass:

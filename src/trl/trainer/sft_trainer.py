@@ -35,7 +35,7 @@ from trl.trainer.base_trainer import BaseTrainer, use_one_device
 from trl.trainer.evaluated_rows import OwnRows
 from trl.trainer.foreign_settings import put_aside_of_rows, settle_distribution
 from trl.trainer.policy import set_up_policy
-from trl.trainer.row_loaders import check_order
+from trl.trainer.row_loaders import check_order, holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
 from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images
@@ -174,11 +174,8 @@ class SFTTrainer(BaseTrainer):
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
         if is_training:
             return super()._get_dataloader(dataset, is_training=True, **given)
-        collate, self.data_collator = self.data_collator, CountedSequences(self.data_collator)
-        try:
+        with holding(self, "data_collator", CountedSequences(self.data_collator)):
             return super()._get_dataloader(dataset, **given)
-        finally:
-            self.data_collator = collate
 
     def _prepared(self, dataset: Any) -> Any:
         return self._sets.later(dataset)
