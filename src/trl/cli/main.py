@@ -45,6 +45,7 @@ COMMANDS: dict[str, Command] = {
         "trl.scripts.quickstart", "teach a tiny model to add, stage by stage; nothing to download"
     ),
     "env": Command("trl.scripts.env", "print versions and hardware, for bug reports"),
+    "completion": Command("trl.scripts.completion", "print a completion script for bash, zsh or fish"),
 }
 
 
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(unknown_command(name), file=sys.stderr)
         return 2
-    if argv is None and {"-h", "--help"} & set(rest):  # the process is ours, and ends with the help text
+    # The process is ours, and ends with the help text or the script.
+    if argv is None and (name == "completion" or {"-h", "--help"} & set(rest)):
         from trl.cli.quick_help import leave_out_peft
 
         leave_out_peft()

@@ -35,6 +35,12 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
             "about one more forward pass of time. Non-reentrant unless gradient_checkpointing_kwargs says otherwise."
         },
     )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "Checkpoint to resume from, on the command line: its folder, or true for the newest in output_dir."
+        },
+    )
 
     def check(self) -> None:
         super().check()

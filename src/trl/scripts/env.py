@@ -31,10 +31,14 @@ OPTIONAL = {
 }
 
 
+def make_parser() -> PlainParser:
+    """The options of `trl env`."""
+    return PlainParser(prog="trl env", description="Print versions and hardware, for bug reports.")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the system information; returns the exit status."""
-    parser = PlainParser(prog="trl env", description="Print versions and hardware, for bug reports.")
-    parser.parse_args(argv)
+    make_parser().parse_args(argv)
     print("\nCopy-paste the following information when reporting an issue:\n")
     for name, value in system_information().items():
         print(f"- {name}: {value}")

@@ -67,7 +67,7 @@ def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlPa
         help_text="group relative policy optimisation",
         description="Group relative policy optimisation: a language model learns from the rewards of its own completions, each "
         "judged against the others of its prompt.",
-        needs="--reward_funcs REWARD [REWARD ...]",
+        needs="--reward_funcs REWARD ...",
     )
 
 

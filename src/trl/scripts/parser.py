@@ -11,6 +11,7 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import DataClass, DataClassType
 
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
+from trl.scripts.help_text import OptionHelp, sections
 from trl.scripts.option_values import option_value
 from trl.scripts.plain_parser import ShortErrors, unknown_arguments, unknown_to
 from trl.scripts.suggestions import did_you_mean
@@ -45,6 +46,7 @@ class TrlParser(ShortErrors, HfArgumentParser):
         kinds = _as_list(dataclass_types)
         _check_fields(kinds)
         kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", OptionHelp)
         super().__init__(kinds, **kwargs)
         self.other_options: set[str] = set()
         self._config: ConfigFile | None = None
@@ -134,6 +136,18 @@ class TrlParser(ShortErrors, HfArgumentParser):
             actions[name].required = False
             self.set_defaults(**{name: default})
         return remaining
+
+    def format_help(self) -> str:
+        """The help text, options in groups."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for title, actions in sections(self._actions, self.dataclass_types).items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def options(self) -> dict[str, argparse.Action]:
         """Every option by the name of its field."""

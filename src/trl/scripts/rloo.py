@@ -67,7 +67,7 @@ def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlPa
         help_text="REINFORCE leave-one-out",
         description="REINFORCE leave-one-out: a language model learns from the rewards of its own completions, each held "
         "against the mean of the others of its prompt.",
-        needs="--reward_funcs REWARD [REWARD ...]",
+        needs="--reward_funcs REWARD ...",
     )
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -167,12 +168,12 @@ def training_parser(
     return TrlParser(
         types,
         prog=f"trl {command}",
-        usage=" ".join(
-            [
-                f"trl {command} --model_name_or_path MODEL --dataset_name DATASET",
-                *([needs] if needs else []),
-                "[--config FILE] [options]",
-            ]
+        usage=textwrap.fill(
+            f"trl {command} --model_name_or_path MODEL --dataset_name DATASET {needs} [options]".replace(
+                "  ", " "
+            ),
+            width=72,
+            subsequent_indent=" " * len(f"usage: trl {command} "),
         ),
         description=description,
         epilog=LAUNCHING,
