@@ -9,7 +9,9 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_model
+from tests.trainer import grpo_runs
 from tests.trainer.one_step import launch
+from tests.trainer.preference_methods import METHODS
 from tests.trainer.sft_runs import logged, make
 from trl import SFTConfig
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
@@ -54,6 +56,37 @@ def test_a_second_call_of_train_starts_its_sums_anew(tmp_path):
     first = {name: logged(trainer, name) for name in ("loss", "mean_token_accuracy", "num_tokens")}
     trainer.train()
     assert {name: logged(trainer, name) for name in first} == first
+
+
+METHODS_OF_RUNS = {**METHODS, "grpo": (grpo_runs.make, {}), "rloo": (grpo_runs.make, {"method": "rloo"})}
+
+
+@pytest.mark.parametrize("name", ["dpo-sigmoid", "kto", "reward", "prm", "orpo", "grpo", "rloo"])
+def test_the_summary_has_the_metrics_of_steps_that_were_not_logged(name, tmp_path):
+    make_trainer, settings = METHODS_OF_RUNS[name]
+    summaries = []
+    for step in (1, 10):  # logged as the step's loss, and in the summary alone
+        made = make_trainer(**{**settings, "max_steps": 1, "logging_steps": step})
+        trainer = made[0] if isinstance(made, tuple) else made
+        output = trainer.train()
+        summaries.append([trainer.state.log_history, output.metrics])
+    (logged_step, _), (only, metrics) = summaries
+    clocks = ("loss", "grad_norm", "learning_rate", "step_time", "epoch", "step")
+    expected = {k: v for k, v in logged_step[0].items() if not any(word in k for word in clocks)}
+    assert len(only) == 1 and len(expected) >= 2 and "num_tokens" in expected
+    assert {key: only[0][key] for key in expected} == pytest.approx(expected, rel=1e-12)
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_summary_has_the_last_window_alone(tmp_path):
+    settings = {**SETTINGS, "logging_steps": 4, "learning_rate": 0.0, "save_strategy": "no"}
+    trainer = make(rows(), folder=tmp_path, **settings)  # steps 5 and 6 are not logged
+    metrics = trainer.train().metrics
+    first, summary = trainer.state.log_history
+    assert summary["num_tokens"] > first["num_tokens"]
+    assert metrics["entropy"] == summary["entropy"] != first["entropy"]
+    twice = make(rows(), folder=tmp_path / "even", **{**settings, "max_steps": 4})
+    assert "mean_token_accuracy" not in twice.train().metrics  # all of it was logged
 
 
 def test_a_step_that_trains_nothing_has_no_loss_and_no_gradient(tmp_path):

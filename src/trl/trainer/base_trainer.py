@@ -204,6 +204,8 @@ class BaseTrainer(RowLoaders, Trainer):
         if self.mode == "eval":
             return True
         strategy, step = self.args.logging_strategy, self.state.global_step + 1
+        if step == self.state.max_steps:  # for the summary
+            return True
         if strategy == IntervalStrategy.NO:
             return False
         if strategy == IntervalStrategy.STEPS:
@@ -222,9 +224,14 @@ class BaseTrainer(RowLoaders, Trainer):
         """The metrics to log, from the means of those recorded: for what is no mean itself."""
         return means
 
+    def ends_window(self, logs: Mapping[str, float]) -> bool:
+        """Whether these logs hold a training loss, or are the summary of a run with steps that were not logged yet."""
+        unlogged = self.state.global_step > self._globalstep_last_logged
+        return "loss" in logs or ("train_loss" in logs and unlogged)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the metrics recorded since the last log of a training loss."""
-        if "loss" in logs:
+        """Log; a training loss and the summary at the end come with the metrics recorded since the last one."""
+        if self.ends_window(logs):
             means = self.derived_metrics(self._sums["train"].drain(self.accelerator))
             logs = {**logs, **means, "num_tokens": self.num_tokens()}
         if "train_loss" in logs:
@@ -254,7 +261,9 @@ class BaseTrainer(RowLoaders, Trainer):
         self._method_at_start = None
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         loss = self._mean_loss()
-        return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss})
+        summary = next((logs for logs in reversed(self.state.log_history) if "train_loss" in logs), {})
+        metrics = {name: value for name, value in summary.items() if name != "step"}
+        return output._replace(training_loss=loss, metrics={**output.metrics, **metrics, "train_loss": loss})
 
     def _inner_training_loop(self, batch_size: int | None = None, **given: Any) -> Any:
         """The run; with `auto_find_batch_size` it begins anew, with nothing counted, where a batch was too much for the memory."""

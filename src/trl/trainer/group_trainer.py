@@ -377,10 +377,11 @@ class GroupTrainer(OnlineTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and with `log_completions` show completions beside a training loss."""
-        if "loss" in logs:
+        ends = self.ends_window(logs)
+        if ends:
             logs = {**logs, **self._token_counts.logged()}
         super().log(logs, start_time)
-        if "loss" in logs and self.args.log_completions:
+        if ends and self.args.log_completions:
             self._shown.show(self)
 
     # ---- evaluation

@@ -280,7 +280,7 @@ class PPOTrainer(SavesBoth):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with `eps`, `lr` and `episode` beside a training loss."""
-        if "loss" in logs:
+        if self.ends_window(logs):
             windows = -(-self.state.global_step // self.sizes.steps)
             seconds = max(time.monotonic() - self._started, 1e-9)
             done = (windows - self._windows_before) * self.sizes.rows
