@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from tests.tiny import tiny_model
@@ -99,9 +99,65 @@ def test_gradients_reach_every_adapter_under_checkpointing(use_reentrant, alread
     assert all(grad.abs().sum() > 0 for name, grad in grads.items() if "lora_B" in name)
 
 
-def test_a_second_adapter_is_refused():
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        prepare_peft_model(get_peft_model(tiny_model("llama"), lora()), lora(), trainer_args())
+def trained(dtype=torch.float32, **changes):
+    """A model with an adapter that changes what it computes."""
+    torch.manual_seed(3)
+    return get_peft_model(tiny_model("llama", dtype=dtype), lora(init_lora_weights=False, **changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_merged_before_a_new_one_is_added(dtype, caplog, recwarn):
+    adapted = trained(dtype, modules_to_save=["lm_head"])
+    adapted.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(1.5)
+    expected = adapted(input_ids=IDS).logits.detach()
+    model = prepare_peft_model(adapted, lora(r=3), trainer_args())
+    with model.disable_adapter():
+        found = model(input_ids=IDS).logits
+    # bfloat16: merging rounds each weight once, the adapter's own forward rounds its sum
+    bound = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound * expected.abs().max().item())
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" not in name} == {dtype}
+    assert all(".default.weight" in name for name in trainable(model))
+    assert len(trainable(model)) == 8
+    assert "merged into the base, and a new one" in caplog.text
+    assert not [warning for warning in recwarn if "PEFT" in str(warning.message)]
+
+
+def test_adapters_that_are_not_active_are_named(caplog):
+    adapted = trained()
+    adapted.add_adapter("older", lora())
+    prepare_peft_model(adapted, lora(), trainer_args())
+    assert "not active are dropped: older." in caplog.text
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused():
+    prompt = get_peft_model(
+        tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(
+        ValueError, match=r"PROMPT_TUNING cannot be merged into the base\. Leave peft_config out"
+    ):
+        prepare_peft_model(prompt, lora(), trainer_args())
+    gptq = trained()
+    gptq.base_model.model.quantization_method = "gptq"
+    with pytest.raises(ValueError, match=r"Cannot merge LORA layers.*or load the base unquantised"):
+        prepare_peft_model(gptq, lora(), trainer_args())
+
+
+def test_an_adapter_is_merged_into_a_four_bit_base(four_bit, caplog):
+    dequantize = pytest.importorskip("bitsandbytes").functional.dequantize_4bit
+    adapted = get_peft_model(four_bit(), lora(init_lora_weights=False))
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    base = dequantize(layer.weight.data, layer.weight.quant_state).float()
+    expected = base + layer.get_delta_weight("default").float()
+    model = prepare_peft_model(adapted, lora(), trainer_args())
+    merged = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    found = dequantize(merged.data, merged.quant_state).float()
+    # half of nf4's widest gap (0.304 of the block's largest weight), and bfloat16's rounding
+    assert (found - expected).abs().max() < 0.16 * expected.abs().max()
+    assert (base - expected).abs().max() > 0.2 * expected.abs().max()
+    assert "rounded again" in caplog.text
+    assert len(trainable(model)) == 8
 
 
 def test_an_adapter_loaded_for_inference_is_refused():

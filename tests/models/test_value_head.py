@@ -197,11 +197,13 @@ def test_the_head_of_an_adapter_does_not_outlive_it(tmp_path):
     assert torch.equal(found.summary.weight, whole.v_head.summary.weight)
 
 
-def test_a_peft_model_is_taken_as_it_is_and_takes_no_second_adapter():
+def test_a_peft_model_is_taken_as_it_is_or_merged_before_a_new_adapter():
     adapted = get_peft_model(tiny_model("llama"), lora())
     assert Causal.from_pretrained(adapted).pretrained_model is adapted
-    with pytest.raises(ValueError, match="second adapter"):
-        Causal.from_pretrained(adapted, peft_config=lora())
+    torch.nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+    expected = adapted.eval()(input_ids=IDS).logits.detach()
+    again = Causal.from_pretrained(adapted, peft_config=lora()).pretrained_model.eval()
+    torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_generation_is_the_models_own():

@@ -309,6 +309,15 @@ def test_an_adapters_reference_is_its_base():
     assert not torch.allclose(plain_reference(trainer.model)[0], inside[0])
 
 
+def test_the_reference_of_a_new_adapter_has_the_one_that_was_merged(caplog):
+    adapted = with_adapter()
+    expected = plain_reference(adapted)
+    trainer = make(model=adapted, peft_config=LORA)
+    trainer.train()
+    assert_reference(trainer, expected)
+    assert "merged into the base" in caplog.text
+
+
 def test_a_new_adapter_trains_and_only_it():
     data = Dataset.from_list(ROWS)
     trainer = make(model=tiny_model("gpt2", dtype=torch.float64), peft_config=LORA, train_dataset=data)

@@ -186,9 +186,15 @@ def test_prompt_tuning_is_scored_from_its_own_logits(caplog):
     assert logged(trainer, "loss")[3] < logged(trainer, "loss")[0]
 
 
-def test_two_adapters_are_refused():
-    with pytest.raises(ValueError, match=r"PeftModel already and peft_config asks for a second adapter.*Leave peft_config out"):  # fmt: skip
-        make(ROWS, model=loaded_lora(model_for()), trainer={"peft_config": lora()})
+def test_a_new_adapter_starts_at_the_loss_of_the_merged_one(caplog):
+    adapted = loaded_lora(model_for())
+    settings = {"max_steps": 1, "learning_rate": 0.0}
+    own = make(ROWS, model=adapted, **settings)
+    own.train()
+    new = make(ROWS, model=adapted, trainer={"peft_config": lora(r=2)}, **settings)
+    new.train()
+    assert logged(new, "loss")[0] == pytest.approx(logged(own, "loss")[0], rel=1e-5)
+    assert "merged into the base" in caplog.text
 
 
 def test_four_bit_base(tmp_path):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from trl.generation.fused import has_readable_weight, readable_weight
+from trl.models.head_precision import was_untied
 from trl.models.parts import causal_core, prompt_learning_obstacle
 from trl.models.quantization import is_quantized
 
@@ -77,6 +78,12 @@ def check_sendable(model: nn.Module) -> None:
         raise ValueError(
             f"use_vllm=True was given with a quantised {type(core).__name__}, expected weights of 16 bits or more: those of fewer cannot "
             "be sent to vLLM with adapters added. Load the model without quantisation, or leave use_vllm out."
+        )
+    head: Any = core.get_output_embeddings()
+    if was_untied(core) and head.weight.requires_grad:
+        raise ValueError(
+            f"cast_lm_head_to_fp32=True untied the head of {type(core).__name__} from its input embedding, and vLLM keeps them tied: "
+            "it would sample with another head than the one that trains. Leave cast_lm_head_to_fp32 out, or train an adapter."
         )
     for name, module in core.named_modules():
         if _is_adapter(module) and not (_has_saved_copy(module) or has_readable_weight(module)):

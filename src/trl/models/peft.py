@@ -62,10 +62,10 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     A quantised base is prepared first (`prepare_model_for_kbit_training`). With gradient checkpointing the embedding
     output is made to require gradients, so that they reach adapters behind a frozen embedding. In 4-bit training
     with `args.bf16` the adapter is held in bfloat16, as QLoRA does (arXiv:2305.14314). Without `peft_config` a
-    `PeftModel` goes on training its own adapter.
+    `PeftModel` goes on training its own adapter; with it that adapter is merged into the base first (`merge_adapter`).
 
-    Raises `ValueError` for a `PeftModel` together with `peft_config`, and for one with nothing to train, `TypeError` for
-    a `peft_config` that is none.
+    Raises `ValueError` for a `PeftModel` with nothing to train, or whose adapter cannot be merged, `TypeError` for a
+    `peft_config` that is none.
     """
     require_peft()
     from peft import PeftConfig, get_peft_model
@@ -77,11 +77,7 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
         )
     wrapped = is_peft_model(model)
     if wrapped and peft_config is not None:
-        raise ValueError(
-            "The model is a PeftModel already and peft_config asks for a second adapter; one of the two is allowed. "
-            "Leave peft_config out to train the adapter that is there, or merge it first with "
-            "`model = model.merge_and_unload()`."
-        )
+        model, wrapped = merge_adapter(model), False
     if wrapped:
         _require_trainable(model)
     forbid_inference_packing(model)
@@ -98,6 +94,44 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     if args.bf16 and getattr(model, "is_loaded_in_4bit", False):
         peft_module_casting_to_bf16(model)
     return model
+
+
+def merge_adapter(model: Any) -> PreTrainedModel:
+    """Merge a `PeftModel`'s active adapter into its base, in the base's dtype and in place, with a warning; return the base.
+
+    Raises `ValueError` for an adapter that cannot be merged (prompt tuning, GPTQ and other quantised layers).
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    active, others = list(model.active_adapters), sorted(set(model.peft_config) - set(model.active_adapters))
+    given = f"peft_config was given with a PeftModel (adapter {', '.join(active)})"
+    if not hasattr(model.base_model, "merge_and_unload"):
+        kind = model.active_peft_config.peft_type
+        raise ValueError(
+            f"{given}, and adapters of type {getattr(kind, 'value', kind)} cannot be merged into the base. Leave peft_config "
+            "out to train the adapter that is there, or pass the base model alone."
+        )
+    for module in model.modules():
+        if isinstance(
+            module, ModulesToSaveWrapper
+        ):  # whole modules replace the base's: PEFT may hold them in float32
+            for name in module.active_adapters:
+                module.modules_to_save[name].to(next(module.original_module.parameters()).dtype)
+    try:
+        base = model.merge_and_unload(safe_merge=True)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"{given}, and peft cannot merge that adapter into the base ({str(error).strip() or type(error).__name__}). Leave "
+            "peft_config out to train the adapter that is there, or load the base unquantised."
+        ) from error
+    logger.warning(
+        "%s: the adapter is merged into the base%s, and a new one is trained on top. The new adapter belongs to the merged base, "
+        "which is not saved with it: save trainer.model.merge_and_unload() to use the result.%s",
+        given,
+        ", whose quantised weights are rounded again" if is_quantized(base) else "",
+        f" Adapters that were not active are dropped: {', '.join(others)}." if others else "",
+    )
+    return base
 
 
 def prepare_model_for_kbit_training(

@@ -15,7 +15,7 @@ from transformers.utils import PushToHubMixin
 
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
-from trl.models.peft import is_peft_model, prepare_model_for_kbit_training, require_peft
+from trl.models.peft import is_peft_model, merge_adapter, prepare_model_for_kbit_training, require_peft
 from trl.models.quantization import is_quantized
 from trl.models.reward_adapters import adapter_scores, add_reward_adapter
 from trl.models.value_head_saving import (
@@ -65,13 +65,13 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     ) -> Any:
         """A wrapper around a model given by Hub name or folder, or around a model that exists.
 
-        `peft_config` wraps it with a new adapter; a folder with an adapter loads it over its base, ready to be trained
+        `peft_config` wraps it with a new adapter (one that is there is merged into the base); a folder with an adapter loads it over its base, ready to be trained
         unless `is_trainable=False`. `reward_adapter` (folder or name) adds a reward model's adapter under
         `reward_adapter_name`. `load_in_8bit` and `load_in_4bit` quantise. Other keyword arguments go to the model's
         `from_pretrained`, or are the wrapper's own (`supported_args`). The added modules' weights load where the
         checkpoint has them.
 
-        Raises: TypeError for what is no model; ValueError for a second adapter; FileNotFoundError where there is no such model.
+        Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError where there is no such model.
         """
         own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         peft_config = kwargs.pop("peft_config", None)
@@ -269,10 +269,7 @@ def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
     from peft import get_peft_model
 
     if is_peft_model(model):
-        raise ValueError(
-            "The model is a PeftModel already and peft_config asks for a second adapter; one of the two is allowed. Leave "
-            "peft_config out to train the adapter that is there."
-        )
+        model = merge_adapter(model)
     if is_quantized(model):
         model = prepare_model_for_kbit_training(model)
     return get_peft_model(model, peft_config)

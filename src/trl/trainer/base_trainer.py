@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
+from trl.models.head_precision import tied_where_equal
 from trl.models.layout import count_scored, count_sequence_tokens, count_tokens
 from trl.models.loading import load_saved_weights
 from trl.models.policy_value import PolicyValueScorer
@@ -226,8 +227,9 @@ class BaseTrainer(RowLoaders, Trainer):
 
     def ends_window(self, logs: Mapping[str, float]) -> bool:
         """Whether these logs hold a training loss, or are the summary of a run with steps that were not logged yet."""
-        unlogged = self.state.global_step > self._globalstep_last_logged
-        return "loss" in logs or ("train_loss" in logs and unlogged)
+        if "train_loss" in logs:
+            return self.state.global_step > self._globalstep_last_logged
+        return "loss" in logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; a training loss and the summary at the end come with the metrics recorded since the last one."""
@@ -339,6 +341,12 @@ class BaseTrainer(RowLoaders, Trainer):
             self._push_from_checkpoint(str(final))
 
     _checkpoint_writer: CheckpointWriter | None = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the model; checkpoints keep a head that was untied apart, so that resuming is exact."""
+        is_checkpoint = self._checkpoint_writer is not None or state_dict is not None
+        with nullcontext() if is_checkpoint else tied_where_equal(self.model):
+            super()._save(output_dir, state_dict)
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._checkpoint_writer is not None:

@@ -56,6 +56,12 @@ def test_the_averages_begin_after_the_burn_in():
     assert drive(callback, [0.0, 5.0, 10.0, 14.0]) == pytest.approx([0.0, 0.0, 10.0, 12.0])
 
 
+def test_updates_are_counted_from_the_burn_in():
+    callback = BEMACallback(update_freq=2, ema_power=1.0, bias_power=1.0, lag=1, update_after=1)
+    # start and EMA are 2 at t=1; t=3: EMA 3/4*2 + 10/4 = 4, BEMA 4 + (10-2)/4; none at t=2 and t=4
+    assert drive(callback, [0.0, 2.0, 7.0, 10.0, 99.0]) == pytest.approx([0.0, 2.0, 2.0, 6.0, 6.0])
+
+
 @pytest.mark.parametrize("options", [{"update_freq": 0}, {"lag": 0}, {"min_ema_multiplier": 1.5}])
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -16,8 +16,8 @@ from trl.trainer.callbacks.bema import trained_weights
 class BEMACallback(_BEMACallback):
     """`trl.BEMACallback` that also writes its average into the trainer's reference, with `update_ref_model=True`.
 
-    From step `ref_model_update_after` on, every `ref_model_update_freq` optimiser steps, the reference's weights become
-    the BEMA weights as they are then. The other arguments are those of `trl.BEMACallback`.
+    At step `ref_model_update_after` and every `ref_model_update_freq` optimiser steps after it, the reference's weights
+    become the BEMA weights as they are then. The other arguments are those of `trl.BEMACallback`.
 
     Example:
         >>> callback = BEMACallback(update_freq=100, update_ref_model=True, ref_model_update_freq=100)
@@ -93,7 +93,7 @@ class BEMACallback(_BEMACallback):
         step = state.global_step
         if self.reference is None or step < self.ref_model_update_after:
             return
-        if step % self.ref_model_update_freq == 0:
+        if (step - self.ref_model_update_after) % self.ref_model_update_freq == 0:
             self._write_reference(model)
 
     @torch.no_grad()

@@ -25,7 +25,8 @@ class BEMACallback(TrainerCallback):
         EMA  <- (1 - beta) * EMA + beta * weights,    beta  = max(s ** -ema_power, min_ema_multiplier)
         BEMA <- EMA + alpha * (weights - start),      alpha = s ** -bias_power
 
-    every `update_freq` steps after step `update_after`, whose weights are `start` and the first EMA. `running_model`
+    at the steps `update_after + update_freq`, `update_after + 2 * update_freq`, ...; the weights at step `update_after` are `start`
+    and the first EMA. `running_model`
     holds the BEMA weights; the end of training saves it in `<output_dir>/bema`. Averages are float32, on `device`;
     only trainable weights are averaged. Source: Block et al. 2025, algorithm 1 (arXiv:2508.00180).
 
@@ -96,7 +97,7 @@ class BEMACallback(TrainerCallback):
             return
         if step == self.update_after:
             self._begin_at(model)
-        elif step % self.update_freq == 0:
+        elif (step - self.update_after) % self.update_freq == 0:
             self._update(model, step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
