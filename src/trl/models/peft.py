@@ -119,7 +119,7 @@ def merge_adapter(model: Any) -> PreTrainedModel:
                 module.modules_to_save[name].to(next(module.original_module.parameters()).dtype)
     try:
         base = model.merge_and_unload(safe_merge=True)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: layers without a merge
         raise ValueError(
             f"{given}, and peft cannot merge that adapter into the base ({str(error).strip() or type(error).__name__}). Leave "
             "peft_config out to train the adapter that is there, or load the base unquantised."
