@@ -12,6 +12,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl.data.formats import maybe_extract_prompt, maybe_unpair_preference_dataset
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.objectives.unpaired import (
     KTOOptions,
@@ -81,10 +82,10 @@ def test_a_token_that_reaches_over_the_boundary_belongs_to_the_completion() -> N
     assert report.shifted_rows == 2
 
 
-def test_pairs_are_taken_apart_chosen_first() -> None:
+def test_pairs_are_taken_apart_in_turn() -> None:
     rows, report = prepare(PAIRS)
     apart = [{"prompt": p["prompt"], "completion": p[side], "label": side == "chosen"}
-             for side in ("chosen", "rejected") for p in PAIRS]  # fmt: skip
+             for p in PAIRS for side in ("chosen", "rejected")]  # fmt: skip
     assert list(rows) == list(prepare(apart)[0])
     assert (report.rows, report.desirable_rows) == (10, 5)
     implicit = [{side: p["prompt"] + p[side] for side in ("chosen", "rejected")} for p in PAIRS]
@@ -94,14 +95,29 @@ def test_pairs_are_taken_apart_chosen_first() -> None:
     assert prepare(chats)[0][:] == prepare(CHAT)[0][:]
 
 
-def test_blocks_of_pairs_do_not_depend_on_streaming_or_processes() -> None:
+def test_rows_of_pairs_do_not_depend_on_streaming_or_processes() -> None:
     pairs = [{"prompt": "Q:", "chosen": f" {n}", "rejected": f" -{n}"} for n in range(1200)]
     stored, _ = prepare(pairs, mismatch_group=4)
-    assert stored["label"][:] == [True] * 1000 + [False] * 1000 + [True] * 200 + [False] * 200
+    assert stored["label"][:] == [True, False] * 1200
     assert list(prepare(pairs, mismatch_group=4, streaming=True)[0]) == [
         {**row, "KL_prompt_input_ids": None} for row in stored
     ]
     assert prepare(pairs, mismatch_group=4, num_proc=2)[0][:] == stored[:]
+
+
+@pytest.mark.parametrize("group", [4, 5, 6])
+def test_mismatched_completions_of_pairs_come_from_other_pairs(
+    group: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs = [{"prompt": f"{n}:", "chosen": f" {n}", "rejected": f" -{n}"} for n in range(30)]
+    rows, _ = prepare(pairs, mismatch_group=group)
+    own = rows["completion_input_ids"][:]
+    for row, mismatched in enumerate(rows["KL_completion_input_ids"]):
+        other = own.index(mismatched)
+        assert other // group == row // group and other // 2 != row // 2
+    assert "too few pairs" not in caplog.text
+    prepare(pairs, mismatch_group=2)
+    assert "an optimiser step of 2 rows holds too few pairs" in caplog.text
 
 
 def test_mismatched_completions_come_from_the_row_before_in_the_batch() -> None:
@@ -367,6 +383,8 @@ def test_first_steps_of_the_recorded_runs(shared: Path, case: str) -> None:
     known = {"max_length": 1024, "max_prompt_length": 512, "mismatch_group": group, **settings}
     tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
     dataset = Dataset.from_list([json.loads(line) for line in lines])
+    # the reference takes pairs apart in blocks: all chosen completions, then all rejected ones
+    dataset = maybe_unpair_preference_dataset(dataset.map(maybe_extract_prompt))
     rows = list(prepare_unpaired_dataset(dataset, tokenizer, UnpairedPreparation(**known))[0])[:group]
     models = [AutoModelForCausalLM.from_pretrained(assets / part).double().eval() for part in ("lm", "ref")]
 

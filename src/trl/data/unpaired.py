@@ -33,7 +33,6 @@ from trl.data.validation import Place, check_chat_template, check_eos
 
 logger = logging.getLogger(__name__)
 
-PAIRS_AT_A_TIME = 1000  # of so many pairs all chosen completions come first, then all rejected ones
 BATCH = 1000
 BALANCED = (1.0, 4 / 3)  # of weight x rows, desirable over undesirable
 
@@ -144,9 +143,9 @@ def prepare_unpaired_dataset(
 ) -> tuple[AnyDataset, UnpairedReport]:
     """The data set as rows of `prompt_input_ids`, `completion_input_ids` and `label`, and its report.
 
-    Pairs are taken apart, in blocks of 1000: all chosen completions (label true), then all rejected ones. With
+    Pairs are taken apart: each chosen completion (label true) is followed by the rejected one (label false). With
     `mismatch_group`, `KL_completion_input_ids` is the completion of the row before it in its group (groups are counted
-    from the first row), cut behind this row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or
+    from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or
     less of it than of `prompt_input_ids`, None elsewhere; a stored data set without any such row lacks the column.
     `reference_logps` and `reference_KL_logps` are kept. The report of a stream fills as rows pass.
 
@@ -175,12 +174,19 @@ def prepare_unpaired_dataset(
         num_proc=settings.num_proc,
         desc=f"Tokenizing {name} dataset",
     )
-    rows = _by_kind(rows) if reader.pairs is not None else rows
     rows = count_rows_by(rows, UnpairedCounting(report, settings), UnpairedCounts._fields)
     if isinstance(rows, Dataset):
         _warn_of_balance(report, settings)
     if group is not None:
-        rows = _with_mismatches(rows, Mismatching(lengths, group), name)
+        paired = reader.pairs is not None
+        if paired and group < 4:
+            logger.warning(
+                "%s dataset: an optimiser step of %d rows holds too few pairs for the KL estimate, which then reads the other "
+                "completion of the same pair. Raise per_device_train_batch_size, to at least 4 rows per step.",
+                name,
+                group,
+            )
+        rows = _with_mismatches(rows, Mismatching(lengths, group, same_label=paired), name)
     return rows, report  # type: ignore[return-value]
 
 
@@ -244,19 +250,6 @@ def _features(columns: Sequence[str], tokenize: UnpairedTokenizer) -> dict[str, 
     if tokenize.reader.pairs is None:
         made |= {column: Value("float64") for column in REFERENCE_LOGPS if column in columns}
     return made
-
-
-def _by_kind(dataset: Any) -> Any:
-    """Rows of pairs, chosen and rejected in turn, reordered: in each block all chosen ones before the rejected ones."""
-    size = 2 * PAIRS_AT_A_TIME
-    if not isinstance(dataset, Dataset):
-        return dataset.map(_evens_then_odds, batched=True, batch_size=size, features=dataset.features)
-    blocks = [np.arange(start, min(start + size, len(dataset))) for start in range(0, len(dataset), size)]
-    return dataset.select(np.concatenate([half for block in blocks for half in (block[::2], block[1::2])]))
-
-
-def _evens_then_odds(batch: dict[str, list]) -> dict[str, list]:
-    return {name: values[::2] + values[1::2] for name, values in batch.items()}
 
 
 def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:

@@ -325,12 +325,14 @@ WHOLE = ("whole_prompt", "whole_completion")
 class Mismatching:
     """Adds to each row the completion of the row before it among `group` rows, cut behind this row's prompt (for KTO).
 
-    The first row of a group gets its last row's. For `datasets.Dataset.map` in batches of whole groups.
+    The first row of a group gets its last row's. With `same_label` (rows of pairs) rows of the other label are passed over.
+    For `datasets.Dataset.map` in batches of whole groups.
     """
 
     lengths: CompletionLengths
     group: int
-    version: int = 1
+    same_label: bool = False
+    version: int = 2
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """Columns `KL_completion_input_ids`, and `KL_prompt_input_ids` where the prompt was cut in another way."""
@@ -340,7 +342,7 @@ class Mismatching:
         ]
         sides = [
             self._side(wholes[0][row], wholes[1][other])
-            for row, other in enumerate(partners(len(wholes[0]), self.group))
+            for row, other in enumerate(partners(batch["label"], self.group, same_label=self.same_label))
         ]
         own = zip(sides, batch["prompt_input_ids"], strict=True)
         return {
@@ -353,17 +355,24 @@ class Mismatching:
         return side if self.lengths.limits.is_encoder_decoder else with_context(side)
 
 
-def partners(rows: int, group: int) -> list[int]:
+def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) -> list[int]:
     """Of each row, the one before it in its group of `group` rows; of a group's first row, its last one.
 
-    >>> partners(7, 3)
+    With `same_label` the nearest one before it that has its label, where there is one.
+
+    >>> partners([True, False, True, True, False, True, False], 3)
     [2, 0, 1, 5, 3, 4, 6]
+    >>> partners([True, False, True, False], 4, same_label=True)
+    [2, 3, 0, 1]
     """
-    starts = [start for start in range(0, rows, group) for _ in range(min(group, rows - start))]
-    ends = [min(start + group, rows) - 1 for start in starts]
-    return [
-        end if row == start else row - 1 for row, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]
+    found = []
+    for row, label in enumerate(labels):
+        start = row - row % group
+        size = min(group, len(labels) - start)
+        before = (start + (row - start - step) % size for step in range(1, size))
+        alike = (other for other in before if not same_label or labels[other] == label)
+        found.append(next(alike, start + (row - start - 1) % size))
+    return found
 
 
 def row_kind(first_row: Mapping[str, Any]) -> Literal["text", "messages"]:
