@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import TrainingArguments
 
-from trl.options.training import TrainingDefaults
+from trl.options.training import TrainingDefaults, wrong_config
 
 
 class Older(NamedTuple):
@@ -225,17 +225,11 @@ def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model:
         return config_class(output_dir=default_output_dir(model, config_class), **changes)
     if isinstance(args, config_class):
         return dataclasses.replace(args, **changes) if changes else args
-    if not isinstance(args, TrainingArguments):
-        raise TypeError(
-            f"args must be a {config_class.__name__} or a TrainingArguments, got {type(args).__name__}. "
-            f"Make one with {config_class.__name__}(output_dir, ...)."
-        )
-    if isinstance(args, TrainingDefaults) and not issubclass(config_class, type(args)):
-        # Another method's: its defaults would be taken for wishes.
-        raise TypeError(
-            f"args is a {type(args).__name__}, expected a {config_class.__name__}. Make one with "
-            f"{config_class.__name__}(output_dir, ...)."
-        )
+    of_another_method = isinstance(args, TrainingDefaults) and not issubclass(config_class, type(args))
+    if of_another_method or not isinstance(
+        args, TrainingArguments
+    ):  # plain ones are what older programs gave
+        raise wrong_config(args, config_class)
     own = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
     return config_class(**{**{name: value for name, value in given.items() if name in own}, **changes})

@@ -179,7 +179,7 @@ def test_command_lines_and_pickles_keep_the_config():
 
 
 def test_configs_and_models_of_another_kind():
-    with pytest.raises(TypeError, match=r"expected a trl.experimental.ppo.PPOConfig"):
+    with pytest.raises(TypeError, match=r"args must be a trl.experimental.ppo.PPOConfig"):
         PPOTrainer(TrainingArguments("x", use_cpu=True), tokenizer(), tiny_model("gpt2"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="an encoder-decoder, expected a decoder alone"):
         make(tiny_seq2seq("t5"))

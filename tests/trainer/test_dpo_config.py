@@ -124,7 +124,7 @@ REFUSED = {
     ),
     "tau": ({"discopop_tau": 0.0, "loss_type": "discopop"}, "discopop_tau must be > 0"),
     "beta of no number": ({"beta": None}, "beta must be >= 0, got None"),
-    "beta of text": ({"beta": "0.1"}, "beta must be >= 0, got '0.1'"),
+    "beta of text": ({"beta": "much"}, "beta must be a number, got 'much'"),
     "endless beta": ({"beta": float("inf")}, "beta must be >= 0, got inf"),
     "smoothing of no number": (
         {"label_smoothing": None},

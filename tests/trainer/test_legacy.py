@@ -233,13 +233,13 @@ def test_an_older_and_its_newer_argument(tmp_path, given, message):
 
 
 def test_args_of_another_kind():
-    with pytest.raises(TypeError, match=r"args must be a SFTConfig or a TrainingArguments, got dict"):
+    with pytest.raises(TypeError, match=r"args must be a SFTConfig, got dict"):
         SFTTrainer(model_for(), {"output_dir": "x"}, train_dataset=TEXTS)
 
 
 def test_args_of_another_method():
     """Its learning rate and lengths would be taken without a word."""
     with pytest.raises(
-        TypeError, match=r"args is a RewardConfig, expected a SFTConfig\. Make one with SFTConfig"
+        TypeError, match=r"args must be a SFTConfig, got RewardConfig\. Make one with SFTConfig"
     ):
         SFTTrainer(model_for(), RewardConfig(use_cpu=True), train_dataset=TEXTS)  # pyright: ignore[reportArgumentType]

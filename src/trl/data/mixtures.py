@@ -10,6 +10,7 @@ from typing import Any, cast
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 
 from trl.data.sources import load_source
+from trl.options.values import read_text_values
 
 SPLIT_SEED = 0  # every process must draw the same test rows
 
@@ -62,6 +63,7 @@ class DatasetMixtureConfig:
     )
 
     def __post_init__(self) -> None:
+        read_text_values(self)
         self.datasets = [_read_config(index, source) for index, source in enumerate(self.datasets or [])]
         if self.test_split_size is not None and not 0 < self.test_split_size < 1:
             raise ValueError(

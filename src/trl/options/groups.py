@@ -3,16 +3,27 @@
 import dataclasses
 from typing import Any
 
+from trl.options.values import check_numbers, read_text_values
+
 
 class OptionGroup:
     """Base of all option groups: dataclass mixins that hold related fields and check them.
 
     A group checks its own fields in `check`, which calls `super().check()`; the config that combines the groups calls
-    `check` once, before anything else looks at the values.
+    `settle` once, before anything else reads the values.
     """
 
     def check(self) -> None:
         """Raise on bad values and bring good ones into their final form."""
+
+    def settle(self) -> None:
+        """Read numbers and booleans given as text, run every `check`, then hold numbers to the table of bounds.
+
+        Raises: ValueError or TypeError for bad values.
+        """
+        read_text_values(self)
+        self.check()
+        check_numbers(self)
 
 
 def changed_default(owner: type, name: str, default: Any) -> Any:

@@ -1,11 +1,10 @@
 """Option groups for the model: what is loaded, which adapters train, how weights are quantised."""
 
 import dataclasses
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl.options.checks import check_at_least, check_one_of, json_object
+from trl.options.checks import check_at_least, check_one_of, json_object, warn_caller
 from trl.options.docs import documented
 from trl.options.groups import OptionGroup
 
@@ -128,9 +127,7 @@ class LoraOptions(OptionGroup):
         unused = [entry.name for entry in fields if getattr(self, entry.name) != entry.default]
         if unused:
             names = ", ".join(unused)
-            warnings.warn(
-                f"{names} has no effect without use_peft=True: all weights are trained.", stacklevel=6
-            )
+            warn_caller(f"{names} has no effect without use_peft=True: all weights are trained.")
 
 
 @dataclass
@@ -186,7 +183,7 @@ class ModelConfig(QuantizationOptions, LoraOptions, ModelSource):
 
     def __post_init__(self) -> None:
         self._move_torch_dtype()
-        self.check()
+        self.settle()
 
     def _move_torch_dtype(self) -> None:
         if self.torch_dtype is None:
@@ -196,5 +193,5 @@ class ModelConfig(QuantizationOptions, LoraOptions, ModelSource):
                 f"dtype={self.dtype!r} and torch_dtype={self.torch_dtype!r} disagree. torch_dtype is the old name of "
                 "dtype: pass dtype only."
             )
-        warnings.warn("`torch_dtype` is now called `dtype`: pass dtype instead.", FutureWarning, stacklevel=4)
+        warn_caller("`torch_dtype` is now called `dtype`: pass dtype instead.", FutureWarning)
         self.dtype, self.torch_dtype = self.torch_dtype, None

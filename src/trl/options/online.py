@@ -127,8 +127,6 @@ class KLInReward(OptionGroup):
     def check(self) -> None:
         super().check()
         check_one_of("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        if not self.kl_coef >= 0:
-            raise ValueError(f"kl_coef must be >= 0, got {self.kl_coef}. Use 0 for no price on KL.")
         if self.max_kl_per_token is not None and not self.max_kl_per_token > 0:
             raise ValueError(
                 f"max_kl_per_token must be > 0 or None, got {self.max_kl_per_token}. Use None for no limit."

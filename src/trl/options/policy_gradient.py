@@ -64,10 +64,6 @@ class ClippedLosses(OptionGroup):
         super().check()
         for name in ("cliprange", "cliprange_value"):
             check_positive(name, getattr(self, name), "The paper uses 0.2; a large value clips nothing.")
-        if not self.vf_coef >= 0:
-            raise ValueError(
-                f"vf_coef must be >= 0, got {self.vf_coef}. Use 0 to leave the value function untrained."
-            )
 
 
 @dataclass
@@ -105,8 +101,6 @@ class KLControl(OptionGroup):
         check_one_of("kl_penalty", self.kl_penalty, get_args(KLPenalty))
         for name in ("target", "horizon"):
             check_positive(name, getattr(self, name), "Use adap_kl_ctrl=False for a fixed coefficient.")
-        if not self.init_kl_coef >= 0:
-            raise ValueError(f"init_kl_coef must be >= 0, got {self.init_kl_coef}. Use 0 for no penalty.")
 
 
 @dataclass

@@ -51,10 +51,6 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a whole number >= 1, got {getattr(self, name)}.")
-        if float(self.learning_rate) < 0:
-            raise ValueError(
-                f"learning_rate must be >= 0, got {self.learning_rate}. With 0 the weights stay as they are."
-            )
         self._check_length()
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ImportError(
@@ -75,7 +71,9 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
             )
 
     def __post_init__(self) -> None:
-        self.check()
+        self.settle()
+        if self.report_to is None:  # transformers takes None for the name of a tracker
+            self.report_to = "none"
         if self.bf16 is None:
             self.bf16 = default_bf16(use_cpu=self.use_cpu, fp16=self.fp16)
         if self.gradient_checkpointing:
@@ -99,3 +97,23 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
             elif entry.name.endswith("_token") and entry.name not in outside:
                 vocabulary[entry.name] = value
         return {**super(TrainingDefaults, snapshot).to_dict(), **vocabulary}
+
+
+def wrong_config(args: Any, config_class: type) -> TypeError:
+    """The error for `args` that are no config of this trainer."""
+    name = config_class.__name__
+    return TypeError(
+        f"args must be a {name}, got {type(args).__name__}. Make one with {name}(output_dir, ...)."
+    )
+
+
+def config_or_default(args: Any, config_class: Any, output_dir: str) -> Any:
+    """`args`, or where None a config with this output directory.
+
+    Raises: TypeError for a config of another method, whose defaults would pass for the user's settings.
+    """
+    if args is None:
+        return config_class(output_dir)
+    if not isinstance(args, config_class):
+        raise wrong_config(args, config_class)
+    return args

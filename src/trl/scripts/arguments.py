@@ -48,6 +48,9 @@ class ScriptArguments(OptionGroup):
         },
     )
 
+    def __post_init__(self) -> None:
+        self.settle()
+
 
 @dataclass
 class ColumnMapping(OptionGroup):
@@ -63,7 +66,7 @@ class ColumnMapping(OptionGroup):
     )
 
     def __post_init__(self) -> None:
-        self.check()
+        self.settle()
 
     def check(self) -> None:
         super().check()

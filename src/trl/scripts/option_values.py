@@ -7,6 +7,7 @@ from typing import Any, get_args, get_origin
 
 from transformers.hf_argparser import string_to_bool
 
+from trl.options.values import KIND_NAMES, from_text
 from trl.scripts.suggestions import did_you_mean
 
 
@@ -49,7 +50,7 @@ def _single(action: argparse.Action, value: Any) -> Any:
     if action.choices is not None:
         return _choice(action, value)
     if isinstance(value, str):
-        return _from_text(action, value)
+        return from_text(action.type, value)
     fits = {
         string_to_bool: isinstance(value, bool),
         int: isinstance(value, int) and not isinstance(value, bool),
@@ -60,13 +61,6 @@ def _single(action: argparse.Action, value: Any) -> Any:
     if kind is str:
         return str(value).lower() if isinstance(value, bool) else str(value)
     return value
-
-
-def _from_text(action: argparse.Action, value: str) -> Any:
-    try:
-        return action.type(value) if callable(action.type) else value
-    except (ValueError, TypeError, argparse.ArgumentTypeError):
-        raise ValueError(f"must be {_kind_name(action)}, got {value!r}.") from None
 
 
 def _choice(action: argparse.Action, value: Any) -> Any:
@@ -103,5 +97,4 @@ def _first_field(kind: type) -> str:
 
 
 def _kind_name(action: argparse.Action) -> str:
-    names = {string_to_bool: "true or false", int: "a whole number", float: "a number", str: "a plain value"}
-    return names.get(action.type, "a plain value")  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return KIND_NAMES.get(action.type, "a plain value")

@@ -85,9 +85,6 @@ class CPOConfig(
         check_one_of("loss_type", self.loss_type, CPO_LOSSES)
         if self.loss_type == "alphapo":
             self._become_simpo()
-        for name in ("cpo_alpha", "simpo_gamma"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}. Use 0 for none.")
         self.options()  # checks the settings of the loss
         if self.loss_type == "ipo" and self.beta == 0:
             raise ValueError(

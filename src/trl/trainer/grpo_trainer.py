@@ -22,6 +22,7 @@ from trl.objectives.group_policy import (
     token_losses,
 )
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
+from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import SAMPLING_KEPT, SAMPLING_LOGPS
 from trl.tensors.reduce import LossTerms
@@ -90,7 +91,7 @@ class GRPOTrainer(GroupTrainer):
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
     ) -> None:
-        args = GRPOConfig("grpo") if args is None else args
+        args = config_or_default(args, GRPOConfig, "grpo")
         self.reward_scale = args.scale_rewards  # type: ignore[assignment]
         super().__init__(
             model,

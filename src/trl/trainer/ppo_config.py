@@ -179,7 +179,7 @@ class PPOConfig(AdvantageEstimation, ClippedLosses, KLControl, ScoreScaling):
         self._take_older_names()
         for name in _DICTS:
             setattr(self, name, self.options(name))
-        self.check()
+        self.settle()
         given, self.backward_batch_size = (
             self.backward_batch_size,
             self.mini_batch_size * self.gradient_accumulation_steps,

@@ -19,6 +19,7 @@ from trl.objectives.group_advantages import (
 )
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
+from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
@@ -91,7 +92,7 @@ class RLOOTrainer(GroupTrainer):
         super().__init__(
             moved["model"],
             moved["reward_funcs"],
-            RLOOConfig("rloo") if moved["args"] is None else moved["args"],
+            config_or_default(moved["args"], RLOOConfig, "rloo"),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=moved["processing_class"],

@@ -1,13 +1,12 @@
 """Configuration of supervised fine-tuning."""
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from transformers import TrainingArguments
 
 from trl.options.batching import Packing, PadMultiple
-from trl.options.checks import check_one_of
+from trl.options.checks import check_one_of, warn_caller
 from trl.options.dataset import ChatTemplate, PadToken, Shuffling, TextDataset
 from trl.options.docs import documented
 from trl.options.groups import changed_default
@@ -75,9 +74,5 @@ class SFTConfig(
                 f"max_length={self.max_length} and max_seq_length={self.max_seq_length} disagree. max_seq_length is "
                 "the old name of max_length: pass max_length only."
             )
-        warnings.warn(
-            "`max_seq_length` is now called `max_length`: pass max_length instead.",
-            FutureWarning,
-            stacklevel=5,
-        )
+        warn_caller("`max_seq_length` is now called `max_length`: pass max_length instead.", FutureWarning)
         self.max_length, self.max_seq_length = self.max_seq_length, None

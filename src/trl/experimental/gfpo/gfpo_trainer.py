@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
 from trl.experimental.gfpo.group_filter import GroupFilterFunc, filter_scores
 from trl.objectives.group_advantages import best_of_groups
+from trl.options.training import config_or_default
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience
 from trl.rollouts.ledger import FILTERED
@@ -57,7 +58,7 @@ class GFPOTrainer(GRPOTrainer):
         group_filter_func: GroupFilterFunc | None = None,
         **named: Any,
     ) -> None:
-        args = GFPOConfig("gfpo") if args is None else args
+        args = config_or_default(args, GFPOConfig, "gfpo")
         if (group_filter_func is None) != (args.num_remains_in_group is None):
             raise ValueError(
                 f"group_filter_func={group_filter_func!r} and num_remains_in_group={args.num_remains_in_group}, expected both or "

@@ -14,6 +14,7 @@ from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config imp
     GRPOWithReplayBufferConfig,
 )
 from trl.objectives.group_advantages import group_moments, has_no_variance
+from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import rows_of_groups
 from trl.rollouts.ledger import REPLAYED
@@ -55,7 +56,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         *more: Any,
         **named: Any,
     ) -> None:
-        args = GRPOWithReplayBufferConfig("grpo-with-replay-buffer") if args is None else args
+        args = config_or_default(args, GRPOWithReplayBufferConfig, "grpo-with-replay-buffer")
         super().__init__(model, reward_funcs, args, *more, **named)
         self.buffer = ReplayBuffer(args.replay_buffer_size, self.sizes.group)
 

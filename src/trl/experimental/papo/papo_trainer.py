@@ -17,6 +17,7 @@ from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.forward import Scored
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.perception import perception_loss
+from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
@@ -63,7 +64,7 @@ class PAPOTrainer(GRPOTrainer):
                 "train_dataset has no column of images ('images' or 'image'), expected one: PAPO hides parts of them. Add it, or "
                 "use GRPOTrainer for prompts of text."
             )
-        args = PAPOConfig("papo") if args is None else args
+        args = config_or_default(args, PAPOConfig, "papo")
         self._perception = args.perception_options()
         super().__init__(model, reward_funcs, args, train_dataset, *more, **named)
 

@@ -221,7 +221,7 @@ def own_copy(args: Any) -> PPOConfig:
     if isinstance(args, PPOConfig):
         return copy.copy(args)
     raise TypeError(
-        f"args is a {type(args).__module__}.{type(args).__name__}, expected a trl.experimental.ppo.PPOConfig. Build one with "
+        f"args must be a trl.experimental.ppo.PPOConfig, got {type(args).__module__}.{type(args).__name__}. Build one with "
         "the same fields (trl.PPOTrainer takes the config of the step-level trainer)."
     )
 

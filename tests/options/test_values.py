@@ -1,0 +1,130 @@
+"""Numbers and booleans given as text are read as on the command line; numbers out of range are refused by one table."""
+
+import math
+
+import pytest
+
+from trl import (
+    BCOConfig,
+    CPOConfig,
+    DatasetMixtureConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ModelConfig,
+    ORPOConfig,
+    PPOConfig,
+    PRMConfig,
+    RewardConfig,
+    RLOOConfig,
+    ScriptArguments,
+    SFTConfig,
+    TrlParser,
+)
+from trl.experimental.ppo import PPOConfig as DataSetPPOConfig
+from trl.options.values import number_fields
+
+TRAINING = (
+    BCOConfig, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, RLOOConfig, SFTConfig,
+    DataSetPPOConfig,
+)  # fmt: skip
+CONFIGS = (*TRAINING, PPOConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
+
+
+@pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_number_and_boolean_has_the_reader_of_the_command_line(kind):
+    fields = number_fields(kind)
+    actions = TrlParser(kind).options()
+    readers = {entry.reader for entry in fields.values()}
+    by_argparse = {name for name, action in actions.items() if action.type in readers}
+    assert set(fields) == by_argparse - {"include_num_input_tokens_seen"}  # text or a boolean: stays text
+    assert {name: entry.reader for name, entry in fields.items()} == {
+        name: actions[name].type for name in fields
+    }
+    assert {name for name, entry in fields.items() if entry.is_list} == {
+        name for name in fields if actions[name].nargs == "+"
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (SFTConfig, {"learning_rate": "1e-5", "packing": "no", "num_train_epochs": "3", "max_steps": "-1"}),
+        (SFTConfig, {"packing": "YES", "max_length": "16", "bf16": "false", "completion_only_loss": "true"}),
+        (DPOConfig, {"beta": "0.2", "precompute_ref_log_probs": "0", "loss_weights": ["1", "2e0"],
+                     "loss_type": ["sigmoid", "sft"]}),
+        (GRPOConfig, {"beta": "0.1", "num_generations": "4", "reward_weights": "0.5"}),
+        (PPOConfig, {"batch_size": "8", "mini_batch_size": "4", "adap_kl_ctrl": "f", "max_grad_norm": "inf"}),
+        (ModelConfig, {"use_peft": "y", "lora_r": "8", "lora_dropout": "0"}),
+        (ScriptArguments, {"dataset_streaming": "no"}),
+    ],
+)  # fmt: skip
+def test_text_in_python_is_what_the_command_line_reads(tmp_path, kind, given):
+    trains = {"output_dir": str(tmp_path), "use_cpu": "1"} if kind in TRAINING else {}
+    line = [
+        word
+        for name, value in {**trains, **given}.items()
+        for word in (f"--{name}", *(value if isinstance(value, list) else [value]))
+    ]
+    (expected,) = TrlParser(kind).parse_args_and_config(line)
+    config = kind(**trains, **given)
+    for name in given:
+        value = getattr(config, name)
+        assert value == getattr(expected, name)
+        assert type(value) is type(getattr(expected, name)) is not str
+
+
+def test_text_of_no_value_is_refused_field_by_field_at_once(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        SFTConfig(str(tmp_path), packing="maybe", max_steps="2.5", learning_rate="")
+    assert set(str(caught.value).split("\n")) == {
+        "packing must be true or false, got 'maybe'.",
+        "max_steps must be a whole number, got '2.5'.",
+        "learning_rate must be a number, got ''.",
+    }
+
+
+@pytest.mark.parametrize("kind", TRAINING, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"learning_rate": math.nan}, "learning_rate must be a finite number >= 0, got nan."),
+        ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1."),
+        ({"num_train_epochs": math.inf}, "num_train_epochs must be a finite number >= 0, got inf."),
+        ({"max_steps": -3}, "max_steps must be >= 0 or -1, got -3."),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be a finite number >= 0, got nan."),
+        ({"seed": -1}, "seed must be >= 0, got -1."),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_numbers_that_mean_nothing_are_refused_by_every_config(tmp_path, kind, given, message):
+    with pytest.raises(ValueError) as caught:
+        kind(str(tmp_path), **given)
+    assert str(caught.value) == message
+
+
+def test_all_numbers_out_of_range_are_named_at_once(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        SFTConfig(str(tmp_path), learning_rate=-1.0, weight_decay=math.nan, save_total_limit=-2)
+    assert str(caught.value).count("\n") == 2
+    with pytest.raises(ValueError, match="lora_alpha must be a finite number"):
+        ModelConfig(use_peft=True, lora_alpha=math.nan)
+    with pytest.raises(ValueError, match=r"vf_coef must be >= 0, got -0\.1"):
+        PPOConfig(vf_coef=-0.1)
+
+
+@pytest.mark.filterwarnings("ignore:f_alpha_divergence_coef=-2.0 has no effect")
+def test_sentinels_and_limits_without_end_stay(tmp_path):
+    args = SFTConfig(str(tmp_path), max_steps=-1, max_grad_norm=math.inf, warmup_steps=0.1)
+    assert (args.max_steps, args.max_grad_norm) == (-1, math.inf)
+    assert DPOConfig(str(tmp_path), label_pad_token_id=-100).label_pad_token_id == -100
+    assert DPOConfig(str(tmp_path), f_alpha_divergence_coef=-2.0).f_alpha_divergence_coef == -2.0
+    grpo = GRPOConfig(
+        str(tmp_path), reward_weights=[-1.0], reward_deadline=math.inf, epsilon_high=math.inf, top_k=0
+    )
+    assert (grpo.reward_weights, grpo.epsilon_high) == ([-1.0], math.inf)
+
+
+def test_no_trackers_by_none(tmp_path):
+    """transformers takes None for a name and fails on it."""
+    assert SFTConfig(str(tmp_path), report_to=None).report_to == []
