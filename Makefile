@@ -4,6 +4,8 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 WORKERS ?= 2
+# glibc keeps freed tensors up to these sizes; otherwise the system zeroes the pages of each new tensor.
+KEEP_MEMORY := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912
 
 .PHONY: quickstart test test-vllm check bench format clean
 
@@ -11,7 +13,7 @@ quickstart: .venv/.installed
 	$(BIN)/trl quickstart
 
 test: .venv/.installed-dev
-	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	$(OFFLINE) $(KEEP_MEMORY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 # vLLM's CPU build wants another numpy than the rest, so it is tried in an environment of its own.
 test-vllm: .venv-vllm/.installed

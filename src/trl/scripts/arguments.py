@@ -47,6 +47,13 @@ class ScriptArguments(OptionGroup):
             "help": "Leave boolean buffers (attention masks) out of what distributed training synchronises."
         },
     )
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Prepare the data, print the settings that differ from their defaults, two rows with what is trained marked, "
+            "and the memory that the weights, gradients and optimizer need; then stop."
+        },
+    )
 
     def __post_init__(self) -> None:
         self.settle()

@@ -33,12 +33,7 @@ def main(
     Raises:
         CommandError: for everything about the input that is wrong, before the first step.
     """
-    return train(
-        lambda: build_trainer(script_args, training_args, model_args, dataset_args),
-        training_args,
-        dataset_name=script_args.dataset_name,
-        command="dpo",
-    )
+    return train(build_trainer, script_args, training_args, model_args, dataset_args, command="dpo")
 
 
 def build_trainer(

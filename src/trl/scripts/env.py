@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from trl.scripts.allocator import allocator
 from trl.scripts.checkout import get_git_commit_hash
 from trl.scripts.plain_parser import PlainParser
 
@@ -54,6 +55,7 @@ def system_information() -> dict[str, str]:
         "Accelerator(s)": accelerators(),
     }
     information |= {f"{name} version": version(package) for name, package in REQUIRED.items()}
+    information["Memory allocator"] = allocator()
     information["Accelerate config"] = accelerate_config()
     information |= {f"{name} version": version(package) for name, package in OPTIONAL.items()}
     return information

@@ -5,6 +5,7 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trl.options.model import ModelConfig
@@ -26,31 +27,48 @@ LAUNCHING = (
 
 
 def train(
-    build: Callable[[], Trainer], training_args: Any, *, dataset_name: str | None, command: str
+    build: Callable[..., Trainer],
+    script_args: ScriptArguments,
+    training_args: Any,
+    *others: Any,
+    command: str,
 ) -> Trainer:
-    """Build a trainer, train it, save its model, say where it is; returns the trainer.
+    """Build a trainer from the arguments, train it, save its model, say where it is; returns the trainer.
+
+    With `dry_run` the trainer is built and described, and nothing is trained or written.
 
     Raises:
         CommandError: for everything about the input that is wrong, before the first step.
     """
     from trl.reporting.trackers import check_trackers
+    from trl.scripts.allocator import keep_freed_memory
+    from trl.scripts.dry_run import changed_settings, describe
     from trl.scripts.going_on import NewestCheckpoint
     from trl.scripts.outputs import check_output_dir, check_push
     from trl.scripts.resume import checkpoint_to_resume
     from trl.scripts.summary import finish
 
+    if training_args.device.type == "cpu":
+        keep_freed_memory()
     with reporting_input_errors():
         output_dir = training_args.output_dir or "."
         check_output_dir(output_dir)
         check_push(training_args)
         check_trackers(training_args.report_to)
         checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, output_dir)
-        trainer = build()
+        settings, made_folder = (
+            changed_settings(script_args, training_args, *others),
+            not Path(output_dir).exists(),
+        )
+        trainer = build(script_args, training_args, *others)
+    if script_args.dry_run:
+        describe(trainer, settings, made_folder=made_folder)
+        return trainer
     newest = NewestCheckpoint(checkpoint)
     trainer.add_callback(newest)
     with telling_the_way_on(trainer, newest, command=command):
         trainer.train(resume_from_checkpoint=checkpoint)
-    finish(trainer, dataset_name=dataset_name, command=command, newest=newest.path)
+    finish(trainer, dataset_name=script_args.dataset_name, command=command, newest=newest.path)
     return trainer
 
 

@@ -1,0 +1,128 @@
+"""What a training command would do, shown without training: its settings, two rows of its data, its memory."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+_MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
+_FILLED_IN = (
+    "accelerator_config",
+    "gradient_checkpointing_kwargs",
+    "dataloader_pin_memory",
+)  # by transformers
+
+
+class Shown(NamedTuple):
+    """A sequence of a row: its tokens, and which of them the loss or the score depends on."""
+
+    title: str
+    ids: list[int]
+    trained: list[bool]
+
+
+def changed_settings(*configs: Any) -> dict[str, Any]:
+    """The fields of the configs that differ from their defaults. Empty values in place of a default None do not count."""
+    changed = {}
+    for config in configs:
+        for field in dataclasses.fields(config):
+            made = field.default_factory is not dataclasses.MISSING
+            default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
+            value = getattr(config, field.name)
+            value = value.value if isinstance(value, Enum) else value
+            filled = field.name in _FILLED_IN or (default in (None, "", "none") and not value)
+            if not filled and value != default:
+                changed[field.name] = value
+    return changed
+
+
+def describe(trainer: Any, settings: dict[str, Any], *, made_folder: bool) -> None:
+    """Print settings, rows and memory. Removes the empty output folder that the trainer made, and ends its processes."""
+    if trainer.accelerator.is_main_process:
+        console = Console(highlight=False, soft_wrap=True)
+        console.print("Settings that differ from their defaults", style="bold")
+        width = max(map(len, settings), default=0)
+        for name, value in settings.items():
+            console.print(f"  {name:<{width}}  {value}", markup=False)
+        for number, row in enumerate(itertools.islice(iter(trainer.train_dataset), 2)):
+            console.print(f"\nRow {number}", style="bold")
+            for sequence in sequences(trainer, row):
+                console.print(rendered(trainer.processing_class, sequence, colour=console.is_terminal))
+        console.print("\nMemory of one process, unsharded and without activations", style="bold")
+        parts = memory(trainer)
+        for name, size in {**parts, "together": sum(parts.values())}.items():
+            console.print(f"  {name:<{max(map(len, parts))}}  {size / 2**20:,.1f} MiB")
+        console.print("\nDry run: nothing was trained or written.")
+        folder = Path(trainer.args.output_dir)
+        if made_folder and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    trainer.accelerator.end_training()
+
+
+def sequences(trainer: Any, row: dict[str, Any]) -> list[Shown]:
+    """The token sequences of a prepared row; none where it holds no tokens yet (images)."""
+    parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
+    if parts:
+        title = {name: name.removesuffix("_input_ids") for name in parts}
+        return [Shown(title[name], ids, [title[name] != "prompt"] * len(ids)) for name, ids in parts.items()]
+    if "input_ids" not in row:
+        return []
+    batch = trainer.data_collator([row])
+    if "labels" not in batch:  # a prompt: the completions that are trained do not exist yet
+        return [Shown("prompt", list(row["input_ids"]), [False] * len(row["input_ids"]))]
+    return [
+        Shown("text", batch["input_ids"].flatten().tolist(), (batch["labels"] != -100).flatten().tolist())
+    ]
+
+
+def rendered(processing_class: Any, sequence: Shown, *, colour: bool) -> Text:
+    """A sequence as text. What is trained is coloured, or stands between >> and <<."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    count = sum(sequence.trained)
+    text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {count} trained): ")
+    half = _MOST_TOKENS // 2
+    cut = len(sequence.ids) > _MOST_TOKENS
+    for part in (slice(0, half), slice(-half, None)) if cut else (slice(None),):
+        pairs = zip(sequence.trained[part], sequence.ids[part], strict=True)
+        for trained, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            piece = tokenizer.decode([token for _, token in run])
+            plain = f">>{piece}<<" if trained and not colour else piece
+            text.append(plain, style="black on green" if trained else "dim")
+        if cut and part.start == 0:
+            text.append(f" ... {len(sequence.ids) - _MOST_TOKENS} tokens ... ", style="italic")
+    return text
+
+
+def memory(trainer: Any) -> dict[str, int]:
+    """Bytes of the weights, gradients, optimizer state and, where there is one, the reference model."""
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    parts = {
+        "weights": _size(trainer.model.parameters()),
+        "gradients": _size(trained),
+        f"optimizer ({trainer.args.optim.value})": _optimizer_size(trainer, trained),
+    }
+    reference = getattr(trainer, "ref_model", None)
+    return parts if reference is None else {**parts, "reference": _size(reference.parameters())}
+
+
+def _size(parameters: Any) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def _optimizer_size(trainer: Any, trained: Sequence[torch.Tensor]) -> int:
+    """Bytes of the optimizer's state, by what it keeps for one matrix of 256 x 256 after a step."""
+    kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    if not trained or {"params", "model", "optimizer_dict"} & set(settings):
+        return 0
+    probe = torch.nn.Parameter(torch.zeros(256, 256, dtype=trained[0].dtype, device=trained[0].device))
+    optimizer = kind([probe], **settings)
+    probe.grad = torch.zeros_like(probe)
+    optimizer.step()
+    state = [each for each in optimizer.state[probe].values() if isinstance(each, torch.Tensor)]
+    return round(sum(each.nbytes for each in state if each.numel() > 1) / probe.nbytes * _size(trained))
