@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
-from tests.tiny import tiny_model
+from tests.tiny import tiny_classifier, tiny_model
 from tests.trainer.grpo_runs import END, even_tokens, logs, make, prompts, run
 from tests.trainer.resume_worker import tokenizer
 from trl import DPOConfig, DPOTrainer
@@ -241,6 +241,35 @@ def test_settings_of_references_and_tools_that_nobody_reads_say_so():
         "ref_model_mixup_alpha=0.5 has no effect with sync_ref_model=False",
         "ref_model_sync_steps=3 has no effect with sync_ref_model=False",
     ]
+
+
+def test_a_reference_that_nothing_reads_is_not_moved():
+    with pytest.warns(UserWarning, match=r"sync_ref_model=True has no effect with beta=0\.0"):
+        trainer, _ = make(beta=0.0, sync_ref_model=True, max_steps=1)
+    assert trainer.train().global_step == 1 and trainer.reference is None
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_steps_that_do_not_divide_a_generation_are_generated_together(method):
+    with pytest.warns(
+        UserWarning, match=r"completions of 6 micro-batches \(3 optimiser steps\) are generated at once"
+    ):
+        trainer, _ = make(method, steps_per_generation=3, gradient_accumulation_steps=2, max_steps=4)
+    windows = []
+    make_window = trainer.make_window
+    trainer.make_window = lambda number: windows.append(trainer.state.global_step) or make_window(number)
+    trainer.train()
+    assert windows == [0, 3]
+
+
+def test_one_tokenizer_for_several_reward_models_is_refused():
+    models = [tiny_classifier("llama", num_labels=1) for _ in range(2)]
+    with pytest.raises(ValueError, match="one tokenizer for 2 reward models, expected one for each"):
+        make(reward_funcs=models, given={"reward_processing_classes": tokenizer()})
+    both = {"reward_processing_classes": [tokenizer(), tokenizer()]}
+    assert len(make(reward_funcs=models, given=both)[0].rewards.models) == 2
+    one = make(reward_funcs=[models[0], even_tokens], given={"reward_processing_classes": tokenizer()})
+    assert len(one[0].rewards.models) == 1
 
 
 def test_dpo_says_so_too(tmp_path, recwarn):

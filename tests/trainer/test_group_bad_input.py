@@ -116,10 +116,6 @@ OF_SETTINGS: dict[str, Bad] = {
         BOTH, ValueError, ("generation_batch_size=16 and steps_per_generation=4 disagree", "Leave one"),
         settings={"generation_batch_size": 16, "steps_per_generation": 4},
     ),
-    "torn steps": Bad(
-        BOTH, ValueError, ("steps_per_generation=3 must be a multiple of gradient_accumulation_steps=2", "Set it to 2 or 4"),
-        settings={"steps_per_generation": 3, "gradient_accumulation_steps": 2},
-    ),
     "evaluation batches": Bad(
         BOTH, ValueError, ("an evaluation batch has 6 completions", "num_generations_eval=4", "Set num_generations_eval to 1 or 2 or 3 or 6"),
         settings={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6},

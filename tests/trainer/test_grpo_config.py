@@ -192,10 +192,6 @@ REFUSED = {
         "divides by max_completion_length, got None",
     ),
     "rows of sums": ({"loss_type": "luspo"}, "Set importance_sampling_level='sequence'"),
-    "no reference": (
-        {"sync_ref_model": True},
-        "sync_ref_model=True needs a reference, and beta=0.0 has none",
-    ),
     "greedy": ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
     "top_p": ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
     "min_p": ({"min_p": 2.0}, r"min_p must be in \[0, 1\] or None, got 2.0"),

@@ -106,8 +106,6 @@ def test_parts_of_a_trainer():
         PPOTrainer(config, value_model())
     with pytest.raises(TypeError, match=r"ref_model must be a model .* got str"):
         PPOTrainer(config, value_model(), "gpt2", tokenizer)
-    with pytest.raises(ValueError, match="num_shared_layers=1 was given with ref_model"):
-        PPOTrainer(config, value_model(), value_model(), tokenizer, num_shared_layers=1)
     with pytest.raises(ValueError, match="vocabulary"):
         PPOTrainer(config, value_model(), tiny_model("llama", vocab_size=50), tokenizer)
     with pytest.raises(ValueError, match="at least batch_size"):

@@ -307,6 +307,14 @@ def test_shared_layers_are_frozen_in_both():
     assert all(reference[name] is p for name, p in trainer.model.named_parameters() if "layers.0." in name)
 
 
+def test_shared_layers_without_a_copy_are_said(caplog):
+    reference = value_model()
+    trainer = make_trainer(value_model(), reference, options={"num_shared_layers": 1})
+    assert "num_shared_layers=1 has no effect with ref_model" in caplog.text
+    assert trainer.ref_model is reference
+    assert all(parameter.requires_grad for parameter in trainer.model.parameters())
+
+
 def test_a_plain_model_is_a_reference_too():
     other = value_model(seed=1)
     first = make_trainer(value_model(), copy.deepcopy(other)).step(*batch())

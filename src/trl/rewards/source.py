@@ -56,7 +56,7 @@ class RewardSources:
             its name or path, a judge, a source (`FunctionSource`, `ModelSource`, `JudgeSource`, or anything with their methods).
         weights: of the sources in the sum, 1 by default.
         processing_classes: the tokenizers of the models among the sources: one for each source (None for a function, or
-            for the tokenizer saved with the model), or one alone for all.
+            for the tokenizer saved with the model), or one alone for all (trainers take that for one model only).
         deadline: seconds after which an answer is not waited for any more; None waits. A source's own comes first.
         on_failure: what to do where a source raises, misses its deadline or answers what is no reward: "error" raises
             `RewardError`; "skip" counts the rows as failures, on which it has no opinion. A source's own comes first.

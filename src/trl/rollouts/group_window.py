@@ -52,23 +52,17 @@ class GroupWindow(NamedTuple):
 def group_window(settings: GroupSettings) -> GroupWindow:
     """The window of a configuration, in rows (completions).
 
-    Where fewer micro-batches share their completions than an optimiser step has, the step's generations, all by one policy,
-    are one window. Raises ValueError for numbers that do not divide, with those that would.
+    A window is made of whole optimiser steps: where `steps_per_generation` is no multiple of an optimiser step's micro-batches,
+    several generations, all by one policy, are one window. Raises ValueError for numbers that do not divide, with those that would.
 
     >>> found = group_window(GroupSettings(4, 2, processes=1, num_generations=8))
     >>> found.generation_batch_size, found.steps_per_generation, found.sizes.steps
     (8, 2, 1)
     """
     steps, accumulated = _steps(settings), settings.gradient_accumulation_steps
-    if steps % accumulated and accumulated % steps:
-        raise ValueError(
-            f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulated}, or divide it: an "
-            "optimiser step would learn from parts of two batches of completions. "
-            f"{_nearest('Set it to', steps, settings.whole // settings.turn)}."
-        )
     generated = settings.turn * steps
     _check_groups(generated, settings)
-    micro_batches = max(steps, accumulated)
+    micro_batches = math.lcm(steps, accumulated)
     sizes = WindowSizes(
         rows=settings.turn * micro_batches,
         mini_batches=micro_batches // accumulated,

@@ -71,6 +71,13 @@ class GroupTraining(
             found.generation_batch_size,
             found.steps_per_generation,
         )
+        together = found.sizes.mini_batches * found.sizes.micro_batches
+        if together > max(found.steps_per_generation, self.gradient_accumulation_steps):
+            warn_caller(
+                f"steps_per_generation={found.steps_per_generation} is no multiple of gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, nor divides it: the completions of {together} micro-batches "
+                f"({found.sizes.mini_batches} optimiser steps) are generated at once, by one policy."
+            )
         if self.eval_strategy != "no":
             rows = self.per_device_eval_batch_size * self.world_size
             check_evaluation(rows, self.num_generations_eval or self.num_generations or 2)
@@ -79,9 +86,10 @@ class GroupTraining(
         super().check()
         self.group_options()
         if self.sync_ref_model and self.beta == 0:
-            raise ValueError(
-                "sync_ref_model=True needs a reference, and beta=0.0 has none. Set beta > 0, or leave sync_ref_model out."
+            warn_caller(
+                "sync_ref_model=True has no effect with beta=0.0, which needs no reference. Set beta > 0, or leave it out."
             )
+            self.sync_ref_model = False
 
     def window_sizes(self) -> WindowSizes:
         """How a batch of completions is cut into optimiser steps."""

@@ -148,8 +148,7 @@ def set_up_reference(
     Without `ref_model` a policy with adapters is its own reference, any other is copied but for the first `shared` layers,
     which are frozen in both.
 
-    Raises: TypeError for a `ref_model` that is no model; ValueError for one that does not fit, and for `shared` layers beside
-    a reference that is there.
+    Raises: TypeError for a `ref_model` that is no model; ValueError for one that does not fit.
     """
     known = (PreTrainedModelWrapper, PreTrainedModel)
     if not (ref_model is None or isinstance(ref_model, known) or is_peft_model(ref_model)):
@@ -159,8 +158,10 @@ def set_up_reference(
         )
     if shared is not None and (ref_model is not None or model.is_peft_model):
         has = "ref_model" if ref_model is not None else "a model with adapters"
-        raise ValueError(
-            f"num_shared_layers={shared} was given with {has}, expected neither: no copy is made then. Leave it out."
+        logger.warning(
+            "num_shared_layers=%d has no effect with %s: no copy of the model is made. Leave it out.",
+            shared,
+            has,
         )
     if ref_model is None and not model.is_peft_model:
         ref_model = create_reference_model(model, num_shared_layers=shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,18 @@ def tokenizer_for(source: Any, given: Any, policy: Policy) -> Any:
 
 
 def tokenizers_for(sources: list[Any], given: Any, policy: Policy) -> Any:
-    """The tokenizer of each source: `given` is one for all or one for each; a wrong number of them is left as it is."""
+    """The tokenizer of each source: `given` is one for the only model or one for each; a wrong number of them is left as it is.
+
+    Raises: ValueError for one tokenizer and several models.
+    """
     if not isinstance(given, (list, tuple)):
+        models = sum(isinstance(source, (nn.Module, str, PathLike)) for source in sources)
+        if given is not None and models > 1:
+            raise ValueError(
+                f"reward_processing_classes is one tokenizer for {models} reward models, expected one for each: a tokenizer belongs "
+                "to its model. Give a list with an entry for each reward function (None: the tokenizer saved with the model), or "
+                "leave it out."
+            )
         given = [given] * len(sources)
     if len(given) != len(sources):
         return given
