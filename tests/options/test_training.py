@@ -37,6 +37,13 @@ def test_numbers_that_are_unusual_and_fine(tmp_path):
     assert SFTConfig(str(tmp_path), num_train_epochs=0.5, max_steps=-1).num_train_epochs == 0.5
 
 
+def test_prefetching_without_workers_has_no_effect(tmp_path):
+    with pytest.warns(
+        UserWarning, match="dataloader_prefetch_factor=4 has no effect with dataloader_num_workers=0"
+    ):
+        assert SFTConfig(str(tmp_path), dataloader_prefetch_factor=4).dataloader_prefetch_factor is None
+
+
 def test_deepspeed_without_its_package_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr("trl.options.training.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install trl\[deepspeed\]"):

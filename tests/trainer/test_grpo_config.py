@@ -160,6 +160,12 @@ def test_scale_rewards_takes_the_older_yes_and_no(given, kept):
     assert config(scale_rewards=given).scale_rewards == kept
 
 
+def test_luspo_takes_ratios_of_sequences():
+    with pytest.warns(UserWarning, match="importance_sampling_level='sequence' is used"):
+        args = config(loss_type="luspo")
+    assert args.group_options().importance_sampling_level == "sequence"
+
+
 def test_sizes_are_filled_in():
     args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=8)
     assert (args.generation_batch_size, args.steps_per_generation) == (32, 8)
@@ -191,7 +197,6 @@ REFUSED = {
         {"loss_type": "dr_grpo", "max_completion_length": None},
         "divides by max_completion_length, got None",
     ),
-    "rows of sums": ({"loss_type": "luspo"}, "Set importance_sampling_level='sequence'"),
     "greedy": ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
     "top_p": ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
     "min_p": ({"min_p": 2.0}, r"min_p must be in \[0, 1\] or None, got 2.0"),

@@ -46,6 +46,19 @@ class CompletionLengths(PromptLengths):
         super().check()
         check_one_of("truncation_mode", self.truncation_mode, get_args(TruncationMode))
 
+    def prompt_limit(self, *, is_encoder_decoder: bool) -> int | None:
+        """`max_prompt_length`; None where its default is no less than `max_length`, which then limits prompts alone."""
+        if is_encoder_decoder or not self._default_fills_length():
+            return self.max_prompt_length
+        return None
+
+    def _default_fills_length(self) -> bool:
+        limit, length = self.max_prompt_length, self.max_length
+        is_default = limit is not None and limit == type(self).max_prompt_length
+        return (
+            is_default and length is not None and limit >= length - 2
+        )  # 2: places of KTO's begin token and eos
+
 
 @dataclass
 class PromptFirstLengths(CompletionLengths):
@@ -56,7 +69,8 @@ class PromptFirstLengths(CompletionLengths):
         metadata={
             "help": "Length to which a prompt is cut where it and its longer completion exceed max_length (with max_length "
             "None: wherever it is longer), in tokens; truncation_mode says which end is kept. Completions that are still "
-            "too long keep their first max_length - max_prompt_length. None: no limit."
+            "too long keep their first max_length - max_prompt_length. The default is half of max_length where that is no larger. "
+            "None: no limit."
         },
     )
     max_completion_length: int | None = field(
@@ -66,6 +80,12 @@ class PromptFirstLengths(CompletionLengths):
             "does nothing to other models."
         },
     )
+
+    def prompt_limit(self, *, is_encoder_decoder: bool) -> int | None:
+        """`max_prompt_length`; half of `max_length` where its default would leave completions no room in that."""
+        if is_encoder_decoder or not self._default_fills_length():
+            return self.max_prompt_length
+        return max(self.max_length // 2, 1)  # type: ignore[operator]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trl.options.checks import json_object
+from trl.options.checks import json_object, warn_caller
 from trl.options.groups import changed_default
 from trl.options.older import OlderTrainingArguments
 from trl.options.precision import default_bf16
@@ -52,6 +52,12 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a whole number >= 1, got {getattr(self, name)}.")
         self._check_length()
+        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
+            warn_caller(
+                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} has no effect with dataloader_num_workers=0. Set "
+                "dataloader_num_workers, or leave it out."
+            )
+            self.dataloader_prefetch_factor = None
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ImportError(
                 "The setting deepspeed needs the deepspeed package. Install it with `pip install trl[deepspeed]`."

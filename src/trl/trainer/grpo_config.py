@@ -235,6 +235,14 @@ class GRPOConfig(FusedLoss, GroupTraining):
     def check(self) -> None:
         given: Any = self.scale_rewards  # older programs and command lines say yes or no
         self.scale_rewards = {"true": "group", "false": "none"}.get(str(given).lower(), str(given))
+        if (
+            self.loss_type == "luspo"
+            and self.importance_sampling_level == type(self).importance_sampling_level
+        ):
+            warn_caller(
+                "loss_type='luspo' reads ratios of whole sequences: importance_sampling_level='sequence' is used."
+            )
+            self.importance_sampling_level = "sequence"
         super().check()
         check_scale(self.scale_rewards)
         check_quantile(self.top_entropy_quantile)

@@ -16,13 +16,14 @@ from trl.trainer.prepared_sets import PreparedSets
 
 def pair_sets(args: Any, policy: Policy, *, truncation_order: TruncationOrder = "sequence") -> PreparedSets:
     """How the sets of a trainer of pairs are prepared; `args` is its config."""
+    encodes = bool(policy.scorer.core.config.is_encoder_decoder)
     settings = PreferencePreparation(
         max_length=args.max_length,
-        max_prompt_length=args.max_prompt_length,
+        max_prompt_length=args.prompt_limit(is_encoder_decoder=encodes),
         max_completion_length=args.max_completion_length,
         truncation_mode=args.truncation_mode,
         truncation_order=truncation_order,
-        is_encoder_decoder=bool(policy.scorer.core.config.is_encoder_decoder),
+        is_encoder_decoder=encodes,
         tools=getattr(args, "tools", None),
         num_proc=args.dataset_num_proc,
         vocab_size=embedded_tokens(policy.model),

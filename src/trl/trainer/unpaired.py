@@ -288,12 +288,13 @@ def unpaired_reference(
 
 def unpaired_sets(args: Any, policy: Policy, **settings: Any) -> PreparedSets:
     """How the sets of a trainer of unpaired completions are prepared; `settings` are `UnpairedPreparation`'s."""
+    encodes = bool(policy.scorer.core.config.is_encoder_decoder)
     preparation = UnpairedPreparation(
         max_length=args.max_length,
-        max_prompt_length=args.max_prompt_length,
+        max_prompt_length=args.prompt_limit(is_encoder_decoder=encodes),
         max_completion_length=args.max_completion_length,
         truncation_mode=args.truncation_mode,
-        is_encoder_decoder=bool(policy.scorer.core.config.is_encoder_decoder),
+        is_encoder_decoder=encodes,
         num_proc=args.dataset_num_proc,
         vocab_size=embedded_tokens(policy.model),
         **settings,

@@ -70,6 +70,10 @@ def check_served(served: Served, args: GroupTraining, policy: Policy) -> None:
             "trained: `trl vllm-serve --model <model>`."
         )
     room, longest = args.max_completion_length or 1, args.max_prompt_length or 1
+    if (
+        args.max_prompt_length == type(args).max_prompt_length
+    ):  # prompts are checked themselves where they are prepared
+        longest = 1
     own = context_window(policy.model, getattr(args, "vllm_max_model_length", None))
     if served.window < room + longest and (own is None or own >= room + longest):
         raise ValueError(
