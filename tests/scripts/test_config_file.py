@@ -43,14 +43,21 @@ def test_a_missing_file():
         ("- a\n- b\n", "must hold `option: value` lines, got list"),
         ("just text", "got str"),
         ("1: a", "must hold `option: value` lines"),
-        ("a: 1\nb: 2\na: 3\n", "line 3: `a` already stands on line 1"),
-        ("env: [A]", "`env` must map names"),
         ("a: !!python/object/apply:os.system ['true']", "is not valid YAML"),
     ],
 )
 def test_bad_files(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read_config(written(tmp_path, text))
+
+
+def test_faults_of_a_file_are_kept_for_the_parser(tmp_path):
+    config = read_config(written(tmp_path, "a: 1\nb: 2\na: 3\nenv: [A]\na: 4\n"))
+    assert [fault.partition("run.yaml")[2] for fault in config.faults] == [
+        ", line 3: `a` already stands on line 1. Keep one of them.",
+        ", line 5: `a` already stands on line 1. Keep one of them.",
+        ": `env` must map names of environment variables to plain values, got ['A'].",
+    ]
 
 
 def test_take_config_option():

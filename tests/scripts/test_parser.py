@@ -107,6 +107,93 @@ def test_unknown_options_suggest_the_nearest(run, line, message):
         run(*line)
 
 
+def test_all_faults_of_a_file_are_reported_at_once(run):
+    with pytest.raises(ValueError) as caught:
+        run("--stray", config="steps: many\nstps: 3\nloss: dtf\nrate: 1\nrate: 2\nenv: [A]\nverbose: 3\n")
+    messages = str(caught.value).split("\n")
+    assert len(messages) == 7
+    for part in (
+        "line 1: `steps` must be a whole number, got 'many'.",
+        "line 2: unknown option `stps`. Did you mean steps?",
+        "line 3: `loss` must be one of nll, dft; got 'dtf'.",
+        "line 5: `rate` already stands on line 4.",
+        "`env` must map names",
+        "line 7: `verbose` must be true or false, got 3.",
+        "Unknown option --stray.",
+    ):
+        assert sum(part in message for message in messages) == 1
+
+
+def test_values_that_two_dataclasses_refuse_are_reported_at_once():
+    from trl import ModelConfig, SFTConfig
+
+    with pytest.raises(ValueError) as caught:
+        TrlParser((SFTConfig, ModelConfig)).parse_args_and_config(
+            ["--output_dir", "x", "--learning_rate", "nan", "--use_peft", "--lora_r", "0"]
+        )
+    assert str(caught.value).split("\n") == [
+        "learning_rate must be a finite number >= 0, got nan.",
+        "lora_r must be a whole number >= 1, got 0.",
+    ]
+
+
+@pytest.fixture
+def command(tmp_path):
+    """As `trl` of 0.26 parses: a parser without dataclasses, with one subparser per command."""
+
+    def parse(*line, config, **kwargs):
+        path = tmp_path / "run.yaml"
+        path.write_text(config)
+        main = TrlParser(prog="trl")
+        commands = main.add_subparsers(dest="command", parser_class=TrlParser)
+        commands.add_parser("train", dataclass_types=(Model, Training))
+        commands.add_parser("show", dataclass_types=(Other,))
+        return main.parse_args_and_config([*line, "--config", str(path)], **kwargs)
+
+    return parse
+
+
+@dataclass
+class Other:
+    steps: float = 1.0
+    width: int = 80
+
+
+def test_subparsers_take_a_file_and_arguments_override_it(command):
+    given, remaining = command(
+        "train",
+        "--steps",
+        "7",
+        "--num",
+        "2",
+        config="path: m\nsteps: 3\nrate: 2e-5\n",
+        return_remaining_strings=True,
+    )
+    assert (given.command, given.path, given.steps, given.rate) == ("train", "m", 7, 2e-5)
+    assert remaining == ["--num", "2"]
+    (given,) = command("show", config="steps: 3\n")
+    assert (given.steps, given.width) == (3, 80)
+
+
+def test_a_file_is_held_to_the_options_of_the_command_that_is_named(command):
+    with pytest.raises(ValueError) as caught:
+        command("train", config="path: m\nwidth: 3\nsteps: 1.5\n")
+    assert "line 2: unknown option `width`" in str(caught.value)
+    assert "line 3: `steps` must be a whole number, got 1.5." in str(caught.value)
+    with pytest.raises(ValueError, match=r"unknown option `rate`"):
+        command("show", config="rate: 1\n")
+
+
+def test_defaults_reach_every_subparser():
+    main = TrlParser()
+    commands = main.add_subparsers(dest="command")
+    commands.add_parser("train", dataclass_types=(Model, Training))
+    commands.add_parser("show", dataclass_types=(Other,))
+    assert main.set_defaults_with_config(path="m", steps=4, odd=1) == ["--odd", "1"]
+    assert main.parse_args(["train"]).path == "m"
+    assert [main.parse_args([name]).steps for name in ("train", "show")] == [4, 4]
+
+
 def test_options_of_others_are_suggested_too():
     instance = parser()
     instance.other_options.add("num_processes")

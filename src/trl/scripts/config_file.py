@@ -11,12 +11,17 @@ import yaml
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The options in a YAML file: their values, the line of each, and the environment variables under `env`."""
+    """The options in a YAML file: their values, the line of each, and the environment variables under `env`.
+
+    `faults`: a message for each name that stands twice and for an `env` that is no mapping. The parser reports them
+    with the faults that it finds itself.
+    """
 
     path: str
     values: dict[str, Any]
     lines: dict[str, int]
     env: dict[str, str]
+    faults: tuple[str, ...] = ()
 
     def where(self, key: str) -> str:
         """`file, line n` of an option."""
@@ -32,7 +37,7 @@ def read_config(path: str) -> ConfigFile:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not valid YAML, not a mapping of names to values, or names an option twice.
+        ValueError: if it is not valid YAML, or not a mapping of names to values.
     """
     if not Path(path).is_file():
         what = "is a folder" if Path(path).is_dir() else "does not exist"
@@ -49,8 +54,13 @@ def read_config(path: str) -> ConfigFile:
         raise ValueError(
             f"{path} must hold `option: value` lines, got {type(values).__name__} at its top level."
         )
-    lines = _lines(path, node)
-    return ConfigFile(path, values, lines, _environment(path, values.pop("env", None)))
+    lines, faults = _lines(path, node)
+    env = values.pop("env", None) or {}
+    if not isinstance(env, dict) or any(isinstance(value, (dict, list)) for value in env.values()):
+        faults.append(f"{path}: `env` must map names of environment variables to plain values, got {env!r}.")
+        env = {}
+    plain = {str(name): "" if value is None else str(value) for name, value in env.items()}
+    return ConfigFile(path, values, lines, plain, tuple(faults))
 
 
 def _said(error: yaml.YAMLError) -> str:
@@ -58,26 +68,18 @@ def _said(error: yaml.YAMLError) -> str:
     return " ".join(str(error).replace('in "<unicode string>", line', "at line").split())
 
 
-def _lines(path: str, node: Any) -> dict[str, int]:
+def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
+    """The line of each option, and a message for each that stands twice."""
     lines: dict[str, int] = {}
+    faults = []
     for key, _ in node.value:
         line = key.start_mark.line + 1
         if key.value in lines:
-            raise ValueError(
+            faults.append(
                 f"{path}, line {line}: `{key.value}` already stands on line {lines[key.value]}. Keep one of them."
             )
-        lines[key.value] = line
-    return lines
-
-
-def _environment(path: str, env: Any) -> dict[str, str]:
-    if env is None:
-        return {}
-    if not isinstance(env, dict) or any(isinstance(value, (dict, list)) for value in env.values()):
-        raise ValueError(
-            f"{path}: `env` must map names of environment variables to plain values, got {env!r}."
-        )
-    return {str(name): "" if value is None else str(value) for name, value in env.items()}
+        lines.setdefault(key.value, line)
+    return lines, faults
 
 
 def take_config_option(args: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -21,7 +21,8 @@ class TrlParser(ShortErrors, HfArgumentParser):
     """Parse dataclasses from command-line arguments and a YAML file given with `--config`.
 
     Options of the file are defaults, which the command line overrides; its `env:` mapping sets environment variables.
-    Options must be written out in full. `other_options` are names that somebody else reads from the same command line
+    With subparsers (`add_subparsers`) they are also defaults of the command that the arguments name, or of every command
+    where none is named. All faults of a file are reported at once. Options must be written out in full. `other_options` are names that somebody else reads from the same command line
     (launch options): they are no options here but are offered as suggestions.
 
     Args:
@@ -80,7 +81,9 @@ class TrlParser(ShortErrors, HfArgumentParser):
             config.apply_env()
         if not return_remaining_strings:
             return self.parse_with(given, config, fail_with_unknown_args=fail_with_unknown_args)
-        unknown = [*self._take_defaults(config), *self.parse_known_args(given)[1]]
+        from_file, faults = self._take_defaults(config, given)
+        _raise_all(faults)
+        unknown = [*from_file, *self.parse_known_args(given)[1]]
         return (*self._build(given), unknown)
 
     def parse_with(
@@ -100,42 +103,71 @@ class TrlParser(ShortErrors, HfArgumentParser):
 
         Raises: as `parse_args_and_config`.
         """
-        from_file = self._take_defaults(config)
-        self._report_unknown(from_file, unknown_to(self, args), fail=fail_with_unknown_args)
+        from_file, faults = self._take_defaults(config, args)
+        self._report_unknown(from_file, unknown_to(self, args), faults, fail=fail_with_unknown_args)
         self.parse_known_args(args)
 
-    def _take_defaults(self, config: ConfigFile | None) -> list[str]:
+    def _take_defaults(self, config: ConfigFile | None, args: list[str]) -> tuple[list[str], list[str]]:
+        """Take the file's options as defaults; returns the unknown ones as strings, and the faults of the others."""
         self._config = config
-        return [] if config is None else self.set_defaults_with_config(**config.values)
+        if config is None:
+            return [], []
+        unknown, faults = self._set_defaults(config.values, self._readers(args))
+        return unknown, [*config.faults, *faults]
 
     def _build(self, args: list[str]) -> tuple[DataClass, ...]:
-        return tuple(
-            self.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)[
-                :-1
-            ]
-        )
+        namespace, _ = self.parse_known_args(args)
+        values, built, errors = vars(namespace), [], []
+        for kind in self.dataclass_types:
+            names = [item.name for item in dataclasses.fields(kind) if item.init]
+            try:
+                built.append(kind(**{name: values.pop(name) for name in names}))
+            except (ValueError, TypeError) as error:
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        _raise_all([str(error) for error in errors])
+        return (*built, namespace) if values else tuple(built)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Make these values the defaults of their options, which are no longer required.
+        """Make these values the defaults of their options, which are no longer required; those of subparsers too.
 
         Returns the unknown ones as command-line strings.
 
         Raises:
-            ValueError: if a value does not fit its option.
+            ValueError: naming every value that does not fit its option.
         """
-        actions = self.options()
-        remaining: list[str] = []
-        for name, value in kwargs.items():
-            if name not in actions:
-                remaining.extend(_as_strings(name, value))
-                continue
-            try:
-                default = option_value(actions[name], value, hint=self._hints.get(name))
-            except ValueError as error:
-                raise ValueError(f"{self._where(name)}`{name}` {error}") from None
-            actions[name].required = False
-            self.set_defaults(**{name: default})
+        remaining, faults = self._set_defaults(kwargs, self._readers([]))
+        _raise_all(faults)
         return remaining
+
+    def _set_defaults(
+        self, values: dict[str, Any], readers: list[argparse.ArgumentParser]
+    ) -> tuple[list[str], list[str]]:
+        remaining, faults = [], []
+        for name, value in values.items():
+            knowing = [reader for reader in readers if name in _options(reader)]
+            if not knowing:
+                remaining.extend(_as_strings(name, value))
+            for reader in knowing:
+                action = _options(reader)[name]
+                try:
+                    default = option_value(action, value, hint=getattr(reader, "_hints", {}).get(name))
+                except ValueError as error:
+                    faults.append(f"{self._where(name)}`{name}` {error}")
+                    continue
+                action.required = False
+                reader.set_defaults(**{name: default})
+        return remaining, list(dict.fromkeys(faults))
+
+    def _readers(self, args: list[str]) -> list[argparse.ArgumentParser]:
+        """This parser and its subparsers: the one that `args` names, or all where it names none."""
+        found: list[argparse.ArgumentParser] = [self]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                named = [token for token in args if token in action.choices][:1]
+                found.extend(action.choices[name] for name in named or action.choices)
+        return found
 
     def format_help(self) -> str:
         """The help text, options in groups."""
@@ -151,11 +183,7 @@ class TrlParser(ShortErrors, HfArgumentParser):
 
     def options(self) -> dict[str, argparse.Action]:
         """Every option by the name of its field."""
-        actions: dict[str, argparse.Action] = {}
-        for action in self._actions:
-            if action.option_strings and action.dest not in ("help", "config"):
-                actions.setdefault(action.dest, action)
-        return actions
+        return _options(self)
 
     def spellings(self) -> list[str]:
         """Every option as it is written, dashes included."""
@@ -164,18 +192,33 @@ class TrlParser(ShortErrors, HfArgumentParser):
     def _where(self, name: str) -> str:
         return f"{self._config.where(name)}: " if self._config else ""
 
-    def _report_unknown(self, from_file: list[str], from_line: list[str], *, fail: bool) -> None:
-        known = [*self.options(), "config", "help", *sorted(self.other_options)]
+    def _report_unknown(
+        self, from_file: list[str], from_line: list[str], faults: list[str], *, fail: bool
+    ) -> None:
+        options = [name for reader in self._readers([]) for name in _options(reader)]
+        known = [*options, "config", "help", *sorted(self.other_options)]
         messages = []
         for token in from_file:
             if self._config and token.startswith("--"):
                 name = token[2:]
                 messages.append(f"{self._where(name)}unknown option `{name}`.{did_you_mean(name, known)}")
         messages.extend(unknown_arguments(from_line, known))
-        if messages and fail:
-            raise ValueError("\n".join(messages))
+        _raise_all([*faults, *messages] if fail else faults)
         if messages:
             warnings.warn("Ignored: " + " ".join(messages), stacklevel=3)
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    actions: dict[str, argparse.Action] = {}
+    for action in parser._actions:
+        if action.option_strings and action.dest not in ("help", "config"):
+            actions.setdefault(action.dest, action)
+    return actions
+
+
+def _raise_all(faults: list[str]) -> None:
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 def _as_list(dataclass_types: Any) -> list[Any]:

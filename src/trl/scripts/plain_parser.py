@@ -55,7 +55,9 @@ def unknown_to(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str
 
 @contextmanager
 def _nothing_required(parser: argparse.ArgumentParser) -> Iterator[None]:
-    required = [action for action in parser._actions if action.required]
+    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    parsers = [parser, *(sub for action in subparsers for sub in action.choices.values())]
+    required = [action for one in parsers for action in one._actions if action.required]
     for action in required:
         action.required = False
     try:
