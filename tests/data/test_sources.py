@@ -115,6 +115,42 @@ def test_broken_files(tmp_path: Path, file: str, content: str, message: str):
         load_source(str(tmp_path / file))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("file", ["x.jsonl", "x.csv"])
+def test_other_encodings_are_named_with_every_line(tmp_path: Path, file: str, streaming: bool):
+    """datasets loads a Latin-1 file, and fails where its rows are read."""
+    form = "{}\n" if file == "x.csv" else '{{"text": "{}"}}\n'
+    lines = [form.format(text) for text in ("text", "caf\xe9", "b", "na\xefve")]
+    (tmp_path / file).write_bytes("".join(lines).encode("latin-1"))
+    with pytest.raises(ValueError) as caught:
+        load_source(file, split="train", streaming=streaming)
+    first, second = str(caught.value).split("\n")
+    column = len(lines[1].partition("\xe9")[0]) + 1
+    assert first == (
+        f"{file!r}, line 2: not UTF-8, byte 0xe9 (column {column}). Convert the file, from Latin-1 with "
+        "`iconv -f latin1 -t utf-8`."
+    )
+    assert second.startswith(f"{file!r}, line 4: not UTF-8, byte 0xef")
+
+
+def test_all_broken_lines_are_named_at_once(tmp_path: Path):
+    content = '{"a": 1}\n{"a": }\n\n[1]\n{"a"\n'
+    (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(ValueError) as caught:
+        load_source("x.jsonl")
+    assert [message.partition(",")[0::2] for message in str(caught.value).split("\n")] == [
+        ("'x.jsonl'", " line 2: broken JSON, Expecting value (column 7). Repair or remove the line."),
+        (
+            "'x.jsonl'",
+            " line 4: a JSON list, expected an object with the columns of a row. Repair or remove the line.",
+        ),
+        ("'x.jsonl'", " line 5: broken JSON, Expecting ':' delimiter (column 1). Repair or remove the line."),
+    ]
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n' + "{\n" * 50)
+    with pytest.raises(ValueError, match=r"(?s)line 21: .*\.\.\. and 30 more lines\.$"):
+        load_source("x.jsonl")
+
+
 def test_a_broken_file_in_a_folder_is_named(tmp_path: Path):
     write_jsonl(tmp_path / "rows" / "train.jsonl", ROWS)
     (tmp_path / "rows" / "test.jsonl").write_text('{"text": "a", "n": 1}\n{"text"\n')

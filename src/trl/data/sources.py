@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ AnyDataset = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
 DataFiles = str | Sequence[str] | Mapping[str, Any] | None
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+STREAM_CHECKED = 1 << 24  # bytes of a streamed file that are looked at in advance
+_MOST_FAULTS = 20
 _SAVED_MARKS = ("dataset_dict.json", "state.json")
 
 
@@ -40,7 +43,7 @@ def load_source(
     and renames, so that two processes may load the same files.
 
     Raises: FileNotFoundError for what does not exist; ValueError for an unknown kind of file, a file without rows, a
-    broken line (with its number) or an unknown split (naming those there are).
+    broken line (all of them, with file and number) or an unknown split (naming those there are).
     """
     place = Path(path).expanduser()
     if any((place / mark).is_file() for mark in _SAVED_MARKS):
@@ -49,6 +52,8 @@ def load_source(
         data_files = {"train": str(place)}
     files = _local_files(place, data_files)
     _refuse_empty(files)
+    if not all(_is_utf8(file, most=STREAM_CHECKED if streaming else None) for file in files):
+        _refuse_broken_lines(files)
     try:
         return datasets.load_dataset(
             _builder(place, path),
@@ -61,7 +66,7 @@ def load_source(
     except (DatasetNotFoundError, DataFilesNotFoundError, ConnectionError) as error:
         raise _not_found(path, str(error)) from error
     except (DatasetGenerationError, pa.ArrowInvalid) as error:
-        _refuse_broken_json(files)
+        _refuse_broken_lines(files)
         raise ValueError(
             f"{path!r} could not be read: {error.__cause__ or error} Repair the file."
         ) from error
@@ -141,41 +146,60 @@ def _refuse_empty(files: list[Path]) -> None:
             )
 
 
-def _refuse_broken_json(files: list[Path]) -> None:
-    for file in files:
-        if BUILDERS.get(file.suffix.lower()) == "json" and not _is_one_json_list(file):
-            for number, line in _lines(file):
-                _check_line(file, number, line)
-
-
-def _is_one_json_list(file: Path) -> bool:
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        if not stream.read(1024).lstrip().startswith("["):
-            return False
-        stream.seek(0)
-        try:
-            json.load(stream)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{str(file)!r}, line {error.lineno}: broken JSON, {error.msg} (column {error.colno}). Repair the file."
-            ) from error
+def _is_utf8(file: Path, *, most: int | None) -> bool:
+    """Whether a file of text is UTF-8, as far as its first `most` bytes: pyarrow does not look before rows are read."""
+    if file.suffix.lower() == ".parquet":
+        return True
+    decoder, left = codecs.getincrementaldecoder("utf-8")(), most
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 20 if left is None else min(left, 1 << 20)):
+            left = None if left is None else left - len(chunk)
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError:
+                return False
     return True
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        yield from ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+def _refuse_broken_lines(files: list[Path]) -> None:
+    faults = [fault for file in files for fault in _faults(file)]
+    if len(faults) > _MOST_FAULTS:
+        faults[_MOST_FAULTS:] = [f"... and {len(faults) - _MOST_FAULTS} more lines."]
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
-def _check_line(file: Path, number: int, line: str) -> None:
+def _faults(file: Path) -> Iterator[str]:
+    """A message for each broken line of a file of text."""
+    kind = BUILDERS.get(file.suffix.lower())
+    if kind not in ("json", "csv"):
+        return
+    with file.open("rb") as stream:
+        is_list = kind == "json" and stream.read(1024).lstrip().startswith(b"[")
+        stream.seek(0)
+        for number, line in enumerate(stream, start=1):
+            fault = _line_fault(line, is_row=kind == "json" and not is_list)
+            if fault:
+                yield f"{str(file)!r}, line {number}: {fault}"
+    if is_list:
+        try:
+            json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        except json.JSONDecodeError as error:
+            yield f"{str(file)!r}, line {error.lineno}: broken JSON, {error.msg} (column {error.colno}). Repair the file."
+
+
+def _line_fault(line: bytes, *, is_row: bool) -> str | None:
+    """What is wrong with a line, None for nothing; `is_row`: the line holds a JSON object."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{str(file)!r}, line {number}: broken JSON, {error.msg} (column {error.colno}). Repair or remove the line."
-        ) from error
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{str(file)!r}, line {number}: a JSON {type(row).__name__}, expected an object with the columns of a row. "
-            "Repair or remove the line."
+        text = line.decode("utf-8-sig")
+        row = json.loads(text) if is_row and text.strip() else {}
+    except UnicodeDecodeError as error:
+        return (
+            f"not UTF-8, byte 0x{line[error.start]:02x} (column {error.start + 1}). Convert the file, from Latin-1 with "
+            "`iconv -f latin1 -t utf-8`."
         )
+    except json.JSONDecodeError as error:
+        return f"broken JSON, {error.msg} (column {error.colno}). Repair or remove the line."
+    if isinstance(row, dict):
+        return None
+    return f"a JSON {type(row).__name__}, expected an object with the columns of a row. Repair or remove the line."
