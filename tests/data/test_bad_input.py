@@ -206,7 +206,11 @@ CASES: dict[str, Bad] = {
     "formatting function that returns numbers": Bad(
         [{"a": 1}],
         TypeError,
-        ("row 0, column 'text': formatting_func returned '3' of type int", "Return the text"),
+        (
+            "row 0, column 'text': formatting_func returned '3' of type int",
+            "expected a string",
+            "returns its text",
+        ),
         {"formatting_func": lambda row: 3},
     ),
     "no assistant under assistant only": Bad(

@@ -175,6 +175,50 @@ def test_formatting_functions_of_rows_and_of_batches(streaming: bool) -> None:
         assert list(prepared) == list(expected)
 
 
+def by_batch_of_numbers(batch: dict) -> list[str]:
+    return [f"number {number}" for number in batch["number"]]  # TypeError for a row
+
+
+def by_index(batch: dict) -> list[str]:
+    return [f"number {batch['number'][0]} of {len(batch['names'][0])}"]
+
+
+def by_names(batch: dict) -> list[str]:
+    return [names[1] for names in batch["names"]]  # IndexError for a row whose names have one letter
+
+
+@pytest.mark.parametrize("function", [by_batch_of_numbers, by_index, by_names])
+def test_a_function_of_batches_may_fail_on_a_row(function) -> None:
+    rows = [{"number": 3, "names": ["a", "b"]}, {"number": 4, "names": ["c", "d"]}]
+    texts = [function({"number": [row["number"]], "names": [row["names"]]})[0] for row in rows]
+    expected, _ = prepare([{"text": text} for text in texts])
+    assert list(prepare(rows, formatting_func=function)[0]) == list(expected)
+
+
+def by_missing(row: dict) -> str:
+    return row["qestion"]
+
+
+def by_pairs(row: dict) -> list[str]:
+    return ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("function", "outcome"),
+    [
+        (by_missing, "formatting_func raised KeyError: 'qestion', expected a string."),
+        (by_pairs, "formatting_func returned \"['one', 'two']\" of type list, expected a string."),
+    ],
+)
+def test_a_formatting_function_that_makes_no_text_is_told_what_it_is_given(function, outcome) -> None:
+    with pytest.raises(TypeError) as caught:
+        prepare([{"question": "Why?", "answer": "So."}], formatting_func=function)
+    assert f"row 0, column 'text': {outcome}" in str(caught.value)
+    assert "a dict of the columns ['answer', 'question'], and returns its text; or a batch" in str(
+        caught.value
+    )
+
+
 def test_another_eos_token_is_used_without_changing_the_tokenizer() -> None:
     tokenizer = tiny_tokenizer()
     rows, _ = prepare_sft_dataset(

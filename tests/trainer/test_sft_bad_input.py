@@ -170,7 +170,7 @@ CASES: dict[str, Bad] = {
         {"data_collator": padded},
     ),
     "a formatting function that gives no text": Bad(
-        TypeError, ("row 0", "formatting_func returned '3' of type int", "Return the text"), {}, {"formatting_func": lambda row: 3},
+        TypeError, ("row 0", "formatting_func returned '3' of type int", "returns its text"), {}, {"formatting_func": lambda row: 3},
     ),
 }  # fmt: skip
 

@@ -215,3 +215,12 @@ def test_a_bad_choice_on_the_command_line_exits_with_2(capsys):
         parse("--loss_type", "mse")
     assert stop.value.code == 2
     assert "invalid choice: 'mse'" in capsys.readouterr().err
+
+
+def test_a_setting_of_older_data_sets_is_taken_with_a_warning(tmp_path):
+    with pytest.warns(FutureWarning, match="'append_concat_token'.* has no effect") as caught:
+        args = config(tmp_path, dataset_kwargs={"append_concat_token": False, "add_special_tokens": False})
+    assert args.dataset_kwargs == {"add_special_tokens": False}
+    assert caught[0].filename == __file__
+    with pytest.warns(FutureWarning):
+        assert config(tmp_path, dataset_kwargs='{"append_concat_token": true}').dataset_kwargs == {}

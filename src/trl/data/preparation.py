@@ -195,23 +195,39 @@ def _map_options(dataset: Any, settings: SFTPreparation, desc: str) -> dict[str,
 
 @dataclass(frozen=True)
 class RowFormatter:
-    """Applies a user's formatting function to one row; also to those that take a batch and return a list of texts."""
+    """The text of a row by a user's function of a row, or of a batch (a dict of lists) that returns a list of texts.
+
+    Each row is given alone first. Where that raises IndexError, KeyError or TypeError, or returns a list, it is given as
+    a batch of one.
+    """
 
     formatting_func: Callable[[dict], Any]
     text_field: str
     dataset_name: str
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, str]:
-        text = self.formatting_func(row)
-        if isinstance(text, list):
-            text = self.formatting_func({column: [value] for column, value in row.items()})
+        alone: Any = None
+        try:
+            text = self.formatting_func(row)
+        except (IndexError, KeyError, TypeError) as error:
+            alone = error
+        if alone is not None or isinstance(text, list):
+            try:
+                text = self.formatting_func({column: [value] for column, value in row.items()})
+            except (IndexError, KeyError, TypeError) as error:
+                alone = alone or error
+                text = None
             text = text[0] if isinstance(text, list) and len(text) == 1 else text
-        if not isinstance(text, str):
-            raise TypeError(
-                f"{self.dataset_name} dataset, row {index}, column {self.text_field!r}: formatting_func returned "
-                f"{str(text)[:40]!r} of type {type(text).__name__}, expected a string. Return the text of one row."
-            )
-        return {self.text_field: text}
+        if isinstance(text, str):
+            return {self.text_field: text}
+        outcome = f"returned {str(text)[:40]!r} of type {type(text).__name__}"
+        if text is None and alone is not None:
+            outcome = f"raised {type(alone).__name__}: {alone}"
+        raise TypeError(
+            f"{self.dataset_name} dataset, row {index}, column {self.text_field!r}: formatting_func {outcome}, expected a "
+            f"string. It takes a row, a dict of the columns {sorted(row)}, and returns its text; or a batch, a dict of lists, "
+            "and returns a list with one text per row."
+        ) from alone
 
 
 def _tokenized(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl.options.checks import check_at_least, json_object
+from trl.options.checks import check_at_least, json_object, warn_caller
 from trl.options.groups import OptionGroup
 
 
@@ -39,7 +39,15 @@ class TextDataset(DatasetPreparation):
 
     def check(self) -> None:
         super().check()
-        self.dataset_kwargs = json_object("dataset_kwargs", self.dataset_kwargs)
+        settings = json_object("dataset_kwargs", self.dataset_kwargs)
+        if settings and "append_concat_token" in settings:
+            settings = {name: value for name, value in settings.items() if name != "append_concat_token"}
+            warn_caller(
+                "dataset_kwargs={'append_concat_token': ...} has no effect: every row ends with its own stop token, packed or "
+                "not. Leave it out.",
+                FutureWarning,
+            )
+        self.dataset_kwargs = settings
 
 
 @dataclass
