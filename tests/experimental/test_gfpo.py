@@ -142,6 +142,7 @@ def test_the_policy_learns_from_what_remains():
     trainer, _ = make(
         "gfpo", max_steps=25, beta=0.0, learning_rate=0.01, optim="adamw_torch", num_generations=8,
         num_remains_in_group=4, per_device_train_batch_size=16, dtype="float32", max_grad_norm=1.0, reward_funcs=even_share,
+        data_seed=1,
     )  # fmt: skip
     trainer.train()
     rewards = [entry["reward"] for entry in logs(trainer)]

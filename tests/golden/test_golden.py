@@ -33,9 +33,9 @@ def test_recorded_cases_agree(family, shared, tmp_path):
     file = "golden_ppo_public.json" if family == "ppo_step" else "golden_public.json"
     command = [
         sys.executable, str(golden / "check.py"), "--python", sys.executable, "--golden", str(golden / file),
-        "--cases", f"{family}/*", "--report", str(report), "--traces",
+        "--cases", f"{family}/*", "--report", str(report), "--traces", "--pythonpath", str(HERE.parents[1] / "src"),
     ]  # fmt: skip
-    environment = {**os.environ, "GOLDEN_INJECT": "rollout", "PYTHONPATH": str(HERE.parents[1] / "src")}
+    environment = {**os.environ, "GOLDEN_INJECT": "rollout"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert report.is_file(), run.stdout + run.stderr
     cases = json.loads(report.read_text())["cases"]

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
+from trl.rollouts.schedule import WindowSizes, pass_order, step_rows, window_rows
 
 
 @pytest.mark.parametrize(("dataset", "rows"), [(10, 4), (3, 8), (12, 12), (1, 5)])
@@ -21,6 +21,16 @@ def test_passes_are_shuffled_by_the_seed():
 
     assert first(0) == first(0)
     assert len({*first(0), *first(1)}) == 6
+
+
+def test_passes_are_successive_draws_of_randperm():
+    """As the recorded runs do (golden cases grpo/shuffled, rloo/shuffled). Any pass can be asked for at any time."""
+    generator = torch.Generator().manual_seed(42)
+    expected = [torch.randperm(16, generator=generator).tolist() for _ in range(4)]
+    assert expected[0][:4] == [6, 3, 0, 7]  # the recorded runs' first prompts
+    for number in (0, 1, 3, 3, 2, 0):
+        assert pass_order(number, 16, seed=42) == expected[number]
+        assert pass_order(number, 16, seed=7) != expected[number]
 
 
 def sizes(processes, **changes):

@@ -19,7 +19,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 1.2}, "lusp
 METHODS: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name, **OWN_SETTINGS.get(name, {})} for name in LOSS_TYPES},
     "grpo-kl": {"loss_type": "grpo", "delta": 1.3, "use_bias_correction_kl": True, "scale_rewards": "batch"},
-    "bnpo-masked": {"loss_type": "bnpo", "mask_truncated_completions": True, "beta": 0.0},
+    "bnpo-masked": {"loss_type": "bnpo", "mask_truncated_completions": True, "beta": 0.0, "data_seed": 1},
     "dapo-entropy": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "beta": 0.0},
     "corrected": {"loss_type": "grpo", "repetition_penalty": 1.2, "scale_rewards": "batch"},
     "gspo": {"loss_type": "grpo", **SEQUENCE, "top_entropy_quantile": 0.4},

@@ -136,7 +136,7 @@ def test_two_processes(tmp_path):
     """Three groups of four, of which the middle one stands on both; two passes over each window, with masked tokens."""
     settings = {
         "num_iterations": 2, "max_steps": 4, "learning_rate": 0.01, "dynamic_sampling": True, "reward": "first_is_rare",
-        "max_resampling_rounds": 4, "max_completion_length": 5, "top_entropy_quantile": 0.4,
+        "max_resampling_rounds": 4, "max_completion_length": 5, "top_entropy_quantile": 0.4, "data_seed": 0,
     }  # fmt: skip
     trainer, expected = run(per_device_train_batch_size=12, **settings)
     cut = {**settings, "per_device_train_batch_size": 6}

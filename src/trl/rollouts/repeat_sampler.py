@@ -14,8 +14,8 @@ from trl.rollouts.schedule import pass_order
 class RepeatSampler(Sampler[int]):
     """Indices of a data set in batches of `batch_size`: each index `mini_repeat_count` times, the batch `repeat_count` times.
 
-    A pass is in the order that a trainer of groups draws its prompts in with the same seed; every pass is shuffled anew. What
-    is left of a pass that does not fill a batch is left out of it (trainers go on with it, see `trl.rollouts.schedule`).
+    Every pass is shuffled anew by `torch.randperm`, in the order in which GRPO and RLOO draw their prompts with the same seed.
+    Rows at the end of a pass that do not fill a batch are left out (trainers do not leave them out).
 
     Args:
         data_source: whose length is sampled from.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_PROMPTS, _MINI_BATCHES, _REFILLS, _REPLAYS = 0, 1, 2, 3  # random streams of their own
+_MINI_BATCHES, _REFILLS, _REPLAYS = 1, 2, 3  # random streams of their own
 _ROUND = 2**48  # above the streams of windows and of evaluations
 
 
@@ -76,14 +77,32 @@ def window_rows(window: int, rows: int, *, dataset: int, seed: int, shuffle: boo
 
 
 def pass_order(number: int, dataset: int, *, seed: int, shuffle: bool = True) -> list[int]:
-    """The order of the data set's rows in pass `number` over them.
+    """The order of the data set's rows in pass `number` (0, 1, ...) over them.
+
+    Shuffled passes are successive draws of `torch.randperm` from one generator with the seed, as in TRL.
 
     >>> pass_order(3, 4, seed=0, shuffle=False)
     [0, 1, 2, 3]
     """
-    if not shuffle:
-        return list(range(dataset))
-    return _generator(seed, _PROMPTS, number).permutation(dataset).tolist()
+    return _passes(dataset, seed).order(number) if shuffle else list(range(dataset))
+
+
+class _Passes:
+    """Successive draws of `torch.randperm` from one generator; for an earlier pass than the last they begin again."""
+
+    def __init__(self, dataset: int, seed: int) -> None:
+        self._dataset, self._seed, self._drawn = dataset, seed, 0
+
+    def order(self, number: int) -> list[int]:
+        if self._drawn == 0 or number < self._drawn - 1:
+            self._drawn, self._generator = 0, torch.Generator().manual_seed(self._seed)
+        while self._drawn <= number:
+            self._order = torch.randperm(self._dataset, generator=self._generator).tolist()
+            self._drawn += 1
+        return self._order
+
+
+_passes = lru_cache(maxsize=4)(_Passes)  # successive windows draw each pass once
 
 
 def refill_rows(
