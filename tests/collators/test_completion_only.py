@@ -50,6 +50,30 @@ def test_batch_by_hand(tokenizer):
     }
 
 
+def test_lists_of_ids_on_the_left():
+    tokenizer = word_tokenizer()
+    tokenizer.padding_side = "left"
+    batch = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer).torch_call([[7, 15, 8, 3], [15, 9]])
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[7, 15, 8, 3], [0, 0, 15, 9]],
+        "attention_mask": [[1, 1, 1, 1], [0, 0, 1, 1]],
+        "labels": [[-100, -100, 8, 3], [-100, -100, -100, 9]],
+    }
+
+
+def test_a_pad_token_is_needed_where_rows_are_padded():
+    tokenizer = word_tokenizer(pad_token=None)
+    collate = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer)
+    assert collate([[7, 15, 8], [15, 9, 3]])["labels"].tolist() == [[-100, -100, 8], [-100, 9, 3]]
+    with pytest.raises(ValueError, match="no pad token, and rows of 2 to 3 tokens must be padded to 3"):
+        collate([[7, 15, 8], [15, 9]])
+    multiple = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer, pad_to_multiple_of=4)
+    with pytest.raises(ValueError, match="must be padded to 4"):
+        multiple([[7, 15, 8]])
+    tokenizer.pad_token = "</s>"
+    assert collate([[7, 15, 8], [15, 9]])["labels"].tolist() == [[-100, -100, 8], [-100, 9, -100]]
+
+
 def test_padding_free(tokenizer):
     collate = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer, padding_free=True)
     batch = collate([{"input_ids": [7, 15, 8, 3]}, {"input_ids": [15, 9]}])
@@ -119,7 +143,6 @@ def test_text_that_tokenizes_differently_in_context():
         ({"mlm": True}, "mlm must be False"),
         ({"response_template": ""}, "response_template is '', expected at least one token"),
         ({"instruction_template": []}, r"instruction_template is \[\]"),
-        ({"tokenizer": word_tokenizer(pad_token=None)}, "no pad token"),
     ],
 )
 def test_wrong_arguments(tokenizer, arguments, message: str):

@@ -25,6 +25,27 @@ def test_padded_by_hand():
     }
 
 
+def test_lists_of_ids_and_torch_call():
+    """As transformers' collators: a subclass that overrides `torch_call` is called."""
+
+    class Counting(DataCollatorForLanguageModeling):
+        calls = 0
+
+        def torch_call(self, examples):
+            self.calls += 1
+            return super().torch_call(examples)
+
+    collate = Counting(pad_token_id=0)
+    expected = {
+        "input_ids": [[5, 6, 7], [8, 9, 0]],
+        "attention_mask": [[1, 1, 1], [1, 1, 0]],
+        "labels": [[5, 6, 7], [8, 9, -100]],
+    }
+    assert as_lists(collate([[5, 6, 7], torch.tensor([8, 9])])) == expected
+    assert as_lists(collate.torch_call([[5, 6, 7], {"input_ids": [8, 9]}])) == expected
+    assert collate.calls == 2
+
+
 def test_padding_free_by_hand():
     assert as_lists(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(ROWS)) == {
         "input_ids": [[5, 6, 7, 8, 9]],

@@ -64,6 +64,12 @@ def test_the_order_depends_on_the_seed_only(tokenizer):
     assert sorted(order()) == sorted(order(shuffle=False))
 
 
+def test_its_length_is_that_of_the_rows_underneath(tokenizer):
+    assert len(ConstantLengthDataset(tokenizer, ROWS, "text", seq_length=4)) == 4
+    with pytest.raises(TypeError, match="has no len"):
+        len(ConstantLengthDataset(tokenizer, ROWS.to_iterable_dataset(), "text", seq_length=4))
+
+
 def test_infinite_begins_again(tokenizer):
     rows = ConstantLengthDataset(
         tokenizer, ROWS, "text", infinite=True, seq_length=7, num_of_sequences=1, chars_per_token=2.0

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.collators.rows import IGNORED, Row, as_ids
+from trl.collators.rows import IGNORED, Row, as_ids, as_rows, round_up
 
 Span = tuple[int, int]
 
 
-class DataCollatorForCompletionOnlyLM:
+class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
     """Batches tokenized rows so that only what follows a response template is trained.
 
     Without `instruction_template` that is everything after the last response template of a row. With it, every stretch
@@ -27,8 +29,8 @@ class DataCollatorForCompletionOnlyLM:
     token that also holds the first characters of the answer counts as template). A row in which a template is not
     found is not trained at all: a warning says so, and `rows_without_template` counts them.
 
-    Batches are those of `DataCollatorForLanguageModeling`, padded or padding-free; padding is told by position, so the
-    pad token may be the end token.
+    Batches are those of `DataCollatorForLanguageModeling`, padded (on the tokenizer's `padding_side`) or padding-free.
+    Padding is told by position, so the pad token may be the end token. The tokenizer needs one only where rows are padded.
 
     Args:
         response_template: Text or token ids that introduce an answer.
@@ -55,16 +57,12 @@ class DataCollatorForCompletionOnlyLM:
             raise ValueError(
                 "mlm must be False, got True: completions are trained left to right. Leave it out."
             )
-        if tokenizer.pad_token_id is None and not padding_free:
-            raise ValueError(
-                "the tokenizer has no pad token, padded batches need one. Set tokenizer.pad_token (its eos_token will "
-                "do), or use padding_free=True."
-            )
         self.response_template = response_template
         self.instruction_template = instruction_template
         self.tokenizer = tokenizer
         self.ignore_index = ignore_index
         self.padding_free = padding_free
+        self.return_tensors = "pt"
         self.rows_without_template = 0
         self._response = _Template(response_template, tokenizer, "response_template")
         self._instruction = (
@@ -73,16 +71,17 @@ class DataCollatorForCompletionOnlyLM:
             else _Template(instruction_template, tokenizer, "instruction_template")
         )
         self._collate = DataCollatorForLanguageModeling(
-            pad_token_id=tokenizer.pad_token_id or 0,  # type: ignore[arg-type]
-            padding_free=padding_free,
-            pad_to_multiple_of=pad_to_multiple_of,
+            pad_token_id=0, padding_free=padding_free, pad_to_multiple_of=pad_to_multiple_of
         )
 
-    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
-        """The batch of some rows with `input_ids` (and `attention_mask`, where a row has hidden tokens)."""
+    def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """The batch of some lists of token ids, or rows with `input_ids` (and `attention_mask`, where tokens are hidden).
+
+        Raises: ValueError where rows are padded and the tokenizer has no pad token.
+        """
         rows = []
         missing = 0
-        for row in examples:
+        for row in as_rows(examples):
             ids = _visible_ids(row)
             trained = self._trained(ids.numpy())
             missing += trained is None
@@ -90,9 +89,22 @@ class DataCollatorForCompletionOnlyLM:
             rows.append({"input_ids": ids, "labels": labels})
         if missing:
             self._warn(missing, len(rows))
+        self._set_padding([len(row["input_ids"]) for row in rows])
         batch = self._collate(rows)
         batch["labels"][batch["labels"] == IGNORED] = self.ignore_index
         return batch
+
+    def _set_padding(self, lengths: list[int]) -> None:
+        """Padding as the tokenizer says now."""
+        longest = round_up(max(lengths, default=0), self._collate.pad_to_multiple_of)
+        pad = self.tokenizer.pad_token_id
+        if pad is None and not self.padding_free and min(lengths, default=0) < longest:
+            raise ValueError(
+                f"the tokenizer has no pad token, and rows of {min(lengths)} to {max(lengths)} tokens must be padded to "
+                f"{longest}. Set tokenizer.pad_token (its eos_token will do), or use padding_free=True."
+            )
+        self._collate.pad_token_id = pad or 0  # type: ignore[assignment]
+        self._collate.padding_side = self.tokenizer.padding_side  # type: ignore[assignment]
 
     def _trained(self, ids: np.ndarray) -> np.ndarray | None:
         """Truth values `(T,)`, or None where a template is not found."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import ProcessorMixin
+from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import IGNORED, Row, check_multiple, round_up
 from trl.data.formats import common_prefix_length
@@ -79,12 +80,13 @@ class Limits(NamedTuple):
             yield "max_length", kept
 
 
-class ImageCollator:
+class ImageCollator(DataCollatorMixin):
     """Base of the collators of rows with images; subclasses are dataclasses with these fields."""
 
     processor: ProcessorMixin
     pad_to_multiple_of: int | None
     rows_cut: int
+    return_tensors = "pt"
 
     @property
     def limits(self) -> Limits:

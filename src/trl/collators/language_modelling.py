@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import (
     IGNORED,
     Row,
     as_ids,
+    as_rows,
     check_multiple,
     flatten_rows,
     pad_rows,
@@ -20,8 +23,8 @@ from trl.collators.rows import (
 
 
 @dataclass
-class DataCollatorForLanguageModeling:
-    """Batches rows with `input_ids` and, where given, `completion_mask`, `assistant_masks`, `labels`, `seq_lengths`.
+class DataCollatorForLanguageModeling(DataCollatorMixin):
+    """Batches lists of token ids, or rows with `input_ids` and, where given, `completion_mask`, `assistant_masks`, `labels`, `seq_lengths`.
 
     A token is trained where every mask that applies is 1; `labels` of the data set, where given, stand in for
     `input_ids` before the masks act. Padding is told by position, never by token id. Labels are not shifted.
@@ -50,6 +53,7 @@ class DataCollatorForLanguageModeling:
     padding_free: bool = False
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
+    padding_side: Literal["left", "right"] = field(default="right", init=False)
 
     def __post_init__(self) -> None:
         check_multiple(self.pad_to_multiple_of)
@@ -58,10 +62,11 @@ class DataCollatorForLanguageModeling:
                 f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
             )
 
-    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+    def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         if not examples:
             raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+        examples = as_rows(examples)
         if examples[0].get("input_ids") is None:
             raise ValueError(
                 f"row 0 of the batch has no 'input_ids', but {sorted(examples[0])}. Tokenize the data set first."
@@ -88,11 +93,15 @@ class DataCollatorForLanguageModeling:
         return labels
 
     def _padded(self, ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:
-        multiple = self.pad_to_multiple_of
+        ones = [torch.ones_like(row) for row in ids]
+        columns = {
+            "input_ids": (ids, self.pad_token_id),
+            "attention_mask": (ones, 0),
+            "labels": (labels, IGNORED),
+        }
         return {
-            "input_ids": pad_rows(ids, self.pad_token_id, multiple=multiple),
-            "attention_mask": pad_rows([torch.ones_like(row) for row in ids], 0, multiple=multiple),
-            "labels": pad_rows(labels, IGNORED, multiple=multiple),
+            name: pad_rows(rows, value, side=self.padding_side, multiple=self.pad_to_multiple_of)
+            for name, (rows, value) in columns.items()
         }
 
     def _flat(self, rows: Sequence[Row], ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:

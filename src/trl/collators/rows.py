@@ -23,6 +23,11 @@ def as_ids(value: Any) -> Tensor:
     return torch.from_numpy(np.array(value, dtype=np.int64))
 
 
+def as_rows(examples: Sequence[Any]) -> list[Row]:
+    """Rows of a batch, of which some may be bare lists of token ids."""
+    return [row if isinstance(row, Mapping) else {"input_ids": row} for row in examples]
+
+
 def read_column(rows: Sequence[Row], name: str) -> list[Tensor] | None:
     """A column of all rows as int64 tensors, None where no row has it.
 

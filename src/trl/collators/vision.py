@@ -60,7 +60,7 @@ class DataCollatorForVisionLanguageModeling(ImageCollator):
         """Rows lose their end."""
         return Limits(max_length=self.max_length)
 
-    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+    def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order.
 
         Raises: ValueError or TypeError naming the row of the batch and its column.

@@ -66,7 +66,7 @@ class DataCollatorForVisionPreference(ImageCollator):
         """Prompts lose their start, completions their end."""
         return Limits(self.max_prompt_length, self.max_completion_length, self.max_length)
 
-    def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+    def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order.
 
         Raises: ValueError or TypeError naming the row of the batch and its column.

@@ -79,6 +79,10 @@ class ConstantLengthDataset(IterableDataset):
         """Columns of the rows underneath."""
         return getattr(self.dataset, "column_names", None)
 
+    def __len__(self) -> int:
+        """The number of rows underneath, as in TRL; not that of the rows of `seq_length` tokens."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         order = random.Random(self.seed)
         for texts in self._buffers():

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 def is_stream(dataset: Any) -> bool:
     """Whether rows can only be read in order."""
-    return dataset is not None and not hasattr(dataset, "__len__")
+    return isinstance(dataset, IterableDataset) or (dataset is not None and not hasattr(dataset, "__len__"))
 
 
 class RepeatedStream(IterableDataset):

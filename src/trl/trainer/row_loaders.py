@@ -59,8 +59,10 @@ class RowLoaders(_Trainer):
 
     def _evaluation_loader(self, dataset: Any, **given: Any) -> DataLoader:
         """Batches of all rows: `dataloader_drop_last` is for training, whose epochs leave out others each time."""
-        if is_stream(dataset) and self.args.world_size > 1:
-            dataset = CountedStream(dataset)
+        if is_stream(dataset) and (self.args.world_size > 1 or has_length(dataset)):
+            dataset = CountedStream(
+                dataset
+            )  # which hides a length that counts other rows (ConstantLengthDataset)
         with holding(self.args, "dataloader_drop_last", False):
             return super()._get_dataloader(dataset, is_training=False, **given)
 
