@@ -101,14 +101,16 @@ def test_turns_are_limited():
 
 
 def test_answers_of_tools_are_limited():
-    long = {"double": lambda query: "Seven apples and 12 pears. " * 10}
-    (_, _, masks, _, histories), _, _ = play(
-        [["<request><double>4<call>", "<submit>"]], tools=long, max_tool_reponse=6
-    )
-    begin, end = histories[0].token_spans[2]
-    cut = TOKENIZER.decode(ids_of("Seven apples and 12 pears. " * 10)[:6])
-    assert histories[0].tokens[begin:end].tolist() == ids_of(cut + "<response>")
-    assert (masks[0] == 0).sum() == end - begin
+    """In characters, the dots at the end counted; an answer of just that length stays."""
+    for limit, kept in ((15, "Seven apples..."), (2, ".."), (27, "Seven apples and 12 pears. ")):
+        tools = {"double": lambda query, times=1 + (limit < 27): "Seven apples and 12 pears. " * times}
+        (_, _, masks, _, histories), _, env = play(
+            [["<request><double>4<call>", "<submit>"]], tools=tools, max_tool_reponse=limit
+        )
+        assert env.max_tool_response == limit
+        begin, end = histories[0].token_spans[2]
+        assert histories[0].tokens[begin:end].tolist() == ids_of(kept + "<response>")
+        assert (masks[0] == 0).sum() == end - begin
 
 
 def test_episodes_are_limited():

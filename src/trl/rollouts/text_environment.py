@@ -40,8 +40,8 @@ class TextEnvironment:
     to anything that can be text, by name or in a list. `reward_fn(texts, **columns)` scores the last text
     that the model wrote in each episode; it returns a number for each, or one for all. `prompt` is put in
     front of every query. `max_turns` (of model and tool), `max_length` (tokens of an episode; also at most
-    the model's window) and `max_tool_reponse` (tokens of an answer) are limits. `generation_kwargs` are
-    settings of `Sampling`. `engine` (default: a `TransformersEngine` around `model`) generates.
+    the model's window) and `max_tool_reponse` (characters of an answer; TRL's spelling, the attribute is `max_tool_response`) are
+    limits. `generation_kwargs` are settings of `Sampling`. `engine` (default: a `TransformersEngine` around `model`) generates.
 
     Example:
         >>> env = TextEnvironment(model, tokenizer, {"Calculator": calculate}, reward_fn)  # doctest: +SKIP
@@ -74,7 +74,7 @@ class TextEnvironment:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self.model, self.tokenizer, self.tools = model, tokenizer, named_tools(tools)
         self.reward_fn, self.prompt = reward_fn, prompt or ""
-        self.max_turns, self.max_tool_reponse = max_turns, max_tool_reponse
+        self.max_turns, self.max_tool_response = max_turns, max_tool_reponse
         self.engine = engine
         self.max_length = _shorter(max_length, None if model is None else _window(model))
         self.generation_kwargs = dict(generation_kwargs or {})
@@ -161,10 +161,9 @@ class TextEnvironment:
         """Answer the tool call that a history ends with, unless it is completed."""
         if history.completed:
             return history
-        text = answer(self.tools, history.last_text_segment)
-        ids = self._ids(text)
-        if len(ids) > self.max_tool_reponse:
-            text = self._decode(ids[: self.max_tool_reponse])
+        text, longest = answer(self.tools, history.last_text_segment), self.max_tool_response
+        if len(text) > longest:
+            text = text[: max(longest - 3, 0)] + "..."[:longest]
         text += self.response_token
         ids, room = self._ids(text), self._room(history)
         if room is not None and len(ids) > room:
