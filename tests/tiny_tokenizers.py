@@ -31,7 +31,8 @@ MARKED = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
-# In the manner of Qwen3: <think> stays in the turns after the last question only, and the last turn always has one.
+# Qwen3's template, written anew from what it renders: <think> stays in the turns after the last question only (a user message
+# that is a tool's result is none), and of those the last turn always has one, the others where they have reasoning.
 QWEN3_LIKE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -44,7 +45,7 @@ QWEN3_LIKE = """\
 {%- endif %}
 {%- set ns = namespace(last_query=messages|length - 1, searching=true) %}
 {%- for message in messages[::-1] %}
-    {%- if ns.searching and message.role == 'user' %}
+    {%- if ns.searching and message.role == 'user' and message.content is string and not (message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
         {%- set ns.searching = false %}
         {%- set ns.last_query = messages|length - 1 - loop.index0 %}
     {%- endif %}
@@ -61,20 +62,21 @@ QWEN3_LIKE = """\
             {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
         {%- if loop.index0 > ns.last_query and (loop.last or reasoning) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
-        {%- elif loop.index0 > ns.last_query and message.tool_calls %}
-            {{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + content }}
+            {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
         {%- else %}
-            {{- '<|im_start|>assistant\\n' + content }}
+            {{- content }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
             {%- if content or not loop.first %}{{- '\\n' }}{%- endif %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+            {%- set function = call.function or call %}
+            {%- set arguments = function.arguments if function.arguments is string else function.arguments | tojson %}
+            {{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' + arguments + '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
-        {%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
         {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
     {%- endif %}

@@ -137,6 +137,68 @@ def test_qwen3_conversations_train_with_the_training_template() -> None:
     assert tokenizer.decode(kept) == f"{empty}It is blue.<|im_end|>{empty}Look up.<|im_end|>"
 
 
+EMPTY = "<think>\n\n</think>\n\n"
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}},
+}
+CALLS = [
+    {"type": "function", "function": {"name": "look", "arguments": {"where": place}}}
+    for place in ("up", "down")
+]
+CALLED = [
+    f'<tool_call>\n{{"name": "look", "arguments": {{"where": "{place}"}}}}\n</tool_call>'
+    for place in ("up", "down")
+]
+RESULTS = [{"role": "tool", "name": "look", "content": text} for text in ("blue", "green")]
+ASKED = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+ANSWERED = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+QUESTION, ANSWER = TALK[3], TALK[4]
+# Conversations, with the text that Qwen3's template has to give them in training: what is trained at odd places.
+QWEN3_TALKS: dict[str, tuple[list[dict], list[str]]] = {
+    "turns": ([QUESTION, ANSWER, QUESTION, ANSWER], [ASKED, EMPTY + "Look up.<|im_end|>", "\n" + ASKED, EMPTY + "Look up.<|im_end|>", "\n"]),
+    "reasoning": (
+        [QUESTION, {**ANSWER, "reasoning_content": "Hm."}, QUESTION, {"role": "assistant", "content": "<think>\nSo.\n</think>\n\nLook up."}],
+        [ASKED, "<think>\nHm.\n</think>\n\nLook up.<|im_end|>", "\n" + ASKED, "<think>\nSo.\n</think>\n\nLook up.<|im_end|>", "\n"],
+    ),
+    "a call without a thought": (
+        [QUESTION, {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}, RESULTS[0], ANSWER],
+        [ASKED, EMPTY + CALLED[0] + "<|im_end|>", ANSWERED.format("blue"), EMPTY + "Look up.<|im_end|>", "\n"],
+    ),
+    "two calls, two results, another call": (
+        [
+            QUESTION, {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": CALLS}, *RESULTS,
+            {"role": "assistant", "content": "", "tool_calls": CALLS[1:]}, RESULTS[1], {**ANSWER, "reasoning_content": "So."}, QUESTION, ANSWER,
+        ],
+        [
+            ASKED, "<think>\nHm.\n</think>\n\nSee.\n" + "\n".join(CALLED) + "<|im_end|>",
+            ANSWERED.format("blue\n</tool_response>\n<tool_response>\ngreen"), EMPTY + CALLED[1] + "<|im_end|>",
+            ANSWERED.format("green"), "<think>\nSo.\n</think>\n\nLook up.<|im_end|>", "\n" + ASKED, EMPTY + "Look up.<|im_end|>", "\n",
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "pieces"), QWEN3_TALKS.values(), ids=QWEN3_TALKS)
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_qwen3_conversations_token_by_token(
+    messages: list[dict], pieces: list[str], tools: list | None
+) -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    own = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    head = own[: own.index("<|im_start|>user")]  # system message and tools, as Qwen3 itself writes them
+    tokenizer.chat_template = get_training_chat_template(tokenizer)
+    tokens = assistant_tokens(tokenizer, Chat(messages, tools))
+    found = list(zip(tokens.input_ids, tokens.mask, strict=True))
+    expected = [
+        (token, number % 2)
+        for number, ids in enumerate(encode(tokenizer, [head + pieces[0], *pieces[1:]]))
+        for token in ids
+    ]
+    assert found == expected
+    assert ("# Tools" in head) == bool(tools)
+
+
 def test_boundaries_are_token_counts_or_none() -> None:
     tokenizer = tiny_tokenizer()
     text = "It is blue."

@@ -197,6 +197,27 @@ def test_training_template(template: str, expected: str | None) -> None:
         assert get_training_chat_template(tokenizer) is None
 
 
+def test_qwen3_as_published_gives_calls_a_thought_only_where_they_have_one_or_come_last() -> None:
+    tokenizer = tiny_tokenizer("qwen3_like")
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}],
+    }
+    result, empty = {"role": "tool", "content": "blue"}, "<think>\n\n</think>\n\n"
+    called = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>\n'
+    assert render(tokenizer, Chat([*USER, call])) == OPENED + empty + called
+    assert render(tokenizer, Chat([*USER, call, result])).startswith(OPENED + called)
+    thought = {**call, "reasoning_content": "Up."}
+    assert render(tokenizer, Chat([*USER, thought, result])).startswith(
+        OPENED + "<think>\nUp.\n</think>\n\n" + called
+    )
+    as_user = {"role": "user", "content": "<tool_response>\nblue\n</tool_response>"}
+    assert "Up." in render(tokenizer, Chat([*USER, thought, as_user]))
+    assert "Up." not in render(tokenizer, Chat([*USER, thought, *USER]))
+    assert get_training_chat_template(tokenizer) == QWEN3_TRAINING_TEMPLATE
+
+
 def test_qwen3_training_template_keeps_every_thought_and_marks_it() -> None:
     tokenizer = tiny_tokenizer("qwen3_like")
     tokenizer.chat_template = QWEN3_TRAINING_TEMPLATE

@@ -167,7 +167,9 @@ _PROBES: dict[str, list[tuple[list[Message], list | None]]] = {
     QWEN3_TRAINING_TEMPLATE: [
         *_COMMON_PROBES,
         ([_SYSTEM, _QUESTION, _THOUGHT], None),
-        ([_SYSTEM, _QUESTION, _CALL, _RESULT, _ANSWER], _TOOLS),
+        # Without a thought, Qwen3 gives a tool call an empty <think> block only where it is the last message.
+        ([_SYSTEM, _QUESTION, {**_CALL, "reasoning_content": "Look up."}, _RESULT, _ANSWER], _TOOLS),
+        ([_QUESTION, _CALL], _TOOLS),
     ],
 }
 

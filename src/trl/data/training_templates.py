@@ -52,7 +52,7 @@ QWEN3_TRAINING_TEMPLATE = """\
         {%- endif %}
     {%- elif message.role == 'assistant' %}
         {%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
-        {%- if not reasoning and '</think>' in content %}
+        {%- if message.reasoning_content is not string and '</think>' in content %}
             {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
