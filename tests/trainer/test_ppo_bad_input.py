@@ -32,7 +32,8 @@ BAD = {
     "label of padding": (changed(0, 1, torch.tensor([5, -100])), ValueError, r"queries\[1\] has token ids from -100"),
     "too long": (changed(0, 0, torch.ones(254, dtype=torch.int64)), ValueError, "254 and 4 tokens, the model's window is 256"),
     "NaN score": (changed(2, 1, torch.tensor(float("nan"))), ValueError, r"scores must be finite, got nan in row 1 \(rows \[1\]\)"),
-    "several scores": (changed(2, 0, torch.ones(2)), ValueError, r"scores\[0\] must be one number, got a tensor of shape \(2,\)"),
+    "several scores": (changed(2, 0, torch.ones(2)), ValueError, r"scores\[0\] must be one number, .* got a tensor of shape \(2,\)"),
+    "a score with two dimensions": (changed(2, 0, torch.ones(1, 1)), ValueError, r"scores\[0\] must be one number, of shape \(\) or \(1,\), got a tensor of shape \(1, 1\)"),
     "no score": (changed(2, 2, None), TypeError, r"scores\[2\] must be a tensor or a number, got NoneType"),
     "short mask": (changed(3, 0, torch.ones(2)), ValueError, r"response_masks\[0\] must have one entry per token of its response \(4\), got 2"),
     "empty mask": (changed(3, 0, torch.zeros(4)), ValueError, r"response_masks\[0\] is 0 everywhere"),
@@ -78,6 +79,10 @@ def test_scores_may_be_numbers_or_one_tensor():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (
+            {"batch_size": 3, "gradient_accumulation_steps": 4},
+            "batch_size must be a multiple of .* got 3 and 1 \\* 4",
+        ),
         ({"batch_size": 6, "mini_batch_size": 4}, "batch_size must be a multiple of .* got 6 and 4 \\* 1"),
         ({"kl_penalty": "k9"}, "kl_penalty must be one of 'kl', 'abs', 'mse', 'full', got 'k9'"),
         ({"target": 0}, "target must be > 0, got 0"),
@@ -89,9 +94,17 @@ def test_scores_may_be_numbers_or_one_tensor():
         ({"push_to_hub_if_best_kwargs": {"private": True}}, "must have 'repo_id'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:mini_batch_size is lowered")
 def test_configs(options, words):
     with pytest.raises(ValueError, match=words):
         PPOConfig(**options)
+
+
+@pytest.mark.parametrize(("batch_size", "accumulated", "lowered"), [(1, 1, 1), (8, 1, 8), (8, 4, 2)])
+def test_the_default_minibatch_is_lowered_to_a_small_batch(batch_size, accumulated, lowered):
+    with pytest.warns(UserWarning, match=f"mini_batch_size is lowered from its default 128 to {lowered}"):
+        config = PPOConfig(batch_size=batch_size, gradient_accumulation_steps=accumulated)
+    assert (config.mini_batch_size, config.backward_batch_size) == (lowered, lowered * accumulated)
 
 
 def test_parts_of_a_trainer():

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
 from transformers import HfArgumentParser
 
 from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.one_step import launch
 from tests.trainer.ppo_runs import QUERIES, SCORES, batch, make_trainer, tensors, value_model
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
@@ -391,6 +393,63 @@ def test_the_schedule_moves_once_per_step():
         model, options={"optimizer": optimizer, "lr_scheduler": schedule}, learning_rate=1.0, ppo_epochs=2
     )
     assert [trainer.step(*batch())["ppo/learning_rate"] for _ in range(2)] == [1.0, 0.5]
+    assert isinstance(trainer.lr_scheduler, AcceleratedScheduler)
+    assert trainer.lr_scheduler.get_last_lr() == [0.25]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_stay_after_a_step_and_do_not_reach_the_next(accumulated):
+    def stepped(clears):
+        model = value_model(**DOUBLE)
+        trainer = make_trainer(
+            model, options=sgd(model), mini_batch_size=2, gradient_accumulation_steps=accumulated
+        )
+        for _ in range(2):
+            trainer.step(*batch())
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            assert sum(float(parameter.grad.abs().sum()) for parameter in model.parameters()) > 0
+            if clears:
+                model.zero_grad()
+        return weights(trainer)
+
+    expected = stepped(clears=True)
+    for name, value in stepped(clears=False).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(("architecture", "side"), [("llama", "left"), ("llama", "right"), ("t5", "right")])
+def test_prepared_model_inputs_score_as_responses_do(architecture, side):
+    trainer = make_trainer(value_model(architecture, **DOUBLE))
+    trainer.tokenizer.padding_side = side
+    queries, responses, _ = batch()
+    inputs = trainer.prepare_model_inputs(queries, responses)
+    if architecture == "t5":
+        assert inputs["input_ids"][0].tolist() == [
+            5,
+            6,
+            7,
+            trainer.tokenizer.pad_token_id,
+            trainer.tokenizer.pad_token_id,
+        ]
+        assert inputs["decoder_input_ids"][0].tolist() == [20, 21, 22, 23, trainer.tokenizer.pad_token_id]
+        assert inputs["decoder_attention_mask"].sum(dim=1).tolist() == [4, 2, 5, 3]
+        return
+    assert inputs["attention_mask"].sum(dim=1).tolist() == [7, 7, 8, 5]
+    logits = trainer.model(**inputs)[0].log_softmax(-1)
+    logps, *_ = trainer.batched_forward_pass(trainer.model, queries, responses)
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        first = int(inputs["attention_mask"][row].argmax()) + len(query) - 1
+        own = logits[row, first : first + len(response)].gather(-1, response[:, None])[:, 0]
+        torch.testing.assert_close(logps[row, : len(response)], own.to(logps.dtype), rtol=1e-5, atol=1e-8)
+
+
+def test_an_override_that_step_does_not_call_is_refused():
+    class Padded(PPOTrainer):
+        def prepare_model_inputs(self, queries, responses):
+            return {}
+
+    with pytest.raises(TypeError, match="Padded overrides prepare_model_inputs, which step does not call"):
+        Padded(PPOConfig(batch_size=4, mini_batch_size=4), value_model(), None, tiny_tokenizer())
 
 
 def test_early_stopping_ends_the_epochs():
@@ -412,7 +471,8 @@ def test_every_documented_statistic_is_there():
         ppo/policy/approxkl ppo/policy/policykl ppo/policy/ratio ppo/policy/advantages_mean ppo/policy/advantages
         ppo/returns/mean ppo/returns/var ppo/val/mean ppo/val/var ppo/val/var_explained ppo/val/clipfrac ppo/val/vpred
         ppo/val/error ppo/loss/policy ppo/loss/value ppo/loss/total tokens/queries_len_mean tokens/queries_len_std
-        tokens/queries_dist tokens/responses_len_mean tokens/responses_len_std tokens/responses_dist time/ppo/total"""
+        tokens/queries_dist tokens/responses_len_mean tokens/responses_len_std tokens/responses_dist time/ppo/total time/ppo/forward_pass time/ppo/compute_rewards
+        time/ppo/compute_advantages time/ppo/optimize_step time/ppo/calc_stats"""
     assert not set(documented.split()) - set(stats)
     assert isinstance(stats["ppo/loss/total"], float)
     assert isinstance(stats["objective/kl_dist"], np.ndarray)

@@ -180,6 +180,14 @@ class PPOConfig(AdvantageEstimation, ClippedLosses, KLControl, ScoreScaling):
         for name in _DICTS:
             setattr(self, name, self.options(name))
         self.settle()
+        default = type(self).mini_batch_size
+        if self.batch_size < self.mini_batch_size == default:
+            self.mini_batch_size = max(self.batch_size // self.gradient_accumulation_steps, 1)
+            warnings.warn(
+                f"mini_batch_size is lowered from its default {default} to {self.mini_batch_size}, as batch_size is "
+                f"{self.batch_size}. Set it to choose another.",
+                stacklevel=3,
+            )
         given, self.backward_batch_size = (
             self.backward_batch_size,
             self.mini_batch_size * self.gradient_accumulation_steps,

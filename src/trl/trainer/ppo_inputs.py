@@ -102,7 +102,7 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
 
 
 def check_scores(scores: Any, count: int, device: torch.device) -> Tensor:
-    """Scores as float32 `(count,)`: numbers, tensors of one element, or one tensor of all.
+    """Scores as float32 `(count,)`: numbers, tensors of shape () or (1,), or one tensor of all.
 
     Raises: TypeError, ValueError for a wrong count or shape, and for one that is not finite.
     """
@@ -131,10 +131,10 @@ def _score(index: int, score: Any) -> Tensor:
             f"scores[{index}] must be a tensor or a number, got {type(score).__name__}. Give one number per response."
         )
     tensor = torch.as_tensor(score)
-    if tensor.numel() != 1:
+    if tensor.ndim > 1 or tensor.numel() != 1:
         raise ValueError(
-            f"scores[{index}] must be one number, got a tensor of shape {tuple(tensor.shape)}. Take one label's score, or a "
-            "mean."
+            f"scores[{index}] must be one number, of shape () or (1,), got a tensor of shape {tuple(tensor.shape)}. Take one "
+            "label's score, a mean, or score.squeeze()."
         )
     return tensor
 

@@ -34,6 +34,7 @@ class PPOLosses:
     current_step: int
     _step_tokens: int | None = None
     _left_out: int = 0
+    _gradient_is_used: bool = False
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
@@ -120,11 +121,16 @@ class PPOLosses:
         )
         loss = (policy_loss + value_loss) * self._share_of_step(mask)
         self._require_finite("loss", float(loss.detach()))
+        if (
+            self._gradient_is_used
+        ):  # that of the last update stays in place until here, for those who look at it
+            self.model.zero_grad()
+            self._gradient_is_used = False
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
             self._limit_gradient()
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._gradient_is_used = True
         return stats
 
     def _share_of_step(self, mask: Tensor) -> float:

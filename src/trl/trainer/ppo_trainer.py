@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.trainer import ppo_setup
 from trl.trainer.ppo_config import PPOConfig
 from trl.trainer.ppo_divergence import DivergenceWatch, mean_over_rows
-from trl.trainer.ppo_forward import ScoredRollout, ScoresRollouts
+from trl.trainer.ppo_forward import ScoredRollout, ScoresRollouts, timed
 from trl.trainer.ppo_generation import GeneratesResponses
 from trl.trainer.ppo_inputs import StepInputs, check_step_inputs
 from trl.trainer.ppo_loader import QueryLoader, make_loader
@@ -41,7 +39,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
     The loop is the caller's: draw queries from `dataloader`, `generate` responses, score them, call `step`. The policy
     is kept near a reference by a penalty on their KL divergence: `ref_model`, the policy without its adapters, or a copy of
     it (of which the first `num_shared_layers` are shared, and frozen). Without an `optimizer` one is made (Adam), over the
-    parameters that train; an `lr_scheduler` is stepped once per `step`. `train_dataset` is another name of `dataset`.
+    parameters that train; an `lr_scheduler` is prepared by accelerate and stepped in each `step` (once per process). `train_dataset` is another name of `dataset`.
 
     Example:
         >>> trainer = PPOTrainer(PPOConfig(batch_size=8, mini_batch_size=4), model, tokenizer=tokenizer)  # doctest: +SKIP
@@ -65,6 +63,11 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         train_dataset: Any = None,
     ) -> None:
         ppo_setup.check_parts(config, model, tokenizer)
+        if type(self).prepare_model_inputs is not PPOTrainer.prepare_model_inputs:
+            raise TypeError(
+                f"{type(self).__name__} overrides prepare_model_inputs, which step does not call: it scores queries and "
+                "responses without padding. Remove the override."
+            )
         if training_data_collator is not None:
             logger.warning(
                 "training_data_collator has no effect: responses are scored without padding. Leave it out."
@@ -86,9 +89,15 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         ppo_setup.start_trackers(self.accelerator, config)
         optimizer = optimizer or ppo_setup.make_adam(model, config.learning_rate)
         with ppo_setup.accumulating(self.accelerator, config):
-            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+            parts = self.accelerator.prepare(
+                model, optimizer, *([] if lr_scheduler is None else [lr_scheduler])
+            )
+        self.model, self.optimizer, self.lr_scheduler = (
+            *parts[:2],
+            parts[2] if lr_scheduler is not None else None,
+        )
         self.reference.prepare(self.accelerator)
-        self.lr_scheduler, self.training_data_collator = lr_scheduler, training_data_collator
+        self.training_data_collator = training_data_collator
         self._scorer = ResponseScorer(scorer, is_encoder_decoder=self.is_encoder_decoder)
         self._responders = []
         self.dataset = dataset if dataset is not None else train_dataset
@@ -141,7 +150,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         )  # fmt: skip
         self._speak_of_repeated_queries(inputs, response_masks)
         times: dict[str, float] = {}
-        with _timed(times, "total"):
+        with timed(times, "total"):
             stats = self._train(inputs, times)
         self.kl_ctl.update(
             float(stats["objective/kl"]), self.config.batch_size * self.accelerator.num_processes
@@ -202,18 +211,17 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
 
     def _train(self, inputs: StepInputs, times: dict[str, float]) -> dict[str, Any]:
         scores = self._scaled(inputs.scores)
-        with _timed(times, "forward_pass"):
-            found = self.score_rollout(inputs, scores)
+        found = self.score_rollout(inputs, scores, times)
         self._watch_divergence(found)
-        with _timed(times, "compute_advantages"):
+        with timed(times, "compute_advantages"):
             values, advantages, returns = self.compute_advantages(found.values, found.rewards, found.masks)
         rollout = Rollout(
             inputs.queries, inputs.responses, found.logps, values, advantages, returns, found.masks
         )
         kl_coef = self.kl_ctl.value
-        with _timed(times, "optimize_step"):
+        with timed(times, "optimize_step"):
             train_stats = self._optimise(rollout)
-        with _timed(times, "calc_stats"):
+        with timed(times, "calc_stats"):
             return self.record_step_stats(
                 kl_coef, scores=scores, logprobs=found.logps, ref_logprobs=found.ref_logps,
                 non_score_reward=found.non_score, kls=found.kls, masks=found.masks,
@@ -295,11 +303,3 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         if reward > self.highest_reward:
             self.highest_reward = reward
             self.push_to_hub(**push)
-
-
-@contextmanager
-def _timed(times: dict[str, float], name: str) -> Iterator[None]:
-    """Write the seconds that a block takes into `times`."""
-    began = time.perf_counter()
-    yield
-    times[name] = time.perf_counter() - began
