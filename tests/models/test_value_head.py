@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 
 import pytest
 import torch
@@ -273,12 +274,53 @@ def test_a_pickled_head_is_not_loaded_and_said(tmp_path, caplog):
     tiny_model("llama").save_pretrained(tmp_path / "base")
     adapted = PeftModel(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
     adapted.save_pretrained(tmp_path / "old")
-    torch.save({"v_head.summary.weight": torch.zeros(1, 32)}, tmp_path / "old" / "pytorch_model.bin")
+    head = {"v_head.summary.weight": torch.full((1, 32), 0.5), "v_head.summary.bias": torch.ones(1)}
+    torch.save(head, tmp_path / "old" / "pytorch_model.bin")
     config = json.loads((tmp_path / "old" / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = str(tmp_path / "base")
     (tmp_path / "old" / "adapter_config.json").write_text(json.dumps(config))
     Causal.from_pretrained(str(tmp_path / "old"))
     assert "pickled weights (pytorch_model.bin)" in caplog.text
+    caplog.clear()
+    read = Causal.from_pretrained(str(tmp_path / "old"), pickled_value_head=True)
+    assert torch.equal(read.v_head.summary.weight, head["v_head.summary.weight"])
+    assert "pickled" not in caplog.text
+
+
+class Runs:
+    """An object whose pickle calls a function when it is loaded."""
+
+    def __reduce__(self):
+        return os.makedirs, ("/nowhere/was/run",)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pickled_checkpoints_of_trl_are_read_on_request(tmp_path, sharded):
+    model = Causal.from_pretrained(tiny_model("llama"), v_head_init_strategy="normal")
+    model.config.save_pretrained(tmp_path)
+    whole = dict(model.state_dict())
+    if sharded:
+        head = [name for name in whole if name.startswith("v_head.")]
+        parts = {
+            "pytorch_model-00001-of-00002.bin": [n for n in whole if n not in head],
+            "pytorch_model-00002-of-00002.bin": head,
+        }
+        for file, names in parts.items():
+            torch.save({name: whole[name] for name in names}, tmp_path / file)
+        places = {name: file for file, names in parts.items() for name in names}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": places})
+        )
+    else:
+        torch.save(whole, tmp_path / "pytorch_model.bin")
+    assert same(bits(Causal.from_pretrained(str(tmp_path), use_safetensors=False)), bits(model))
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    torch.save({"v_head.summary.weight": Runs()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        Causal.from_pretrained(str(tmp_path), pickled_value_head=True)
 
 
 def test_gradient_checkpointing_gives_the_same_gradient():

@@ -69,7 +69,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         unless `is_trainable=False`. `reward_adapter` (folder or name) adds a reward model's adapter under
         `reward_adapter_name`. `load_in_8bit` and `load_in_4bit` quantise. Other keyword arguments go to the model's
         `from_pretrained`, or are the wrapper's own (`supported_args`). The added modules' weights load where the
-        checkpoint has them.
+        checkpoint has them: from safetensors, and with `pickled_value_head=True` (or `use_safetensors=False`) from TRL's
+        `pytorch_model.bin` too.
 
         Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError where there is no such model.
         """
@@ -78,12 +79,13 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         reward_adapter = kwargs.pop("reward_adapter", None)
         reward_name = kwargs.pop("reward_adapter_name", "reward_adapter")
         is_trainable = kwargs.pop("is_trainable", True)
+        pickled = kwargs.pop("pickled_value_head", kwargs.get("use_safetensors") is False)
         weights = None
         if isinstance(pretrained_model_name_or_path, str | os.PathLike):
             path = os.fspath(pretrained_model_name_or_path)
             with expected_value_head():
                 model = create_model_from_path(path, cls.transformers_parent_class, **_quantised(kwargs))
-            weights = load_value_head(path, **kwargs)
+            weights = load_value_head(path, pickled=pickled, **kwargs)
         else:
             model = _checked(pretrained_model_name_or_path)
         model = _with_adapter(model, peft_config, trainable=is_trainable)
