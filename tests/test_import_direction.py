@@ -1,4 +1,4 @@
-"""The layout of `src/trl`, read from the source: imports point one way, and grab-bag paths hold no code."""
+"""The layout of `src/trl`, read from the source: imports point one way, and no file is a grab-bag."""
 
 import ast
 import re
@@ -23,21 +23,8 @@ LAYERS = (
 )
 LEVEL = {folder: level for level, group in enumerate(LAYERS) for folder in group}
 _WITHIN = {("trainer", "legacy"), ("cli", "scripts"), ("scripts", "cli")}
-EVERYWHERE = {"_lazy", "__version__"}  # fine at any level
+EVERYWHERE = {"_lazy", "_names", "__version__"}  # fine at any level
 
-# Import paths that users know and that only re-export: they may point anywhere, and hold no function and no class.
-GRAB_BAGS = (
-    "trainer/utils.py",
-    "models/utils.py",
-    "scripts/utils.py",
-    "data_utils.py",
-    "chat_template_utils.py",
-    "import_utils.py",
-    "core.py",
-    "extras/*.py",
-    "environment/*.py",
-    "trainer/model_config.py",
-)
 BANNED_NAMES = ("utils.py", "helpers.py", "common.py")
 UNFINISHED = re.compile(r"NotImplementedError|\bTODO\b|\bFIXME\b|\bXXX\b")
 
@@ -48,10 +35,6 @@ def sources() -> list[Path]:
 
 def label(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
-
-
-def is_grab_bag(path: Path) -> bool:
-    return any(path.relative_to(PACKAGE).match(pattern) for pattern in GRAB_BAGS)
 
 
 def module_of(path: Path) -> list[str]:
@@ -101,7 +84,6 @@ def upward_imports(path: Path) -> list[str]:
             allowed = here == there or LEVEL[there] < LEVEL[here] or (here, there) in _WITHIN
         else:
             allowed = False
-        allowed = allowed or is_grab_bag(path)
         if not allowed:
             bad.append(f"{label(path)}:{line} imports {name}")
     return bad
@@ -112,13 +94,10 @@ def test_every_folder_has_a_level():
         *LEVEL,
         *EVERYWHERE,
         "__init__",
-        "extras",
-        "environment",
         "accelerate_configs",
         "py.typed",
         "__pycache__",
     }
-    known |= {place(pattern) for pattern in GRAB_BAGS if "/" not in pattern}
     assert {place(child.name) for child in PACKAGE.iterdir()} <= known
 
 
@@ -147,19 +126,8 @@ def test_the_reader_sees_every_kind_of_import(tmp_path, monkeypatch, file, sourc
     assert [line.split(" imports ")[1] for line in upward_imports(path)] == names
 
 
-@pytest.mark.parametrize("path", [path for path in sources() if is_grab_bag(path)], ids=label)
-def test_grab_bags_only_re_export(path):
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-    code = [
-        node.lineno
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, kinds)
-    ]
-    assert not code, f"{label(path)} defines something in lines {code}; move it to the module it belongs to"
-
-
-def test_no_other_file_is_a_grab_bag():
-    stray = [label(path) for path in sources() if path.name in BANNED_NAMES and not is_grab_bag(path)]
+def test_no_file_is_a_grab_bag():
+    stray = [label(path) for path in sources() if path.name in BANNED_NAMES]
     assert not stray, f"{stray}: name the file after what it holds"
 
 

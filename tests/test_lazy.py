@@ -1,14 +1,23 @@
-"""`trl._lazy.attach` on a package made for the test."""
+"""`trl._lazy.attach` on a package made for the test, and the finder of paths without a file."""
 
 import importlib
+import inspect
+import pickle
+import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+import trl
+from trl._names import NAMES, NOT_YET, places
+
 INIT = """
 from trl._lazy import attach
-__getattr__, __dir__, __all__ = attach(__name__, {"plain": "toy.parts", "renamed": "toy.parts:plain", "gone": "toy.parts"})
+__getattr__, __dir__, __all__ = attach(__name__)
 """
+ROW = {"toy.parts": "plain renamed=plain gone"}
 
 
 @pytest.fixture
@@ -17,6 +26,8 @@ def toy(tmp_path, monkeypatch):
     (tmp_path / "toy" / "__init__.py").write_text(INIT)
     (tmp_path / "toy" / "parts.py").write_text("plain = object()\n")
     monkeypatch.syspath_prepend(tmp_path)
+    for module in ("toy", "toy.old_path"):
+        monkeypatch.setitem(NAMES, module, ROW)
     yield importlib.import_module("toy")
     for name in ("toy", "toy.parts", "toy.old_path"):
         sys.modules.pop(name, None)
@@ -64,3 +75,72 @@ def test_a_plain_module_may_be_lazy_too(toy, tmp_path):
 def test_a_broken_entry_is_no_silent_none(toy):
     with pytest.raises(AttributeError, match="gone"):
         _ = toy.gone
+
+
+# --- paths without a file --------------------------------------------------------------------------------------------
+
+ROOT = Path(trl.__file__).parent
+WITHOUT_FILE = [
+    module
+    for module in NAMES
+    if not (path := ROOT.joinpath(*module.split(".")[1:])).with_suffix(".py").exists() and not path.is_dir()
+]
+PLANNED = [name for names in NOT_YET.values() for name in names.split()]
+
+
+def test_every_path_imports_in_a_fresh_process():
+    """Each by `import a.b.c` and nothing before it but `trl`; none of them loads torch."""
+    assert "trl.core" in WITHOUT_FILE and "trl.experimental.kto.kto_trainer" in WITHOUT_FILE
+    lines = [f"import {module}; assert {module}.__spec__.name == {module!r}" for module in WITHOUT_FILE]
+    code = "\n".join([*lines, "import sys; assert 'torch' not in sys.modules"])
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("module", WITHOUT_FILE)
+def test_a_path_without_a_file_is_a_module(module):
+    loaded = importlib.import_module(module)
+    spec = find_spec(module)
+    assert spec is not None and spec.name == module
+    assert {name for name, _ in inspect.getmembers(loaded)} >= set(loaded.__all__)
+    shown = inspect.getsource(loaded)
+    found: dict = {}
+    exec(shown, found)
+    assert all(found[name] is getattr(loaded, name) for name in loaded.__all__)
+    for name, place in places(module).items():
+        assert f"from {place.partition(':')[0]} import" in shown and name in dir(loaded)
+
+
+def test_objects_pickled_under_an_older_path_are_read():
+    """As a program of 0.7 wrote them: by the path that it imported from."""
+    from trl.core import LengthSampler
+
+    assert pickle.loads(b"ctrl.core\nLengthSampler\n.") is LengthSampler
+    assert pickle.loads(pickle.dumps(LengthSampler)) is LengthSampler
+
+
+def test_a_folder_that_was_left_over_does_not_hide_a_path(tmp_path):
+    """An upgrade may leave `trl/extras/__pycache__` behind, which Python would take for a namespace package."""
+    code = f"import trl; trl.__path__.append({str(tmp_path)!r}); import trl.extras; assert trl.extras.BestOfNSampler"
+    (tmp_path / "extras" / "__pycache__").mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_path_that_nobody_knows():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'trl\.no_such_path'"):
+        importlib.import_module("trl.no_such_path")
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_is_not_implemented_yet_says_so(name):
+    """Programs that guard their imports go on: `hasattr` is False, imports raise ImportError, and no other name is offered."""
+    for module in (trl, trl.trainer, importlib.import_module("trl.trainer.utils")):
+        assert not hasattr(module, name) and name not in dir(module)
+        with pytest.raises(
+            AttributeError, match=rf"^{module.__name__}\.{name} is not implemented yet \(.*\); see "
+        ):
+            getattr(module, name)
+    with pytest.raises(ImportError):
+        exec(f"from trl import {name}")
+    assert find_spec(f"trl.experimental.{name}") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"trl.experimental.{name}")

@@ -2,86 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from trl._lazy import attach
+from trl._lazy import attach, install
 
 __version__ = "0.1.0.dev0"
 
-# name -> module that defines it. The block below says the same to type checkers and editors; a test compares the two.
-_NAMES = {
-    "BEMACallback": "trl.trainer.callbacks",
-    "LogCompletionsCallback": "trl.trainer.callbacks",
-    "RichProgressCallback": "trl.trainer.callbacks",
-    "SyncRefModelCallback": "trl.trainer.callbacks",
-    "WeaveCallback": "trl.trainer.callbacks",
-    "SFTConfig": "trl.trainer.sft_config",
-    "SFTTrainer": "trl.trainer.sft_trainer",
-    "ModelConfig": "trl.options.model",
-    "ScriptArguments": "trl.scripts.arguments",
-    "TrlParser": "trl.scripts.parser",
-    "init_zero_verbose": "trl.scripts.quiet",
-    "DatasetMixtureConfig": "trl.data.mixtures",
-    "get_dataset": "trl.data.mixtures",
-    "extract_prompt": "trl.data.formats",
-    "is_conversational": "trl.data.formats",
-    "is_conversational_from_value": "trl.data.formats",
-    "maybe_convert_to_chatml": "trl.data.formats",
-    "maybe_extract_prompt": "trl.data.formats",
-    "maybe_unpair_preference_dataset": "trl.data.formats",
-    "unpair_preference_dataset": "trl.data.formats",
-    "apply_chat_template": "trl.data.templates",
-    "maybe_apply_chat_template": "trl.data.templates",
-    "pack_dataset": "trl.data.packing",
-    "truncate_dataset": "trl.data.truncation",
-    "prepare_multimodal_messages": "trl.data.multimodal",
-    "prepare_multimodal_messages_vllm": "trl.data.multimodal",
-    "DataCollatorForCompletionOnlyLM": "trl.collators.completion_only",
-    "clone_chat_template": "trl.models.chat_setup",
-    "setup_chat_format": "trl.models.chat_setup",
-    "get_peft_config": "trl.models.peft",
-    "get_kbit_device_map": "trl.models.quantization",
-    "get_quantization_config": "trl.models.quantization",
-    "set_seed": "transformers.trainer_utils",
-    "DPOConfig": "trl.trainer.dpo_config",
-    "DPOTrainer": "trl.trainer.dpo_trainer",
-    "FDivergenceType": "trl.trainer.dpo_config",
-    "FDivergenceConstants": "trl.trainer.dpo_config",
-    "CPOConfig": "trl.trainer.cpo_config",
-    "CPOTrainer": "trl.trainer.cpo_trainer",
-    "ORPOConfig": "trl.trainer.orpo_config",
-    "ORPOTrainer": "trl.trainer.orpo_trainer",
-    "KTOConfig": "trl.trainer.kto_config",
-    "KTOTrainer": "trl.trainer.kto_trainer",
-    "BCOConfig": "trl.trainer.bco_config",
-    "BCOTrainer": "trl.trainer.bco_trainer",
-    "RewardConfig": "trl.trainer.reward_config",
-    "RewardTrainer": "trl.trainer.reward_trainer",
-    "PRMConfig": "trl.trainer.prm_config",
-    "PRMTrainer": "trl.trainer.prm_trainer",
-    "AutoModelForCausalLMWithValueHead": "trl.models.value_head",
-    "AutoModelForSeq2SeqLMWithValueHead": "trl.models.value_head",
-    "PreTrainedModelWrapper": "trl.models.value_wrapper",
-    "create_reference_model": "trl.models.reference_copies",
-    "PPOConfig": "trl.trainer.ppo_config",
-    "PPOTrainer": "trl.trainer.ppo_trainer",
-    "TextEnvironment": "trl.rollouts.text_environment",
-    "TextHistory": "trl.rollouts.text_history",
-    "BestOfNSampler": "trl.rollouts.best_of_n",
-    "IterativeSFTConfig": "trl.trainer.iterative_sft_config",
-    "IterativeSFTTrainer": "trl.trainer.iterative_sft_trainer",
-    "GRPOConfig": "trl.trainer.grpo_config",
-    "GRPOTrainer": "trl.trainer.grpo_trainer",
-    "RLOOConfig": "trl.trainer.rloo_config",
-    "RLOOTrainer": "trl.trainer.rloo_trainer",
-    "AllTrueJudge": "trl.rewards.judges.bases",
-    "BaseBinaryJudge": "trl.rewards.judges.bases",
-    "BaseJudge": "trl.rewards.judges.bases",
-    "BasePairwiseJudge": "trl.rewards.judges.bases",
-    "BaseRankJudge": "trl.rewards.judges.bases",
-    "HfPairwiseJudge": "trl.rewards.judges.chat",
-    "OpenAIPairwiseJudge": "trl.rewards.judges.chat",
-    "PairRMJudge": "trl.rewards.judges.pair_rm",
-}
-
+# What `trl._names` has for `trl`, as type checkers and editors read it; a test compares the two.
 if TYPE_CHECKING:
     from transformers.trainer_utils import set_seed as set_seed
 
@@ -103,37 +28,49 @@ if TYPE_CHECKING:
     from trl.data.templates import apply_chat_template as apply_chat_template
     from trl.data.templates import maybe_apply_chat_template as maybe_apply_chat_template
     from trl.data.truncation import truncate_dataset as truncate_dataset
+    from trl.experimental.ppo.ppo_config import PPOConfig as PPOv2Config  # noqa: F401
+    from trl.experimental.ppo.ppo_trainer import PPOTrainer as PPOv2Trainer  # noqa: F401
     from trl.models.chat_setup import clone_chat_template as clone_chat_template
     from trl.models.chat_setup import setup_chat_format as setup_chat_format
     from trl.models.peft import get_peft_config as get_peft_config
     from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
     from trl.models.quantization import get_quantization_config as get_quantization_config
     from trl.models.reference_copies import create_reference_model as create_reference_model
+    from trl.models.value_head import SUPPORTED_ARCHITECTURES as SUPPORTED_ARCHITECTURES
     from trl.models.value_head import AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead
     from trl.models.value_head import AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead
     from trl.models.value_wrapper import PreTrainedModelWrapper as PreTrainedModelWrapper
     from trl.options.model import ModelConfig as ModelConfig
+    from trl.options.packages import is_diffusers_available as is_diffusers_available
+    from trl.options.packages import is_liger_kernel_available as is_liger_kernel_available
+    from trl.options.packages import is_llmblender_available as is_llmblender_available
+    from trl.options.packages import is_peft_available as is_peft_available
+    from trl.options.packages import is_wandb_available as is_wandb_available
     from trl.rewards.judges.bases import AllTrueJudge as AllTrueJudge
     from trl.rewards.judges.bases import BaseBinaryJudge as BaseBinaryJudge
     from trl.rewards.judges.bases import BaseJudge as BaseJudge
     from trl.rewards.judges.bases import BasePairwiseJudge as BasePairwiseJudge
     from trl.rewards.judges.bases import BaseRankJudge as BaseRankJudge
+    from trl.rewards.judges.bases import RandomPairwiseJudge as RandomPairwiseJudge
+    from trl.rewards.judges.bases import RandomRankJudge as RandomRankJudge
     from trl.rewards.judges.chat import HfPairwiseJudge as HfPairwiseJudge
     from trl.rewards.judges.chat import OpenAIPairwiseJudge as OpenAIPairwiseJudge
     from trl.rewards.judges.pair_rm import PairRMJudge as PairRMJudge
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
     from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
     from trl.rollouts.text_history import TextHistory as TextHistory
+    from trl.scripts.arguments import DPOScriptArguments as DPOScriptArguments
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
+    from trl.scripts.arguments import SFTScriptArguments as SFTScriptArguments
     from trl.scripts.parser import TrlParser as TrlParser
     from trl.scripts.quiet import init_zero_verbose as init_zero_verbose
     from trl.trainer.bco_config import BCOConfig as BCOConfig
     from trl.trainer.bco_trainer import BCOTrainer as BCOTrainer
-    from trl.trainer.callbacks import BEMACallback as BEMACallback
-    from trl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
-    from trl.trainer.callbacks import RichProgressCallback as RichProgressCallback
-    from trl.trainer.callbacks import SyncRefModelCallback as SyncRefModelCallback
-    from trl.trainer.callbacks import WeaveCallback as WeaveCallback
+    from trl.trainer.callbacks.bema import BEMACallback as BEMACallback
+    from trl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
+    from trl.trainer.callbacks.rich_progress import RichProgressCallback as RichProgressCallback
+    from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback as SyncRefModelCallback
+    from trl.trainer.callbacks.weave import WeaveCallback as WeaveCallback
     from trl.trainer.cpo_config import CPOConfig as CPOConfig
     from trl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
     from trl.trainer.dpo_config import DPOConfig as DPOConfig
@@ -159,4 +96,5 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
 
-__getattr__, __dir__, __all__ = attach(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
+install()
+__getattr__, __dir__, __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

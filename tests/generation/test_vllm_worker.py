@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl.generation.vllm_worker import WeightReceiver
+from trl.generation.vllm_worker import WeightReceiver, WeightSyncWorkerExtension
 from trl.generation.weight_channel import WeightChannel
 
 
@@ -185,3 +185,25 @@ def test_the_engine_ends_with_its_server(monkeypatch):
     Worker().end_with(other.pid)  # whose child this process then is: the engine itself
     assert told.wait(10) and sent[-1] == (os.getpid(), signal.SIGTERM)
     other.wait()
+
+
+def test_the_extension_of_a_programs_own_vllm():
+    """The methods that 0.26 names: what fails is raised."""
+    worker = type("Own", (WeightSyncWorkerExtension, Worker), {})()
+    with pytest.raises(RuntimeError, match="no weight channel has been joined"):
+        worker.update_named_param("a", "float32", (2,))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    join = threading.Thread(target=worker.init_communicator, args=("127.0.0.1", port, 2, "no-uuid"))
+    join.start()
+    sender = WeightChannel.join("127.0.0.1", port, 0, 2, backend="gloo", timeout_s=10)
+    join.join()
+    assert worker.communicator is worker.weight_channel is not None and worker.client_rank == 0
+    update = threading.Thread(target=worker.update_named_param, args=("a", "torch.float32", (2,)))
+    update.start()
+    sender.send([torch.tensor([1.0, 2.0])])
+    update.join()
+    assert worker.model.loaded["a"].tolist() == [1.0, 2.0]
+    worker.close_communicator()
+    sender.close()
+    assert worker.communicator is None and worker.client_rank is None

@@ -70,7 +70,7 @@ def test_options_and_their_defaults(tmp_path):
     ]
     (found,) = make_parser().parse_args_and_config([*given, "--vllm_model_impl", "transformers"])
     assert found == ServeArguments(
-        "m", "r", 2, 0.5, "float32", 77, True, True, "fp8", True, "transformers", "0.0.0.0", 9, "debug"
+        "m", "r", 2, 1, 0.5, "float32", 77, True, True, "fp8", True, "transformers", "0.0.0.0", 9, "debug"
     )
     config = tmp_path / "serve.yaml"
     config.write_text("model: m\nport: 7\nenable_prefix_caching: false\n")

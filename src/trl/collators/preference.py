@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import IGNORED, Row, as_ids, flatten_rows, pad_rows
 from trl.collators.trees import flatten_trees
 from trl.data.preference_tokens import OWN_PROMPT
+from trl.tensors.padding import pad
 
 Prompted = tuple[Any, Sequence[Any]]
 """A prompt's token ids and those of its completions."""
@@ -21,6 +23,12 @@ Split = tuple[Tensor, Tensor]
 
 PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+_OF_IMAGES = {
+    "pixel_values": "right",
+    "pixel_attention_mask": "right",
+    "image_sizes": "right",
+    "token_type_ids": "left",
+}
 
 
 def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[str, Tensor]:
@@ -128,6 +136,32 @@ class DPODataCollatorWithPadding:
                 batch[name] = torch.tensor(values)
             else:
                 batch[name] = values
+        return batch
+
+
+@dataclass
+class DataCollatorForPreference(DataCollatorMixin):
+    """Pads the tokens of pairs as `DPOTrainer` prepares them: prompts on the left, completions on the right.
+
+    The batch has `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` with their `_attention_mask`, `(B, T)`
+    each, and the reference's `ref_chosen_logps`, `ref_rejected_logps` `(B,)` and what belongs to images where the rows do.
+
+    >>> rows = [{"prompt_input_ids": [1], "chosen_input_ids": [2, 3], "rejected_input_ids": [4]}]
+    >>> DataCollatorForPreference(pad_token_id=0)(rows)["chosen_input_ids"]
+    tensor([[2, 3]])
+    """
+
+    pad_token_id: int
+    return_tensors: str = "pt"
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The padded batch."""
+        names = [name for name in (*PAIR_COLUMNS, *REFERENCE_COLUMNS) if name in examples[0]]
+        rows = [{name: example[name] for name in names} for example in examples]
+        batch = DPODataCollatorWithPadding(self.pad_token_id)(rows)
+        for name, side in _OF_IMAGES.items():
+            if name in examples[0]:
+                batch[name] = pad([torch.as_tensor(row[name]) for row in examples], padding_side=side)
         return batch
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import Row, as_ids, check_multiple, pad_rows, round_up
 from trl.tensors.segments import Segments
@@ -194,6 +195,36 @@ class RewardDataCollatorWithPadding:
         )
 
 
+@dataclass
+class DataCollatorForPreference(DataCollatorMixin):
+    """Pads rows of `chosen_input_ids` and `rejected_input_ids` on the right, as `input_ids` and `attention_mask` `(2B, T)`.
+
+    All preferred sequences come first, then the others. `margin (B,)` where the rows have it.
+
+    >>> rows = [{"chosen_input_ids": [1, 2], "rejected_input_ids": [3]}]
+    >>> DataCollatorForPreference(pad_token_id=0)(rows)["input_ids"]
+    tensor([[1, 2],
+            [3, 0]])
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The padded batch."""
+        ids = [as_ids(row[column]) for column in REWARD_COLUMNS for row in examples]
+        batch: dict[str, Any] = {
+            "input_ids": pad_rows(ids, self.pad_token_id, multiple=self.pad_to_multiple_of),
+            "attention_mask": pad_rows(
+                [torch.ones_like(row) for row in ids], 0, multiple=self.pad_to_multiple_of
+            ),
+        }
+        if "margin" in examples[0]:
+            batch["margin"] = torch.tensor([float(row["margin"]) for row in examples])
+        return batch
+
+
 def _mask_of(column: str) -> str:
     return column.replace("input_ids", "attention_mask")
 
@@ -212,13 +243,13 @@ def _side(row: Mapping[str, Any], older: str, column: str) -> dict[str, Any]:
 def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
     """A batch of pairs in the form of `RewardCollator`, from what a user's own collator made.
 
-    Understood are, besides that form and padded rows (chosen and rejected in turn), tensors `(B, T)` of each side with
+    Understood are, besides that form and padded rows `(2B, T)` (all chosen, then all rejected), tensors `(B, T)` of each side with
     their masks, under the names of `RewardDataCollatorWithPadding` or as `chosen_input_ids`, `chosen_attention_mask`.
 
     Raises: ValueError for anything else, with the names it has.
     """
     if "input_ids" in batch:
-        return batch if "rows" in batch else _counted(batch)
+        return batch if "rows" in batch else _in_turn(batch)
     columns = next((pair for pair in (OLDER_COLUMNS, REWARD_COLUMNS) if set(pair) <= set(batch)), None)
     if columns is None:
         raise ValueError(
@@ -231,15 +262,17 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
     return {**found, "margin": batch["margin"]} if batch.get("margin") is not None else found
 
 
-def _counted(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Padded rows, with the number of their pairs."""
+def _in_turn(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Padded rows whose second half are the rejected, with each pair's two in turn, and the number of pairs."""
     rows = batch["input_ids"].shape[0]
     if rows % 2:
         raise ValueError(
-            f"a batch has {rows} rows of input_ids, expected an even number: chosen and rejected in turn. Correct the "
+            f"a batch has {rows} rows of input_ids, expected an even number: all chosen, then all rejected. Correct the "
             "data_collator, or leave it out."
         )
-    return {**batch, "rows": torch.arange(rows // 2, device=batch["input_ids"].device)}
+    order = torch.arange(rows, device=batch["input_ids"].device).view(2, -1).T.flatten()
+    padded = {name: batch[name][order] for name in ("input_ids", "attention_mask") if name in batch}
+    return {**batch, **padded, "rows": torch.arange(rows // 2, device=order.device)}
 
 
 def _real_tokens(batch: Mapping[str, Any], column: str) -> list[Tensor]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from trl.tensors.segments import Segments
 
@@ -103,3 +104,12 @@ def check_multiple(multiple: int | None) -> None:
     """Raises ValueError for a `pad_to_multiple_of` below 1."""
     if multiple is not None and multiple < 1:
         raise ValueError(f"pad_to_multiple_of must be >= 1, got {multiple}. Use None for no rounding.")
+
+
+def build_bert_batch_from_txt(
+    text_list: Sequence[str], tokenizer: PreTrainedTokenizerBase, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Texts as token ids and attention mask, `(B, T)` each, padded on the right with 0, on `device`."""
+    rows = [as_ids(tokenizer.encode(text)) for text in text_list]
+    mask = pad_rows([torch.ones_like(row) for row in rows], 0)
+    return pad_rows(rows, 0).to(device), mask.to(device)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 DatasetType = TypeVar("DatasetType", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
+TListOrMapping = TypeVar("TListOrMapping", list, Mapping)
 
 CONVERSATIONAL_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 

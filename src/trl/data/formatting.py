@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase
 
 FormattingFunction = Callable[[dict[str, Any]], str | list[str]]
@@ -13,6 +13,11 @@ MessagesField = Literal["messages", "conversations"]
 
 MESSAGE_COLUMNS: tuple[MessagesField, ...] = ("messages", "conversations")
 INSTRUCTION_COLUMNS = ("prompt", "completion")
+_TEXT = Value("string")
+FORMAT_MAPPING = {
+    "chatml": [{"content": _TEXT, "role": _TEXT}],
+    "instruction": dict.fromkeys(("completion", "prompt"), _TEXT),
+}
 
 
 def conversations_formatting_function(

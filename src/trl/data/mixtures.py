@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 
+from trl.data.formats import column_names
 from trl.data.sources import load_source
 from trl.options.values import read_text_values
 
@@ -129,23 +130,17 @@ def _load_part(source: DatasetConfig, streaming: bool) -> Dataset | IterableData
     part = cast(Dataset | IterableDataset, loaded)
     if source.columns is None:
         return part
-    known = _columns(part)
+    known = column_names(part)
     missing = [name for name in source.columns if name not in known]
     if missing:
         raise ValueError(f"{source.path!r} has no columns {missing}, there are {known}. Correct `columns`.")
     return part.select_columns(source.columns)
 
 
-def _columns(part: Dataset | IterableDataset) -> list[str]:
-    if part.column_names is not None:
-        return part.column_names
-    return list(next(iter(part), {}))
-
-
 def _check_same_columns(sources: list[DatasetConfig], parts: list[Dataset | IterableDataset]) -> None:
-    first = _columns(parts[0])
+    first = column_names(parts[0])
     for source, part in zip(sources[1:], parts[1:], strict=True):
-        columns = _columns(part)
+        columns = column_names(part)
         if set(columns) != set(first):
             raise ValueError(
                 f"{sources[0].path!r} has the columns {sorted(first)}, but {source.path!r} has {sorted(columns)}: a mixture "

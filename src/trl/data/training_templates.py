@@ -86,3 +86,34 @@ QWEN3_TRAINING_TEMPLATE = """\
     {%- endif %}
 {%- endif %}
 """
+
+# Qwen3's own, for generation: only turns behind the last question keep their `<think>` block, an empty one in the last turn alone.
+QWEN3_TEMPLATE = """\
+{%- set asked = namespace(at=messages|length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- set is_answer = message.content is string and message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>') %}
+    {%- if not asked.found and message.role == 'user' and message.content is string and not is_answer %}
+        {%- set asked.found = true %}
+        {%- set asked.at = messages|length - loop.index %}
+    {%- endif %}
+{%- endfor %}
+""" + QWEN3_TRAINING_TEMPLATE.replace("        {%- generation %}\n", "").replace(
+    "        {%- endgeneration %}\n", ""
+).replace(
+    "        {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\n",
+    """\
+        {%- if ns.first + loop.index0 > asked.at and (loop.last or reasoning) %}
+            {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+""",
+)
+
+SIMPLE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].capitalize() ~ ': ' ~ message['content'] ~ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+SIMPLE_SFT_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ ' ' ~ message['content'] }}{% endfor %}{{ eos_token }}"
+)

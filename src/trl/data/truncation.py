@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any, cast
 
@@ -99,3 +99,25 @@ def _truncate_streaming(dataset: IterableDataset, max_length: int) -> IterableDa
     features = without_list_sizes(dataset.features)
     cut = dataset.with_format(None).map(truncate_row, features=features, fn_kwargs={"max_length": max_length})
     return restore_streaming_format(cut, dataset)
+
+
+def truncate_with_protected_tokens(
+    ids: list[int], target_length: int, protected_tokens: Sequence[int]
+) -> list[int]:
+    """The last tokens of a sequence and all of its `protected_tokens`, `target_length` altogether, in their order.
+
+    Raises: ValueError where there are more protected tokens than that.
+
+    >>> truncate_with_protected_tokens([9, 1, 2, 3], 2, [9])
+    [9, 3]
+    """
+    protected = set(protected_tokens)
+    room = target_length - sum(token in protected for token in ids)
+    if room < 0:
+        raise ValueError(
+            f"target_length {target_length} must be at least the number of protected tokens, "
+            f"{target_length - room}. Raise it, or protect fewer tokens."
+        )
+    others = [position for position, token in enumerate(ids) if token not in protected]
+    dropped = set(others[: max(len(others) - room, 0)])
+    return [token for position, token in enumerate(ids) if position not in dropped]

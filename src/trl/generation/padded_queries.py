@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from trl.models.padded_queries import padded_inputs
 from trl.tensors.padding import pad
@@ -53,3 +59,46 @@ def batch_generation(
     ]
     sequences, logits = ([row for part in parts for row in part] for parts in zip(*found, strict=True))
     return pad(sequences, padding_value=pad_token_id), pad(logits, padding_value=0)
+
+
+@torch.no_grad()
+def respond_to_batch(
+    model: nn.Module, queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Sample exactly `txt_len` tokens behind each query, `(B, P) -> (B, txt_len)`; end tokens do not end a response.
+
+    Queries are of one length, without padding. `model` may have a value head. Tokens come from torch's global generator.
+    """
+    sequences = queries
+    for _ in range(txt_len):
+        logits = model(sequences)[0][:, -1, :]
+        probabilities = top_k_top_p_filtering(logits, top_k=top_k, top_p=top_p).softmax(dim=-1)
+        sequences = torch.cat([sequences, torch.multinomial(probabilities, num_samples=1)], dim=-1)
+    return sequences[:, queries.shape[1] :]
+
+
+def top_k_top_p_filtering(
+    logits: Tensor,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    filter_value: float = -float("inf"),
+    min_tokens_to_keep: int = 1,
+) -> Tensor:
+    """Logits `(B, V)` with `filter_value` outside the `top_k` largest (0: all) and the nucleus of `top_p` (1: all).
+
+    >>> top_k_top_p_filtering(torch.tensor([[1.0, 3.0, 2.0]]), top_k=2)
+    tensor([[-inf, 3., 2.]])
+    """
+    kept: Any = {"filter_value": filter_value, "min_tokens_to_keep": min_tokens_to_keep}
+    cuts = LogitsProcessorList()
+    if top_k > 0:
+        cuts.append(TopKLogitsWarper(top_k, **kept))
+    if 0 <= top_p < 1:
+        cuts.append(TopPLogitsWarper(top_p, **kept))
+    return cuts(torch.empty(0, dtype=torch.int64), logits)  # pyright: ignore[reportArgumentType]
+
+
+def decode_and_strip_padding(inputs: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of padded rows, other special tokens included."""
+    texts = tokenizer.batch_decode(inputs, skip_special_tokens=False)
+    return [text.replace(str(tokenizer.pad_token), "") for text in texts]

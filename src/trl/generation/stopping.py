@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 
 _MARGIN = 4  # tokens before the longest stop string that are decoded too: a first token may lose its space
 
@@ -86,3 +87,25 @@ def end_tokens(given: Sequence[int] | None, model: Any) -> list[int]:
         if own is not None:
             return list(own) if isinstance(own, (list, tuple)) else [int(own)]
     return []
+
+
+class StringStoppingCriteria(StoppingCriteria):
+    """Stops a row of `generate` once its generated text holds one of `stop_strings`; prompts are not searched.
+
+    It can be used for one call of `generate` after another: it starts anew when all rows have stopped, or when
+    `first_call` is set to True.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], tokenizer: Any) -> None:
+        self.stop_strings, self.tokenizer = stop_strings, tokenizer
+        self.first_call = True
+        self._prompt_length = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Bool `(B,)`: rows that are done."""
+        if self.first_call:
+            self._prompt_length, self.first_call = input_ids.shape[-1] - 1, False
+        texts = self.tokenizer.batch_decode(input_ids[:, self._prompt_length :])
+        done = [any(stop in text for stop in self.stop_strings) for text in texts]
+        self.first_call = all(done)
+        return torch.tensor(done, device=input_ids.device)

@@ -36,6 +36,9 @@ class ServedModel:
     tensor_parallel_size: int = field(
         default=1, metadata={"help": "Over how many GPUs the model is split, each with a worker of its own."}
     )
+    data_parallel_size: int = field(
+        default=1, metadata={"help": "Only 1: for more copies of the model, start more servers."}
+    )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata={
@@ -81,6 +84,10 @@ class ServedModel:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}.")
+        if self.data_parallel_size != 1:
+            raise ValueError(
+                f"data_parallel_size must be 1, got {self.data_parallel_size}. Use tensor_parallel_size, or start one server per copy."
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
         if self.max_model_len is not None and self.max_model_len < 1:
@@ -104,6 +111,7 @@ class VLLMBackend:
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         arguments = asdict(served)
+        del arguments["data_parallel_size"]
         arguments["model_impl"] = arguments.pop("vllm_model_impl")
         self._llm: Any = LLM(
             **arguments,

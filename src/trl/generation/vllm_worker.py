@@ -17,6 +17,7 @@ from torch import Tensor
 from trl.generation.weight_channel import WeightChannel
 
 logger = logging.getLogger(__name__)
+_MEETING_S = 300.0  # longest wait for the others of a channel
 NamedEntry = Sequence[Any]  # a weight to come: its name, its dtype ("float32") and its shape
 
 
@@ -130,6 +131,43 @@ class WeightReceiver:
 
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+
+class WeightSyncWorkerExtension(WeightReceiver):
+    """A `WeightReceiver` whose methods raise: `worker_extension_cls` of a vLLM that a program makes for itself."""
+
+    client_rank: int | None = None
+
+    @property
+    def communicator(self) -> WeightChannel | None:
+        """The channel that was joined, None where none was."""
+        return self.weight_channel
+
+    def init_communicator(self, host: str, port: int, world_size: int, client_device_uuid: str) -> None:
+        """Meet the client and the other workers, `world_size` processes altogether, at `host:port`.
+
+        Raises: RuntimeError where they do not meet, and where the client trains on this worker's GPU.
+        """
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and str(torch.cuda.get_device_properties(self.device).uuid) == client_device_uuid:
+            raise RuntimeError("The client trains on the GPU of this worker. Give each a device of its own.")
+        backend = "nccl" if on_gpu else "gloo"
+        _raise(self.join_weight_channel(host, port, world_size, backend, _MEETING_S))
+        self.client_rank = 0
+
+    def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """Receive one weight and load it. Raises: RuntimeError where that fails."""
+        _raise(self.receive_weights([(name, dtype.removeprefix("torch."), shape)], whole=False))
+
+    def close_communicator(self) -> None:
+        """Leave the channel, if one was joined."""
+        self.leave_weight_channel()
+        self.client_rank = None
+
+
+def _raise(failure: str | None) -> None:
+    if failure is not None:
+        raise RuntimeError(failure)
 
 
 class Arriving:

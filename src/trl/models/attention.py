@@ -57,6 +57,13 @@ FLAT_MODEL_TYPES = frozenset(
     ]
 )
 # Attention whose window or cap the implementation the user chose handles itself, over position_ids.
+FLASH_ATTENTION_VARIANTS = {
+    "flash_attention_2",
+    "flash_attention_3",
+    "kernels-community/flash-attn2",
+    "kernels-community/flash-attn3",
+    "kernels-community/vllm-flash-attn3",
+}
 VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "kernels-community/")
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +259,17 @@ def _check_in_vocabulary(tokenizer: Any, field: str, token: str) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def suppress_from_pretrained_warning(logger: logging.Logger) -> Iterator[None]:
+    """A block in which `logger` drops transformers' report of newly initialised weights, such as a new score head's."""
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return "newly initialized" not in record.getMessage()
+
+    logger.addFilter(keeps)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keeps)

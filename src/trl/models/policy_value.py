@@ -14,6 +14,7 @@ from trl.models.parts import replaced_forward
 from trl.models.scored_head import ScoreOptions
 
 POLICY, VALUE = "policy.", "value_model."
+INVALID_LOGPROB = 1.0  # marks padding in log-probs of older loops: no token's is above 0
 
 
 class PolicyAndValue(nn.Module):
@@ -53,6 +54,20 @@ class PolicyAndValue(nn.Module):
         """Turn it off."""
         for model in (self.policy, self.value_model):
             model.gradient_checkpointing_disable()  # pyright: ignore[reportCallIssue]
+
+
+class PolicyAndValueWrapper(PolicyAndValue):
+    """`PolicyAndValue` for loops over padded rows: called, it gives the policy's output and the values `(B, T, 1)`."""
+
+    def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
+        super().__init__(policy, value_model)
+        self.critic_backbone = getattr(value_model, value_model.base_model_prefix)  # pyright: ignore[reportArgumentType]
+        self.is_gradient_checkpointing = getattr(policy, "is_gradient_checkpointing", False)
+
+    def forward(self, **kwargs: Any) -> Any:
+        """Both models on the same inputs."""
+        states = self.critic_backbone(**{**kwargs, "return_dict": True}).last_hidden_state
+        return self.policy(**kwargs), self.value_model.score(states)  # pyright: ignore[reportCallIssue]
 
 
 class PolicyValueScorer:

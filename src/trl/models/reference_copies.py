@@ -12,6 +12,14 @@ from trl.models.parts import causal_core
 
 Model = TypeVar("Model", bound=nn.Module)
 
+# How the parameters of a layer are named in common models: values for `pattern`.
+LAYER_PATTERNS = [
+    "transformer.h.{layer}",
+    "model.decoder.layers.{layer}",
+    "gpt_neox.layers.{layer}",
+    "model.layers.{layer}",
+]
+
 
 def create_reference_model(
     model: Model, num_shared_layers: int | None = None, pattern: str | None = None

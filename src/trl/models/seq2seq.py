@@ -179,5 +179,11 @@ def _shifted_right(core: Any, labels: Tensor, *, pad_token_id: int) -> Tensor:
     own = getattr(core, "prepare_decoder_input_ids_from_labels", None)
     if own is not None and core.config.pad_token_id is not None:
         return own(labels)
-    start = labels.new_full((len(labels), 1), core.config.decoder_start_token_id)
-    return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, pad_token_id)], dim=1)
+    shifted = shift_tokens_right(labels, core.config.decoder_start_token_id)
+    return shifted.masked_fill(shifted == IGNORED, pad_token_id)
+
+
+def shift_tokens_right(input_ids: Tensor, decoder_start_token_id: int) -> Tensor:
+    """The rows moved by one position, behind the start token; the last token of each is dropped. `(B, T) -> (B, T)`."""
+    start = input_ids.new_full((len(input_ids), 1), decoder_start_token_id)
+    return torch.cat([start, input_ids[:, :-1]], dim=1)

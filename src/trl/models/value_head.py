@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class _WithValueHead(PreTrainedModelWrapper):
     """What both kinds share. `forward` returns logits, the loss where labels are given, and values `(B, T)`."""
 
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
+    supported_modules = ("v_head",)
+    lm_head_namings: ClassVar[list[str]] = ["lm_head", "embed_out"]
 
     def __init__(self, pretrained_model: Any, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in self.supported_args if name in kwargs}
@@ -136,6 +138,10 @@ class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
     """An encoder-decoder with a value head over its decoder; arguments as in `AutoModelForCausalLMWithValueHead`."""
 
     transformers_parent_class = AutoModelForSeq2SeqLM
+    lm_head_namings: ClassVar[list[str]] = ["lm_head", "embed_out", "output_projection"]
+
+
+SUPPORTED_ARCHITECTURES = (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)
 
 
 def last_hidden(outputs: Any) -> Tensor:

@@ -38,6 +38,12 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     transformers_parent_class: ClassVar[Any] = None
     supported_args: ClassVar[tuple[str, ...]] = ()
+    supported_modules: ClassVar[tuple[str, ...]] = ()
+    supported_rm_modules: ClassVar[tuple[str, ...]] = ("score",)
+    supported_pretrained_model_architectures: ClassVar[tuple[type, ...]] = (
+        PreTrainedModel,
+        PushToHubMixin,  # PeftModel's base, which needs no import of peft
+    )
 
     def __init__(
         self,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from trl.tensors.reduce import LossTerms
+from trl.tensors.statistics import selective_log_softmax
 
 
 def nll(logps: Tensor, mask: Tensor) -> LossTerms:
@@ -32,6 +35,20 @@ def dft(logps: Tensor, mask: Tensor) -> LossTerms:
     tensor([0.3466, 0.3466])
     """
     return LossTerms(-logps.detach().exp() * logps, _ones_where(mask, logps), "token", {})
+
+
+def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """`dft` of a model's outputs, as `compute_loss_func` of a `transformers.Trainer`: 0-dim.
+
+    `outputs.logits (B, T, V)`, `labels (B, T)` with -100 where nothing is trained. The sum over the trained tokens is
+    divided by `num_items_in_batch`, by their number if None.
+    """
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    mask = targets != -100
+    terms = dft(selective_log_softmax(outputs.logits, targets.where(mask, 0)), mask)
+    return (terms.values * terms.weights).sum() / (
+        mask.sum() if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 LOSS_TYPES: dict[str, Callable[[Tensor, Tensor], LossTerms]] = {"nll": nll, "dft": dft}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 from transformers import EvalPrediction
@@ -12,8 +13,8 @@ logger = logging.getLogger(__name__)
 IGNORED = -100
 
 
-def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
-    """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`.
+def compute_accuracy(eval_pred: EvalPrediction | tuple[Any, Any]) -> dict[str, float]:
+    """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`; also of a pair.
 
     `predictions (..., C)` and `labels (...)`: the two rewards of each pair with label 0, or the logits of each token with
     its class. Labels of -100 are not counted; nor are rows whose largest value stands twice, of which a warning says how
@@ -22,7 +23,7 @@ def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
     >>> compute_accuracy(EvalPrediction(np.array([[2.0, 1.0], [0.0, 3.0]]), np.array([0, 0])))
     {'accuracy': 0.5}
     """
-    predictions, labels = np.asarray(eval_pred.predictions), np.asarray(eval_pred.label_ids)
+    predictions, labels, *_ = map(np.asarray, eval_pred)
     if predictions.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels must have the shape of predictions without its last dimension, got {labels.shape} for predictions of "

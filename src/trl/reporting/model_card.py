@@ -241,3 +241,13 @@ def _linked(dataset: str) -> str:
     return (
         f"[{dataset}](https://huggingface.co/datasets/{dataset})" if _is_hub_name(dataset) else f"`{dataset}`"
     )
+
+
+def trl_sanitze_kwargs_for_tagging(
+    model: Any, tag_names: list[str], kwargs: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Arguments of `push_to_hub` with `tag_names` among their `tags`; None stays None."""
+    if kwargs is None:
+        return None
+    own = kwargs.get("tags", [])
+    return {**kwargs, "tags": [*([own] if isinstance(own, str) else own), *tag_names]}

@@ -49,6 +49,35 @@ def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     }
 
 
+def add_suffix(input_dict: Mapping[str, Any], suffix: str) -> dict[str, Any]:
+    """The dict with `suffix` behind each key.
+
+    >>> add_suffix({"loss": 1}, "/mean")
+    {'loss/mean': 1}
+    """
+    return {f"{name}{suffix}": value for name, value in input_dict.items()}
+
+
+def average_torch_dicts(list_of_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each name's mean over dicts of tensors, elementwise.
+
+    >>> average_torch_dicts([{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([3.0, 2.0])}])
+    {'x': tensor([2., 2.])}
+    """
+    names = list_of_dicts[0] if list_of_dicts else ()
+    return {name: torch.stack([each[name] for each in list_of_dicts]).mean(dim=0) for name in names}
+
+
+def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors and arrays of one element as plain numbers; everything else stays.
+
+    >>> convert_to_scalar({"loss": torch.tensor(0.5), "lengths": torch.zeros(2)})
+    {'loss': 0.5, 'lengths': tensor([0., 0.])}
+    """
+    plain = stats_to_np(stats)
+    return {name: old if isinstance(plain[name], np.ndarray) else plain[name] for name, old in stats.items()}
+
+
 def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors as numpy arrays, of one element as plain numbers; 16-bit floats become float32; other values stay.
 

@@ -18,6 +18,13 @@ SOFT_OVERLONG = "get_soft_overlong_punishment"
 SOFT_OVERLONG_LENGTHS = {"max_completion_len": 1280, "soft_punish_cache": 256}
 
 
+def __getattr__(name: str) -> Any:
+    """`reward_funcs_registry`: the ready-made functions by name; not made before it is used, as it imports them all."""
+    if name != "reward_funcs_registry":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return {known: _resolve(known) for known in (*READY_MADE, SOFT_OVERLONG)}
+
+
 def resolve_reward_funcs(names: Sequence[str]) -> list[Callable[..., Any] | str]:
     """Reward functions and judges by name or dotted path; a reward model's path or Hub name comes back as it is.
 

@@ -1,1 +1,5 @@
-"""One module per command."""
+"""One module per command. Public names are lazy."""
+
+from trl._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

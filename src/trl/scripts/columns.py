@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from datasets import Dataset, IterableDataset
 
+from trl.data.formats import column_names
 from trl.scripts.suggestions import did_you_mean
 
 Rows = TypeVar("Rows", Dataset, IterableDataset)
@@ -29,10 +30,3 @@ def rename_columns(dataset: Rows, renames: Mapping[str, str], *, name: str) -> R
     if taken:
         raise ValueError(f"column_mapping gives a column the name `{taken[0]}`, which {name} already has.")
     return dataset.rename_columns(dict(renames))
-
-
-def column_names(dataset: Dataset | IterableDataset) -> list[str]:
-    """Names of the dataset's columns; a streaming dataset that does not know them is asked for its first row."""
-    if dataset.column_names is not None:
-        return list(dataset.column_names)
-    return list(next(iter(dataset), {}))

@@ -1,6 +1,7 @@
 """Reading a YAML file of options. Imports nothing heavy: the command line reads it before anything else."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,24 @@ def read_config(path: str) -> ConfigFile:
         env = {}
     plain = {str(name): "" if value is None else str(value) for name, value in env.items()}
     return ConfigFile(path, values, lines, plain, tuple(faults))
+
+
+class YamlConfigParser:
+    """`read_config` as programs of 0.8-0.11 call it."""
+
+    def parse_and_set_env(self, config_path: str) -> dict[str, Any]:
+        """The options of the file; its environment variables are set in this process."""
+        config = read_config(config_path)
+        config.apply_env()
+        return config.values
+
+    def to_string(self, config: dict[str, Any]) -> str:
+        """The options as they are written on a command line, without those that are None or empty lists."""
+        words: list[str] = []
+        for name, value in config.items():
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            words += [f"--{name}", *map(str, values)] if values else []
+        return shlex.join(words)
 
 
 def _said(error: yaml.YAMLError) -> str:

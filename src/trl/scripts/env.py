@@ -40,10 +40,15 @@ def make_parser() -> PlainParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the system information; returns the exit status."""
     make_parser().parse_args(argv)
+    print_env()
+    return 0
+
+
+def print_env() -> None:
+    """Print the system information."""
     print("\nCopy-paste the following information when reporting an issue:\n")
     for name, value in system_information().items():
         print(f"- {name}: {value}")
-    return 0
 
 
 def system_information() -> dict[str, str]:

@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from trl._lazy import attach
 from trl.options.model import ModelConfig
 from trl.scripts.arguments import GRPOScriptArguments
 from trl.scripts.parser import TrlParser
@@ -17,6 +18,8 @@ from trl.scripts.rewarding import make_rewarded_trainer
 from trl.scripts.running import run_script
 from trl.scripts.training import train, training_parser
 from trl.trainer.grpo_config import GRPOConfig
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 if TYPE_CHECKING:
     from trl.data.mixtures import DatasetMixtureConfig

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, fields
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
+from trl._lazy import attach
 from trl.generation.vllm_backend import ServedModel, VLLMBackend
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, reporting_input_errors, run_script
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 

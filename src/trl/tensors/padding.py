@@ -147,3 +147,21 @@ def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
             f"{opening}{a} is not a multiple of {b} ({a} / {b} = {a / b}). Change one of the two."
         )
     return a // b
+
+
+def listify_batch(tensor: Tensor) -> list[Tensor]:
+    """The rows of a batch as a list.
+
+    >>> listify_batch(torch.tensor([1, 2]))
+    [tensor(1), tensor(2)]
+    """
+    return list(tensor)
+
+
+def pad_to_size(tensor: Tensor, size: int, dim: int = 1, padding: int = 50256) -> Tensor:
+    """`pad_to_length` of a dimension, 1 or the last; the default `padding` is GPT-2's end token.
+
+    >>> pad_to_size(torch.tensor([[1, 2]]), 4, padding=0)
+    tensor([[1, 2, 0, 0]])
+    """
+    return pad_to_length(tensor, size, padding, dim=dim)

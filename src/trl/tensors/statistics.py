@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -176,6 +176,24 @@ def identity(x: Value) -> Value:
     3
     """
     return x
+
+
+def randn_tensor(
+    shape: Sequence[int],
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Normal noise on `device`, drawn where the generator is; of a list of generators, each draws one row.
+
+    >>> randn_tensor((2, 3), [torch.Generator().manual_seed(seed) for seed in (0, 1)]).shape
+    torch.Size([2, 3])
+    """
+    if isinstance(generator, list):
+        rows = [randn_tensor(tuple(shape[1:]), each, device, dtype) for each in generator]
+        return torch.stack(rows)
+    source = device if generator is None else generator.device
+    return torch.randn(tuple(shape), generator=generator, device=source, dtype=dtype).to(device or source)
 
 
 _ROWS = 128  # of logits at a time: keeps temporary copies small beside the logits themselves

@@ -15,6 +15,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from trl._lazy import attach
 from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
 from trl.legacy import BCO_ARGUMENTS, Older
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
@@ -24,6 +25,8 @@ from trl.trainer.bco_config import BCOConfig
 from trl.trainer.pairs import row_count
 from trl.trainer.step_scores import RunningMean
 from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
 class BCOTrainer(UnpairedTrainer):

@@ -18,6 +18,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from trl._lazy import attach
 from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, as_pair_batch
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.preference_tokens import OWN_PROMPT
@@ -47,6 +48,8 @@ from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.sft_images import has_images
 from trl.trainer.step_scores import RunningMean, rows_of_all
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 AnyDataset = Dataset | IterableDataset
 

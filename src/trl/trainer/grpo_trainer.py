@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl._lazy import attach
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.scored_head import LossOf, ScoreOptions
@@ -37,6 +38,8 @@ from trl.trainer.group_trainer import (
 )
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
 class GRPOTrainer(GroupTrainer):

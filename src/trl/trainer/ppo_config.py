@@ -20,6 +20,7 @@ from trl.options.policy_gradient import (
 )
 from trl.reporting.step_statistics import flatten_dict
 
+JSONDict = dict[str, Any] | str | None
 _DICTS = ("tracker_kwargs", "accelerator_kwargs", "project_kwargs", "push_to_hub_if_best_kwargs")
 
 
@@ -83,20 +84,20 @@ class PPOConfig(AdvantageEstimation, ClippedLosses, KLControl, ScoreScaling):
             "takes."
         },
     )
-    tracker_kwargs: dict[str, Any] | str | None = field(
+    tracker_kwargs: JSONDict = field(
         default_factory=dict, metadata={"help": "init_kwargs of accelerate's init_trackers."}
     )
-    accelerator_kwargs: dict[str, Any] | str | None = field(
+    accelerator_kwargs: JSONDict = field(
         default_factory=dict, metadata={"help": "Arguments of the Accelerator."}
     )
-    project_kwargs: dict[str, Any] | str | None = field(
+    project_kwargs: JSONDict = field(
         default_factory=dict,
         metadata={
             "help": "Arguments of accelerate's ProjectConfiguration, such as logging_dir for tensorboard."
         },
     )
     tracker_project_name: str = field(default="trl", metadata={"help": "Name of the project for trackers."})
-    push_to_hub_if_best_kwargs: dict[str, Any] | str | None = field(
+    push_to_hub_if_best_kwargs: JSONDict = field(
         default_factory=dict,
         metadata={
             "help": "Arguments of push_to_hub, repo_id among them: push whenever the mean score is the best so far, looked at "

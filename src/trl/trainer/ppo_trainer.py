@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
+from trl._lazy import attach
 from trl.models.device_cache import empty_cache
 from trl.objectives.advantages import scale_scores
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
@@ -29,6 +30,8 @@ from trl.trainer.ppo_scoring import ResponseScorer
 from trl.trainer.ppo_state import load_step_state, moments_state, save_step_state
 from trl.trainer.ppo_statistics import MinibatchRecord, step_statistics
 from trl.trainer.ppo_update import Rollout, shuffled_minibatches, tokens_of_step, training
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
 from trl.data.preference import RewardPreparation, prepare_reward_dataset
 from trl.legacy import REWARD_ARGUMENTS, move_onto_config
@@ -26,6 +27,8 @@ from trl.trainer.prepared_sets import PreparedSets
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_samples import print_samples, scored_samples
 from trl.trainer.step_scores import smallest_and_largest
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 AnyDataset = Dataset | IterableDataset
 EXTREMES = ("min_reward", "max_reward")

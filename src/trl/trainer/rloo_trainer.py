@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl._lazy import attach
 from trl.legacy import RLOO_ARGUMENTS, move_arguments
 from trl.models.forward import Scored
 from trl.objectives.group_advantages import (
@@ -26,6 +27,8 @@ from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.group_trainer import REF, AnyDataset, GroupTrainer, RolloutFunc
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED
 from trl.trainer.rloo_config import RLOOConfig
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 KL, EQUAL = "kl", "frac_given_reward_zero_std"
 

@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from trl._lazy import attach
 from trl.collators.counted import CountedSequences
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
@@ -39,6 +40,8 @@ from trl.trainer.row_loaders import check_order, holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
 from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 

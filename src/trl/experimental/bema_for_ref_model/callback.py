@@ -8,9 +8,30 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
 from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from trl.trainer.callbacks.bema import BEMACallback as _BEMACallback
 from trl.trainer.callbacks.bema import trained_weights
+
+
+class CallbackHandlerWithRefModel(CallbackHandler):
+    """A `CallbackHandler` that also hands its `ref_model` to the callbacks of every event, as the keyword `ref_model`."""
+
+    def __init__(
+        self,
+        callbacks: Any,
+        model: Any,
+        ref_model: Any,
+        processing_class: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+    ) -> None:
+        super().__init__(callbacks, model, processing_class, optimizer, lr_scheduler)
+        self.ref_model = ref_model
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """Call the method `event` of each callback; returns the control that the last of them left."""
+        return super().call_event(event, args, state, control, ref_model=self.ref_model, **kwargs)
 
 
 class BEMACallback(_BEMACallback):

@@ -20,6 +20,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from trl._lazy import attach
 from trl.experimental.ppo.estimates import (
     RATIO_SQUARE,
     REF,
@@ -61,6 +62,8 @@ from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import place_reward_models
 from trl.trainer.rollout_arguments import put_aside_of_rollouts
 from trl.trainer.source_scores import source_columns, source_means
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -78,6 +79,26 @@ class BaseBinaryJudge(BaseJudge):
 
         `gold_completions` are right answers, one for each prompt; `shuffle_order` is for judges that show both.
         """
+
+
+class RandomPairwiseJudge(BasePairwiseJudge):
+    """Chooses at random, from Python's global generator: for trying a program out."""
+
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[int]:
+        """0 or 1 for each pair."""
+        return [random.randrange(len(pair)) for pair in completions]
+
+
+class RandomRankJudge(BaseRankJudge):
+    """Ranks at random, from Python's global generator: for trying a program out."""
+
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[list[int]]:
+        """A random order of each prompt's completions."""
+        return [random.sample(range(len(texts)), len(texts)) for texts in completions]
 
 
 class AllTrueJudge(BaseBinaryJudge):

@@ -1,3 +1,0 @@
-"""`CPOTrainer` at its 0.26 path."""
-
-from trl.trainer.cpo_trainer import CPOTrainer as CPOTrainer

@@ -1,5 +1,0 @@
-"""Known import path of `ModelConfig`."""
-
-from trl.options.model import ModelConfig
-
-__all__ = ["ModelConfig"]

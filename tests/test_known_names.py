@@ -1,0 +1,386 @@
+"""Names that older programs import, at the paths that they import: each does its work. Those with a module of their own are tested
+there."""
+
+import json
+import logging
+import math
+import os
+import shlex
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
+
+from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+
+
+class Fixed(nn.Module):
+    """Logits that do not depend on the input, as `(logits,)`."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, ids):
+        return (self.logits.expand(*ids.shape, -1),)
+
+
+# --- trl.core ---------------------------------------------------------------------------------------------------------
+
+
+def test_respond_to_batch():
+    """The loop of two READMEs: as many tokens as asked for, from the distribution that is left of the model's."""
+    from trl.core import respond_to_batch
+
+    torch.manual_seed(0)
+    found = respond_to_batch(
+        Fixed([0.0, math.log(3), -1e9]), torch.zeros(200, 2, dtype=torch.int64), txt_len=5
+    )
+    assert found.shape == (200, 5) and set(found.unique().tolist()) == {0, 1}
+    assert (found == 1).double().mean().item() == pytest.approx(
+        0.75, abs=0.05
+    )  # of 1,000 draws: 3.7 deviations
+    assert (
+        respond_to_batch(Fixed([0.0, 1.0, 0.5]), torch.zeros(3, 1, dtype=torch.int64), top_k=1) == 1
+    ).all()
+
+
+def test_respond_to_batch_of_a_model_with_a_value_head():
+    from trl import AutoModelForCausalLMWithValueHead
+    from trl.core import respond_to_batch
+
+    model, queries = tiny_model("llama"), torch.tensor([[5, 6], [7, 8]])
+    found = respond_to_batch(AutoModelForCausalLMWithValueHead(model), queries, txt_len=3, top_k=1)
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=3, pad_token_id=0)
+    expected = model.generate(
+        input_ids=queries, attention_mask=torch.ones_like(queries), generation_config=greedy
+    )
+    assert torch.equal(found, expected[:, 2:])
+
+
+def test_filtered_logits():
+    from trl.core import top_k_top_p_filtering
+
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    assert top_k_top_p_filtering(logits, top_p=0.6).isinf().tolist() == [[True, True, False, False]]
+    assert top_k_top_p_filtering(logits, top_p=0.1, min_tokens_to_keep=2).isinf().sum() == 2
+    assert top_k_top_p_filtering(logits, top_k=1, filter_value=-5.0)[0, :3].tolist() == [-5.0] * 3
+    assert torch.equal(top_k_top_p_filtering(logits), logits)
+
+
+def test_texts_as_a_batch():
+    from trl.core import build_bert_batch_from_txt, listify_batch, pad_to_size
+
+    tokenizer = tiny_tokenizer()
+    ids, mask = build_bert_batch_from_txt(["one", "one two three"], tokenizer, "cpu")
+    assert ids.shape == mask.shape and mask.sum(dim=1).tolist() == [len(tokenizer(t).input_ids) for t in ("one", "one two three")]  # fmt: skip
+    assert (ids[mask == 0] == 0).all() and tokenizer.decode(ids[1]) == "one two three"
+    assert [row.tolist() for row in listify_batch(torch.eye(2))] == [[1, 0], [0, 1]]
+    assert pad_to_size(torch.tensor([[1]]), 3).tolist() == [[1, 50256, 50256]]
+
+
+def test_dicts_of_statistics():
+    from trl.core import add_suffix, average_torch_dicts, convert_to_scalar
+
+    assert add_suffix({"a": 1}, "_x") == {"a_x": 1}
+    assert average_torch_dicts([{"a": torch.tensor(1.0)}, {"a": torch.tensor(2.0)}])["a"] == 1.5
+    found = convert_to_scalar({"a": torch.tensor([2.0]), "b": torch.ones(2), "c": "text"})
+    assert found["a"] == 2.0 and isinstance(found["b"], torch.Tensor) and found["c"] == "text"
+
+
+def test_noise_of_several_generators():
+    from trl.core import randn_tensor
+
+    def generators():
+        return [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+
+    both = randn_tensor((2, 3), generators(), device="cpu", dtype=torch.float64)
+    each = [torch.randn(3, generator=generator, dtype=torch.float64) for generator in generators()]
+    assert torch.equal(both, torch.stack(each))
+
+
+# --- packages and parsers ---------------------------------------------------------------------------------------------
+
+
+def test_packages():
+    from trl import import_utils
+
+    assert import_utils.is_peft_available() and import_utils.is_rich_available()
+    assert not import_utils.is_unsloth_available() and not import_utils.is_liger_kernel_available()
+    assert import_utils.is_transformers_greater_than("4.57") and import_utils.is_torch_greater_2_0()
+    assert not import_utils.is_transformers_greater_than("99.0") and import_utils.is_accelerate_greater_20_0()
+    assert issubclass(import_utils.OptionalDependencyNotAvailable, BaseException)
+
+
+def test_warnings_are_suppressed():
+    from trl.experimental import TRLExperimentalWarning
+    from trl.import_utils import suppress_experimental_warning
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with suppress_experimental_warning():
+            warnings.warn("moving", TRLExperimentalWarning, stacklevel=1)
+        warnings.warn("moving", TRLExperimentalWarning, stacklevel=1)
+    assert [each.category for each in seen] == [TRLExperimentalWarning]
+
+
+def test_a_yaml_file_as_arguments(tmp_path, monkeypatch):
+    """As `trl.commands.cli_utils` of 0.8-0.11."""
+    from trl.commands.cli_utils import SFTScriptArguments, TrlParser, YamlConfigParser
+
+    monkeypatch.setenv("TRL_TEST_NAME", "before")
+    path = tmp_path / "config.yaml"
+    path.write_text("dataset_name: 'a b'\nenv: {TRL_TEST_NAME: after}\ndataset_train_split: train\n")
+    config = YamlConfigParser().parse_and_set_env(str(path))
+    assert config == {"dataset_name": "a b", "dataset_train_split": "train"}
+    assert os.environ["TRL_TEST_NAME"] == "after"
+    words = YamlConfigParser().to_string({**config, "column_mapping": ["a=b", "c=d"], "dataset_config": None})
+    (found,) = TrlParser(SFTScriptArguments).parse_args_and_config(shlex.split(words))
+    assert found.dataset_name == "a b" and found.column_mapping == ["a=b", "c=d"]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("yes", True), ("0", False), ("Off", False)])
+def test_strtobool(text, expected):
+    from trl.env_utils import strtobool
+
+    assert bool(strtobool(text)) is expected
+
+
+# --- collators, losses, templates -------------------------------------------------------------------------------------
+
+
+def test_pairs_of_dpo_are_padded():
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    rows = [
+        {"prompt_input_ids": [1, 2], "chosen_input_ids": [3], "rejected_input_ids": [4, 5], "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0},
+        {"prompt_input_ids": [6], "chosen_input_ids": [7, 8, 9], "rejected_input_ids": [4], "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0},
+    ]  # fmt: skip
+    batch = DataCollatorForPreference(pad_token_id=0)(rows)
+    assert batch["prompt_input_ids"].tolist() == [[1, 2], [0, 6]]
+    assert batch["prompt_attention_mask"].tolist() == [[1, 1], [0, 1]]
+    assert batch["chosen_input_ids"].tolist() == [[3, 0, 0], [7, 8, 9]]
+    assert batch["rejected_attention_mask"].tolist() == [[1, 1], [1, 0]]
+    assert batch["ref_rejected_logps"].tolist() == [-2.0, -4.0]
+    images = [{**row, "pixel_values": torch.full((size, 2), 1.0)} for size, row in enumerate(rows, start=1)]
+    assert DataCollatorForPreference(0)(images)["pixel_values"].shape == (2, 2, 2)
+
+
+def test_pairs_of_rewards_are_padded_and_read_back():
+    """All chosen first; the trainer reads such batches as the pairs that they are."""
+    from trl.collators.reward import as_reward_batch
+    from trl.trainer.reward_trainer import DataCollatorForPreference
+
+    rows = [
+        {"chosen_input_ids": [1, 2], "rejected_input_ids": [3], "margin": 0.5},
+        {"chosen_input_ids": [4], "rejected_input_ids": [5, 6], "margin": 1.0},
+    ]
+    batch = DataCollatorForPreference(0, pad_to_multiple_of=3)(rows)
+    assert batch["input_ids"].tolist() == [[1, 2, 0], [4, 0, 0], [3, 0, 0], [5, 6, 0]]
+    assert batch["attention_mask"].sum(dim=1).tolist() == [2, 1, 1, 2] and batch["margin"].tolist() == [
+        0.5,
+        1.0,
+    ]
+    read = as_reward_batch(batch, prefix_sharing=False)
+    assert read["input_ids"][:, 0].tolist() == [1, 3, 4, 5] and read["rows"].tolist() == [0, 1]
+    assert read["attention_mask"].sum(dim=1).tolist() == [2, 1, 1, 2]
+
+
+def test_dft_loss():
+    from trl.trainer.sft_trainer import dft_loss
+
+    logits = torch.log(torch.tensor([[[0.5, 0.5], [0.25, 0.75], [0.1, 0.9]]]))
+    labels = torch.tensor([[0, 1, -100]])  # one token is predicted and trained: probability 0.5
+    expected = -0.5 * math.log(0.5)
+    assert dft_loss(SimpleNamespace(logits=logits), labels).item() == pytest.approx(expected, rel=1e-6)
+    assert dft_loss(SimpleNamespace(logits=logits), labels, 4).item() == pytest.approx(expected / 4, rel=1e-6)
+
+
+def test_accuracy_of_a_plain_tuple():
+    from trl.trainer import compute_accuracy
+
+    assert compute_accuracy(([[2.0, 1.0], [0.0, 3.0]], [0, 0])) == {"accuracy": 0.5}
+
+
+def test_simple_templates():
+    from trl.trainer.utils import SIMPLE_CHAT_TEMPLATE, SIMPLE_SFT_CHAT_TEMPLATE
+
+    tokenizer = tiny_tokenizer()
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    tokenizer.chat_template = SIMPLE_CHAT_TEMPLATE
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "User: Hi\n\nAssistant: Ho\n\nAssistant:"
+    tokenizer.chat_template = SIMPLE_SFT_CHAT_TEMPLATE
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == f" Hi Ho{tokenizer.eos_token}"
+
+
+def test_the_template_of_qwen3():
+    """Earlier turns lose their reasoning, turns behind the last question keep theirs, only the last gets an empty block."""
+    from trl.chat_template_utils import qwen3_chat_template, qwen3_schema
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = qwen3_chat_template
+    call = {"function": {"name": "look", "arguments": {"at": "sky"}}}
+    chat = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n1"},
+        {"role": "user", "content": "Sky?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "Blue."},
+    ]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == (
+        "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nSky?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nblue\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\nBlue.<|im_end|>\n"
+    )
+    assert set(qwen3_schema["fields"]) == {"reasoning_content", "tool_calls", "content"}
+
+
+def test_protected_tokens_stay():
+    from trl.trainer.utils import truncate_with_protected_tokens
+
+    assert truncate_with_protected_tokens([9, 1, 8, 2, 3], 3, [9, 8]) == [9, 8, 3]
+    assert truncate_with_protected_tokens([1, 2], 5, []) == [1, 2]
+    with pytest.raises(
+        ValueError, match="target_length 1 must be at least the number of protected tokens, 2"
+    ):
+        truncate_with_protected_tokens([9, 1, 8], 1, [9, 8])
+
+
+# --- models, generation, callbacks ------------------------------------------------------------------------------------
+
+
+def test_class_attributes_of_value_heads():
+    from trl import (
+        AutoModelForCausalLMWithValueHead,
+        AutoModelForSeq2SeqLMWithValueHead,
+        PreTrainedModelWrapper,
+    )
+    from trl.models import SUPPORTED_ARCHITECTURES
+
+    assert (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead) == SUPPORTED_ARCHITECTURES
+    assert AutoModelForCausalLMWithValueHead.lm_head_namings == ["lm_head", "embed_out"]
+    assert "output_projection" in AutoModelForSeq2SeqLMWithValueHead.lm_head_namings
+    assert AutoModelForCausalLMWithValueHead.supported_modules == ("v_head",)
+    assert PreTrainedModelWrapper.supported_rm_modules == ("score",)
+    from peft import LoraConfig, get_peft_model
+
+    kinds = PreTrainedModelWrapper.supported_pretrained_model_architectures
+    assert isinstance(tiny_model("llama"), kinds) and isinstance(
+        get_peft_model(tiny_model("llama"), LoraConfig()), kinds
+    )
+
+
+def test_policy_and_value_in_one_call():
+    from trl.experimental.ppo.ppo_trainer import PolicyAndValueWrapper
+
+    policy, value_model = tiny_model("llama"), tiny_classifier("llama", num_labels=1)
+    ids = torch.tensor([[5, 6, 7]])
+    output, values = PolicyAndValueWrapper(policy, value_model)(input_ids=ids, output_hidden_states=True)
+    assert torch.equal(output.logits, policy(input_ids=ids).logits) and values.shape == (1, 3, 1)
+    assert torch.allclose(values[:, -1], value_model(input_ids=ids).logits, rtol=1e-5)
+
+
+def test_rows_end_with_a_stop_string():
+    from trl.environment.base_environment import StringStoppingCriteria
+
+    tokenizer = tiny_tokenizer()
+    criteria = StringStoppingCriteria(["two"], tokenizer)
+
+    ids = torch.tensor([tokenizer("two one").input_ids])
+    assert criteria(ids, None).tolist() == [False]
+    assert criteria(torch.cat([ids, torch.tensor([tokenizer(" two").input_ids])], dim=1), None).tolist() == [
+        True
+    ]
+    assert criteria.first_call  # and the next call of generate starts anew
+
+
+def test_loading_reports_are_dropped(caplog):
+    from trl.trainer.reward_trainer import suppress_from_pretrained_warning
+
+    logger = logging.getLogger("some.loader")
+    with caplog.at_level("WARNING"), suppress_from_pretrained_warning(logger):
+        logger.warning("score.weight MISSING: newly initialized")
+        logger.warning("something else")
+    logger.warning("newly initialized again")
+    assert [record.getMessage() for record in caplog.records] == ["something else", "newly initialized again"]
+
+
+def test_padding_is_stripped():
+    from trl.trainer.utils import decode_and_strip_padding
+
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("one two").input_ids
+    assert decode_and_strip_padding(torch.tensor([[*ids, tokenizer.pad_token_id]]), tokenizer) == ["one two"]
+
+
+def test_adapters_are_saved_by_the_callback(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    from trl.trainer.utils import PeftSavingCallback
+
+    args, state = TrainingArguments(str(tmp_path), use_cpu=True), TrainerState(global_step=7)
+    model = get_peft_model(tiny_model("llama"), LoraConfig())
+    PeftSavingCallback().on_save(args, state, TrainerControl(), model=model)
+    assert json.loads((tmp_path / "checkpoint-7" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_callbacks_are_given_the_reference():
+    from transformers import TrainerCallback
+
+    from trl.experimental.bema_for_ref_model.callback import CallbackHandlerWithRefModel
+
+    class Keeps(TrainerCallback):
+        def on_step_end(self, args, state, control, ref_model=None, **kwargs):
+            self.ref_model = ref_model
+
+    keeps, reference = Keeps(), object()
+    handler = CallbackHandlerWithRefModel([keeps], None, reference, None, None, None)
+    handler.on_step_end(None, TrainerState(), TrainerControl())
+    assert keeps.ref_model is reference
+
+
+def test_tags_join_those_that_are_there():
+    from trl.trainer.utils import trl_sanitze_kwargs_for_tagging
+
+    assert trl_sanitze_kwargs_for_tagging(None, ["trl"], {"tags": "mine"}) == {"tags": ["mine", "trl"]}
+    assert trl_sanitze_kwargs_for_tagging(None, ["trl"], {}) == {"tags": ["trl"]}
+    assert trl_sanitze_kwargs_for_tagging(None, ["trl"]) is None
+
+
+def test_random_judges():
+    from trl.trainer.judges import RandomPairwiseJudge, RandomRankJudge
+
+    completions = [["a", "b"], ["c", "d"]]
+    assert all(verdict in (0, 1) for verdict in RandomPairwiseJudge().judge(["p", "q"], completions))
+    assert all(sorted(ranks) == [0, 1] for ranks in RandomRankJudge().judge(["p", "q"], completions))
+
+
+def test_parts_of_the_server():
+    from trl.scripts.vllm_serve import ScriptArguments, chunk_list, get_open_port, sanitize_logprob
+
+    assert ScriptArguments(model="m").port == 8000
+    with pytest.raises(ValueError, match="data_parallel_size must be 1, got 2"):
+        ScriptArguments(model="m", data_parallel_size=2)
+    assert chunk_list([1, 2, 3], 4) == [[1], [2], [3], []]
+    assert sanitize_logprob(SimpleNamespace(logprob=-1.0)) == -1.0
+    assert sanitize_logprob(SimpleNamespace(logprob=math.nan)) is None
+    assert 0 < get_open_port() < 65536
+
+
+def test_ready_made_rewards_of_the_scripts():
+    from trl.rewards import think_format_reward
+    from trl.scripts import grpo, rloo
+
+    assert grpo.reward_funcs_registry["think_format_reward"] is think_format_reward
+    assert set(rloo.reward_funcs_registry) == {
+        "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment",
+    }  # fmt: skip
+    (punished,) = grpo.reward_funcs_registry["get_soft_overlong_punishment"](completion_ids=[[0] * 2000])
+    assert punished == -1.0
