@@ -51,6 +51,15 @@ def test_the_test_split_is_the_same_every_time():
     assert len({*once["train"]["text"], *once["test"]["text"]}) == 10
 
 
+def test_the_test_split_may_be_a_number_of_rows():
+    sources = [{"path": "first.jsonl"}, {"path": "second.jsonl"}]
+    for size in (3, 3.0):  # command lines give a float
+        found = get_dataset(DatasetMixtureConfig(datasets=sources, test_split_size=size))
+        assert {name: len(part) for name, part in found.items()} == {"train": 7, "test": 3}
+    with pytest.raises(ValueError, match="test_split_size is 10 rows and the mixture has 10, expected fewer"):
+        get_dataset(DatasetMixtureConfig(datasets=sources, test_split_size=10))
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_columns_that_are_missing_or_differ_are_named(streaming: bool):
     missing = DatasetMixtureConfig(
@@ -92,7 +101,8 @@ def test_the_argument_parser_takes_it():
         ),
         ({"datasets": [{"path": "x"}, {"name": "x"}]}, ValueError, r"datasets\[1\] has no `path`"),
         ({"datasets": ["x"]}, TypeError, r"datasets\[0\] is 'x', expected a mapping"),
-        ({"test_split_size": 1.5}, ValueError, r"test_split_size must be in \(0, 1\), got 1.5"),
+        ({"test_split_size": 1.5}, ValueError, r"share in \(0, 1\) or a whole number of rows, got 1.5"),
+        ({"test_split_size": 0}, ValueError, r"whole number of rows, got 0"),
         ({"test_split_size": 0.5, "streaming": True}, ValueError, "a stream has no known length"),
     ],
 )

@@ -17,6 +17,7 @@ from trl.models.loading import (
     get_config_model_id,
     load_processing_class,
 )
+from trl.models.setup import check_processing_class
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,17 @@ def test_a_folder_of_models_is_no_model(saved, tmp_path, architecture):
     ):
         create_model_from_path(str(tmp_path / "run"), architecture)
     assert create_model_from_path(str(tmp_path / "run"), subfolder="small").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_a_folder_without_tokenizer_files_is_said(architecture, tmp_path):
+    """transformers makes a tokenizer of one special token of it."""
+    model = tiny_model(architecture)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"no vocabulary, only 1 special tokens: the folder holds no tokenizer files"
+    ):
+        check_processing_class(load_processing_class(str(tmp_path)))
 
 
 def test_pickled_weights_are_refused(tmp_path):

@@ -89,6 +89,21 @@ def test_the_summary_has_the_last_window_alone(tmp_path):
     assert "mean_token_accuracy" not in twice.train().metrics  # all of it was logged
 
 
+def test_a_frozen_model_is_refused_before_the_first_step(tmp_path):
+    model = tiny_model("llama", vocab_size=400).requires_grad_(False)
+    trainer = make(rows(), model=model, folder=tmp_path, **SETTINGS)
+    assert trainer.evaluate(Dataset.from_list(rows(2)))["eval_loss"] > 0
+    with pytest.raises(ValueError, match=r"every parameter of LlamaForCausalLM is frozen.*Unfreeze"):
+        trainer.train()
+
+
+def test_dropping_every_row_is_refused(tmp_path):
+    settings = {**SETTINGS, "per_device_train_batch_size": 5, "dataloader_drop_last": True, "max_steps": 1}
+    with pytest.raises(ValueError, match="drops all 4 training rows: they do not fill a batch of 5"):
+        make(rows(4), folder=tmp_path, **settings).train()
+    assert make(rows(5), folder=tmp_path, **settings).train().global_step == 1
+
+
 def test_a_step_that_trains_nothing_has_no_loss_and_no_gradient(tmp_path):
     model = tiny_model("qwen3_moe", vocab_size=400, output_router_logits=True)
     settings = {**SETTINGS, "save_strategy": "no", "max_steps": 2, "gradient_accumulation_steps": 2}

@@ -76,6 +76,7 @@ def test_alphapo_is_simpo_without_likelihood(tmp_path):
         ),
         ({"beta": -0.1}, "beta must be >= 0, got -0.1"),
         ({"beta": 0.0, "loss_type": "ipo"}, "beta must be > 0 for loss_type 'ipo', got 0"),
+        ({"beta": 0.0, "cpo_alpha": 0.0}, "beta must be > 0 for loss_type 'sigmoid', got 0"),
         ({"label_smoothing": 0.5}, r"label_smoothing must be in \[0, 0.5\), got 0.5"),
         ({"label_smoothing": -0.1}, r"label_smoothing must be in \[0, 0.5\)"),
         ({"cpo_alpha": -1.0}, "cpo_alpha must be >= 0, got -1.0"),

@@ -232,6 +232,9 @@ BAD: dict[str, Bad] = {
     "a gap without scale": Bad(
         ("dpo", "cpo"), ValueError, ("beta", "'ipo'", "got 0"), settings={"loss_type": "ipo", "beta": 0.0}
     ),
+    "nothing to learn from": Bad(
+        ("dpo", "kto", "bco"), ValueError, ("beta must be > 0 for loss_type", "got 0"), settings={"beta": 0.0}
+    ),
     "unknown loss": Bad(
         ("dpo", "cpo", "kto"), ValueError, ("loss_type", "sigmoid_pair"), settings={"loss_type": "sigmoid_pair"}
     ),

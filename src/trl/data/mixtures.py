@@ -44,7 +44,8 @@ class DatasetConfig:
 class DatasetMixtureConfig:
     """The sources of a mixture and what is done with all of them together.
 
-    Raises: ValueError for a source with unknown keys or without a path, and for a `test_split_size` outside (0, 1).
+    Raises: ValueError for a source with unknown keys or without a path, and for a `test_split_size` that is neither a
+        share in (0, 1) nor a number of rows.
     """
 
     datasets: list[DatasetConfig] = field(
@@ -59,16 +60,17 @@ class DatasetMixtureConfig:
     test_split_size: float | None = field(
         default=None,
         metadata={
-            "help": "Share of all rows, in (0, 1), drawn into a `test` split. None makes no such split."
+            "help": "Share of all rows, in (0, 1), or number of rows, drawn into a `test` split. None makes no such split."
         },
     )
 
     def __post_init__(self) -> None:
         read_text_values(self)
         self.datasets = [_read_config(index, source) for index, source in enumerate(self.datasets or [])]
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
+        size = self.test_split_size
+        if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
             raise ValueError(
-                f"test_split_size must be in (0, 1), got {self.test_split_size}. Give a share of the rows, or None."
+                f"test_split_size must be a share in (0, 1) or a whole number of rows, got {size}. Use None for no split."
             )
         if self.test_split_size is not None and self.streaming:
             raise ValueError(
@@ -95,7 +97,12 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     combined = concatenate_datasets(cast(list[Dataset], parts))
     if mixture_config.test_split_size is None:
         return DatasetDict({"train": combined})
-    return combined.train_test_split(test_size=mixture_config.test_split_size, seed=SPLIT_SEED)
+    size = mixture_config.test_split_size
+    if size >= len(combined):
+        raise ValueError(
+            f"test_split_size is {int(size)} rows and the mixture has {len(combined)}, expected fewer. Lower it, or give a share."
+        )
+    return combined.train_test_split(test_size=int(size) if size >= 1 else size, seed=SPLIT_SEED)
 
 
 def _read_config(index: int, source: DatasetConfig | Mapping[str, Any]) -> DatasetConfig:

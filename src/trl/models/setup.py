@@ -79,8 +79,16 @@ def _check_weights(core: PreTrainedModel) -> None:
 
 
 def check_processing_class(processing_class: Any) -> None:
-    """Raise TypeError for what is neither a tokenizer nor a processor."""
+    """Raise TypeError for what is neither a tokenizer nor a processor, ValueError for a tokenizer without a vocabulary."""
     if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        if isinstance(tokenizer, PreTrainedTokenizerBase) and len(tokenizer) <= len(
+            tokenizer.all_special_ids
+        ):
+            raise ValueError(
+                f"the tokenizer of '{tokenizer.name_or_path}' has no vocabulary, only {len(tokenizer)} special tokens: the folder "
+                "holds no tokenizer files. Save one there with tokenizer.save_pretrained, or pass processing_class."
+            )
         return
     given = repr(processing_class) if isinstance(processing_class, str) else "name"
     raise TypeError(

@@ -188,6 +188,15 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
+def require_beta(beta: float, *losses: str) -> None:
+    """Raises ValueError for a `beta` of 0 with losses that learn from rewards alone."""
+    if beta == 0:
+        raise ValueError(
+            f"beta must be > 0 for loss_type {', '.join(map(repr, losses))}, got 0: every reward and every gradient would be 0. "
+            "The usual range is 0.01 to 0.5."
+        )
+
+
 def check_beta(beta: float) -> None:
     """Raises ValueError unless `beta` is a number >= 0."""
     if not (is_finite(beta) and beta >= 0):

@@ -324,6 +324,15 @@ class BaseTrainer(RowLoaders, Trainer):
             output.metrics.update({**own, **theirs})  # what `compute_metrics` calls by the same name stays
         return output
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimiser, before the first step. Raises ValueError for a model without a trainable parameter."""
+        if not any(parameter.requires_grad for parameter in (model or self.model).parameters()):  # type: ignore[union-attr]
+            raise ValueError(
+                f"every parameter of {type(self.model).__name__} is frozen (requires_grad=False), so nothing would be trained. "
+                "Unfreeze some, or pass peft_config to train an adapter."
+            )
+        return super().create_optimizer(model)
+
     # ---- checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

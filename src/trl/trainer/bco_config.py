@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
-from trl.objectives.pairs import check_beta
+from trl.objectives.pairs import check_beta, require_beta
 from trl.options.checks import check_at_least
 from trl.options.dataset import DatasetPreparation
 from trl.options.docs import documented
@@ -67,6 +67,7 @@ class BCOConfig(
     def check(self) -> None:
         super().check()
         check_beta(self.beta)
+        require_beta(self.beta, "bco")
         check_at_least("prompt_sample_size", self.prompt_sample_size, minimum=1)
         if not 0 <= self.min_density_ratio <= self.max_density_ratio:
             raise ValueError(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from trl.objectives.pairs import require_beta
 from trl.objectives.reference_free import CPO_LOSSES, ReferenceFreeOptions
 from trl.options.checks import check_one_of, warn_caller
 from trl.options.dataset import DatasetPreparation
@@ -90,6 +91,8 @@ class CPOConfig(
             raise ValueError(
                 "beta must be > 0 for loss_type 'ipo', got 0. Its inverse is the gap that ipo aims at."
             )
+        if not self.cpo_alpha:
+            require_beta(self.beta, self.loss_type)
         if self.label_smoothing and self.loss_type not in SMOOTHED:
             _warn_ignored("label_smoothing", self.label_smoothing, self.loss_type, "Use 0.")
         if self.simpo_gamma != 0.5 and self.loss_type != "simpo":

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trl.objectives.pairs import PairOptions
+from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.preference import SMOOTHED, check_losses
 from trl.options.batching import PaddingFree
 from trl.options.checks import check_at_least, warn_caller
@@ -152,6 +152,8 @@ class DPOConfig(
         if isinstance(self.f_divergence_type, str):
             self.f_divergence_type = _divergence(self.f_divergence_type)  # type: ignore[assignment]
         check_losses(self.loss_type, self.loss_weights, self.pair_options())
+        if "sft" not in self.loss_type and not self.rpo_alpha:
+            require_beta(self.beta, *self.loss_type)
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             raise ValueError(
                 f"ld_alpha must be in [0, 1] or None, got {self.ld_alpha}. Use None for plain log-probabilities."

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from trl.objectives.pairs import require_beta
 from trl.objectives.unpaired import KTO_LOSSES, KTOOptions
 from trl.options.dataset import DatasetPreparation
 from trl.options.docs import documented
@@ -68,6 +69,7 @@ class KTOConfig(
     def check(self) -> None:
         super().check()
         self.kto_options()
+        require_beta(self.beta, self.loss_type)
 
     def kto_options(self) -> KTOOptions:
         """The settings that the loss takes.

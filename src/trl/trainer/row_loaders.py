@@ -32,7 +32,14 @@ class RowLoaders(_Trainer):
         """The training batches; a stream starts again when it ends, so that every step is whole."""
         dataset = self.train_dataset
         if not is_stream(dataset) or isinstance(dataset, RepeatedStream):
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
+            if self.args.dataloader_drop_last and has_length(loader) and not len(loader):
+                rows = self.args.train_batch_size * self.args.world_size
+                raise ValueError(
+                    f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of {rows} "
+                    "(per_device_train_batch_size times processes). Set it to False, or lower per_device_train_batch_size."
+                )
+            return loader
         with holding(self, "train_dataset", RepeatedStream(dataset)):
             return super().get_train_dataloader()
 
