@@ -38,6 +38,8 @@ COMMANDS: dict[str, Command] = {
         "train a model on rewards of its own answers (REINFORCE leave-one-out)",
         "training",
     ),
+    "merge": Command("trl.scripts.merge", "add an adapter to its base model and save the result"),
+    "chat": Command("trl.scripts.chat", "talk to a model"),
     "vllm-serve": Command(
         "trl.scripts.vllm_serve", "serve a model with vLLM, for training commands that generate with it"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Requests:
         minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
         self.minima = self._tensor(minima) if max(minima) > 0 else None
         self.begin = begin
+        self.listener: Callable[[Tensor, Tensor], None] | None = None
         self.ids = torch.zeros(len(prompts), self.longest, dtype=torch.int64, device=device)
         self.logps: Tensor | None = None
         self.kept: Tensor | None = None
@@ -76,6 +77,8 @@ class Requests:
         drawn = choose(logits, uniforms(self.keys[requests], counts), self.sampling)
         self._check(drawn, requests, counts)
         self._write(requests, counts, drawn)
+        if self.listener is not None:
+            self.listener(requests, drawn.ids)
         self.counts[requests] = counts + 1
         done, stopped = self.stops.done(drawn.ids, requests, counts + 1, self._generated)
         self.stopped[requests] = stopped

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trl.generation.attention import rollout_attention_of
 from trl.generation.cache import RolloutCache
@@ -84,9 +84,11 @@ class TransformersEngine:
         streams: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         more_inputs: MoreInputs | None = None,
+        listener: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Generated]:
         """One completion per prompt, in order; see `Engine.generate`. With `more_inputs` the route is `"generate"`.
 
+        `listener(requests, ids)`, both `(R,)`, is called with the newest token of each request that got one.
         Sampled ids depend on prompt, seed and stream alone; in float32 up to draws that fall on a rounding
         error.
 
@@ -108,6 +110,7 @@ class TransformersEngine:
             if not found:
                 return []
             requests = self._requests(core, found, names, sampling, window, seed, limits)
+            requests.listener = listener
             with _autocast(core.device.type, dtype):
                 self._run(model, core, requests, dtype, more_inputs)
         return requests.results()

@@ -1,0 +1,252 @@
+"""`trl chat MODEL`: a conversation with a model, in a terminal or through a pipe (one message per line)."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trl.options.model import ModelSource, QuantizationOptions
+from trl.scripts.config_file import read_config
+from trl.scripts.option_values import option_value
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import reporting_input_errors, run_script
+from trl.scripts.suggestions import did_you_mean
+
+SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+COMMANDS = """\
+  clear               begin a new conversation
+  example NAME        begin a new conversation with a prompt of --examples_path
+  set NAME=VALUE; ... change settings:
+                      {settings}
+  reset               begin a new conversation with the first settings
+  save [NAME]         write the conversation and settings to --save_folder
+  help                show these commands
+  exit                end, as Ctrl-D does; Ctrl-C ends an answer
+"""
+_COMMAND = re.compile(r"!?(clear|reset|help|exit|save|(?:save|example) \S+|set \w+ ?=.*)")
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # a model must not command the terminal
+
+
+@dataclass
+class ChatArguments(QuantizationOptions, ModelSource):
+    """The model of `trl chat`, how its answers are drawn, and where conversations are kept."""
+
+    torch_dtype: str | None = field(default=None, metadata={"help": "Deprecated name of dtype."})
+    device: str | None = field(
+        default=None, metadata={"help": "Device to run on. None: the accelerator, else the CPU."}
+    )
+    user: str = field(default="user", metadata={"help": "Name to show before your messages."})
+    system_prompt: str | None = field(default=None, metadata={"help": "First message, with the role system."})
+    save_folder: str = field(default="./chat_history/", metadata={"help": "Folder that `save` writes into."})
+    examples_path: str | None = field(
+        default=None,
+        metadata={"help": "YAML file of prompts by name, for `example NAME`.", "aliases": ["--examples"]},
+    )
+    max_new_tokens: int = field(default=256, metadata={"help": "Longest answer, in tokens."})
+    do_sample: bool = field(default=True, metadata={"help": "Draw tokens; else take the most likely ones."})
+    num_beams: int = field(default=1, metadata={"help": "Must be 1: there is no beam search."})
+    temperature: float = field(
+        default=1.0, metadata={"help": "Divides the logits; 0 takes the most likely tokens."}
+    )
+    top_k: int = field(default=50, metadata={"help": "Draw from this many most likely tokens; 0 for all."})
+    top_p: float = field(
+        default=1.0, metadata={"help": "Draw from the fewest tokens that have this probability."}
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "Above 1, tokens seen before are less likely."}
+    )
+    eos_tokens: str | None = field(
+        default=None,
+        metadata={"help": "Tokens that end an answer, with commas. None: those of model and tokenizer."},
+    )
+    eos_token_ids: str | None = field(default=None, metadata={"help": "The same as ids, with commas."})
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        super().check()
+        if not self.model_name_or_path:
+            raise ValueError("The model is missing. Give its folder or its name on the Hub: trl chat MODEL.")
+        if self.num_beams != 1:
+            raise ValueError(f"num_beams must be 1, got {self.num_beams}: answers are drawn token by token.")
+        self.sampling(())
+
+    def sampling(self, ends: Sequence[int]) -> Any:
+        """How answers are drawn that end at the tokens `ends`."""
+        from trl.generation.engine import Sampling
+
+        return Sampling(**{name: getattr(self, name) for name in SETTINGS}, stop_token_ids=tuple(ends))
+
+
+class Chat:
+    """A model, the conversation with it so far, and the settings."""
+
+    def __init__(self, arguments: ChatArguments, console: Any) -> None:
+        """Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template."""
+        import torch
+        from transformers.utils import logging
+
+        from trl.data.rendering import text_tokenizer
+        from trl.generation.transformers_engine import TransformersEngine
+        from trl.models.loading import create_model_from_path, load_processing_class
+        from trl.scripts.model_loading import model_init_kwargs
+
+        logging.disable_progress_bar()
+        self.first_settings = self.arguments = arguments
+        self.console, path, older = console, str(arguments.model_name_or_path), arguments.torch_dtype
+        loading: Any = model_init_kwargs(arguments, {"torch_dtype": older} if older else None)  # pyright: ignore
+        model: Any = create_model_from_path(path, **loading).eval()
+        if "quantization_config" not in loading:
+            model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")
+        trusted = arguments.trust_remote_code
+        self.tokenizer: Any = text_tokenizer(load_processing_class(path, trust_remote_code=trusted))
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"The tokenizer of '{path}' has no chat template, and trl chat needs one. Use a model for chats."
+            )
+        self.engine = TransformersEngine(model, tokenizer=self.tokenizer)
+        self.ends = self._end_tokens(model)
+        examples = arguments.examples_path
+        self.examples = read_config(examples).values if examples else {}
+        self.clear()
+
+    def _end_tokens(self, model: Any) -> list[int]:
+        from trl.generation.stopping import end_tokens
+        from trl.models.parts import causal_core
+
+        tokens = self.arguments.eos_tokens.split(",") if self.arguments.eos_tokens else []
+        unknown = [token for token in tokens if token not in self.tokenizer.get_vocab()]
+        if unknown:
+            raise ValueError(f"eos_tokens must be tokens of the tokenizer, got {unknown[0]!r}.")
+        given = [int(number) for number in (self.arguments.eos_token_ids or "").split(",") if number]
+        given += self.tokenizer.convert_tokens_to_ids(tokens)
+        return given or sorted({*end_tokens(None, causal_core(model)), self.tokenizer.eos_token_id} - {None})
+
+    def clear(self) -> None:
+        """Begin a new conversation."""
+        prompt = self.arguments.system_prompt
+        self.messages = [{"role": "system", "content": prompt}] if prompt else []
+
+    def answer(self, message: str) -> None:
+        """Stream the model's answer to a message. Ctrl-C ends it; what came so far stays in the conversation.
+
+        Raises: ValueError, jinja2.TemplateError for a conversation that the model or its template cannot take.
+        """
+        ids: list[int] = []
+        shown = ""
+
+        def show(newest: Sequence[int], *, last: bool = False) -> None:
+            nonlocal shown
+            ids.extend(newest)
+            text = _CONTROL.sub("", self.tokenizer.decode(ids, skip_special_tokens=True))
+            if last or not text.endswith("\ufffd"):  # half a character
+                self.console.print(text[len(shown) :], end="", markup=False, soft_wrap=True)
+                shown = text
+
+        messages = [*self.messages, {"role": "user", "content": message}]
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        try:
+            sampling = self.arguments.sampling(self.ends)
+            self.engine.generate([prompt], sampling, listener=lambda _, newest: show(newest.tolist()))
+        except KeyboardInterrupt:
+            self.console.print(" (stopped)", style="dim", end="")
+        show([], last=True)
+        self.console.print()
+        self.messages = [*messages, {"role": "assistant", "content": shown}]
+
+    def command(self, name: str, rest: str) -> None:
+        """Run one of the commands.
+
+        Raises: ValueError for an unknown example or setting, and for a value that is none.
+        """
+        if name == "help":
+            self.console.print(COMMANDS.format(settings=", ".join(SETTINGS)), markup=False, soft_wrap=True)
+        elif name == "set":
+            self._set(rest)
+        elif name == "save":
+            self._save(rest or time.strftime("chat_%Y-%m-%d_%H-%M-%S"))
+        elif name == "example":
+            if rest not in self.examples:
+                raise ValueError(f"There is no example {rest!r}, only {', '.join(self.examples) or 'none'}.")
+            self.clear()
+            found = self.examples[rest]
+            self.answer(found["text"] if isinstance(found, dict) else found)
+        else:
+            self.arguments = self.first_settings if name == "reset" else self.arguments
+            self.clear()
+
+    def _set(self, text: str) -> None:
+        options, changes = make_parser().options(), {}
+        for item in filter(str.strip, text.split(";")):
+            name, _, value = map(str.strip, item.partition("="))
+            if name not in SETTINGS:
+                raise ValueError(f"There is no setting {name!r}.{did_you_mean(name, SETTINGS)}")
+            changes[name] = option_value(options[name], value)
+        self.arguments = replace(self.arguments, **changes)
+
+    def _save(self, name: str) -> None:
+        folder = Path(self.arguments.save_folder) / Path(str(self.arguments.model_name_or_path)).name
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {name: getattr(self.arguments, name) for name in SETTINGS}
+        text = json.dumps({"settings": settings, "messages": self.messages}, ensure_ascii=False, indent=2)
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+        self.console.print(f"Saved in {folder / name}.json", markup=False)
+
+
+def chat(arguments: ChatArguments) -> None:
+    """Answer messages until the input ends. Without a terminal only the answers are printed."""
+    from jinja2 import TemplateError
+    from rich.console import Console
+
+    console, terminal = Console(highlight=False), sys.stdin.isatty()
+    with reporting_input_errors():
+        talk = Chat(arguments, console)
+    if terminal:
+        with suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401 - edits the line and keeps a history
+        console.print(
+            f"{arguments.model_name_or_path}: type a message, or help for the commands.", markup=False
+        )
+    while True:
+        try:
+            line = input(f"{arguments.user}: " if terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            line = "exit"
+        found = _COMMAND.fullmatch(line)
+        name, _, rest = found.group(1).partition(" ") if found else ("", "", "")
+        if name == "exit":
+            break
+        try:
+            if found:
+                talk.command(name, rest)
+            elif line:
+                if terminal:
+                    console.print("assistant: ", style="bold green", end="")
+                talk.answer(line)
+        except (ValueError, TemplateError) as error:
+            console.print(f"error: {error}", style="red", markup=False)
+
+
+def make_parser() -> TrlParser:
+    """The parser of `trl chat`."""
+    return TrlParser(
+        ChatArguments,  # pyright: ignore[reportArgumentType]
+        prog="trl chat",
+        usage="trl chat MODEL [options]",
+        description="Talk to a model: a folder, one with an adapter, or a name on the Hub.",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the conversation; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and not given[0].startswith("-"):
+        given.insert(0, "--model_name_or_path")
+    return run_script(make_parser(), chat, given)

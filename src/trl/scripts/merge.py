@@ -1,0 +1,70 @@
+"""`trl merge ADAPTER --out DIR`: a base model and a PEFT adapter become one model."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trl.scripts.plain_parser import PlainParser
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl merge`."""
+    parser = PlainParser(
+        prog="trl merge",
+        description="Add an adapter to its base model and save the result as a model of its own.",
+    )
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", help="folder of a PEFT adapter, which names its base model"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", required=True, help="new folder for the merged model and its tokenizer"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Merge and save; returns the exit status."""
+    from trl.scripts.running import report
+
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:
+        merge(options.adapter, options.out)
+    except (ValueError, OSError, ImportError) as error:
+        return report(parser.prog, error)
+    print(f"Merged model saved in {options.out}")
+    return 0
+
+
+def merge(adapter: str, out: str) -> None:
+    """Save the base model of an adapter, in its own dtype and with the adapter added, and the tokenizer, in `out`.
+
+    Raises: ValueError for a folder without an adapter, an adapter that cannot be merged and an `out` that is not empty,
+    OSError for a base model or tokenizer that cannot be loaded.
+    """
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"'{adapter}' has no adapter_config.json, expected the folder that an adapter was saved in."
+        )
+    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got '{out}'. Name another one.")
+    from peft import PeftConfig
+
+    from trl.models.classifier_setup import REWARD_MODEL, STEP_CLASSIFIER
+    from trl.models.loading import create_model_from_path, load_processing_class
+
+    config = PeftConfig.from_pretrained(adapter)
+    kinds = {kind.task_type: kind for kind in (REWARD_MODEL, STEP_CLASSIFIER)}
+    kind = kinds.get(str(getattr(config.task_type, "value", config.task_type)))
+    model: Any = create_model_from_path(
+        adapter, kind and kind.auto, **({"num_labels": kind.labels} if kind else {})
+    )
+    if not hasattr(type(model.base_model), "merge_and_unload"):
+        raise ValueError(
+            f"An adapter of type {config.peft_type} cannot be merged: it adds no weights to the model's own."
+        )
+    has_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
+    tokenizer = load_processing_class(adapter if has_tokenizer else str(config.base_model_name_or_path))
+    model.merge_and_unload().save_pretrained(out)
+    tokenizer.save_pretrained(out)
