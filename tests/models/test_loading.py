@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
@@ -106,6 +107,32 @@ def test_a_folder_without_tokenizer_files_is_said(architecture, tmp_path):
         ValueError, match=r"no vocabulary, only 1 special tokens: the folder holds no tokenizer files"
     ):
         check_processing_class(load_processing_class(str(tmp_path)))
+
+
+def test_files_that_lack_weights_are_refused(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "layers.1." in name)
+    save_file(
+        {key: value for key, value in weights.items() if key != name},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    for architecture in (None, AutoModelForSequenceClassification):
+        with pytest.raises(
+            ValueError, match=rf"lack 1 weights of Llama\w+ \({name}\).*allow_missing_weights"
+        ):
+            create_model_from_path(str(tmp_path), architecture)
+    loaded = create_model_from_path(str(tmp_path), allow_missing_weights=True)
+    assert torch.isfinite(loaded.state_dict()[name]).all()
+
+
+def test_a_new_classification_head_is_no_missing_weight_and_a_new_output_head_is(saved, tmp_path):
+    reward = create_model_from_path(saved, AutoModelForSequenceClassification, num_labels=1)
+    assert reward.score.weight.shape[0] == 1
+    reward.save_pretrained(tmp_path)  # which has no head over the vocabulary
+    with pytest.raises(ValueError, match=r"lack 1 weights of LlamaForCausalLM \(lm_head\.weight\)"):
+        create_model_from_path(str(tmp_path), AutoModelForCausalLM)
 
 
 def test_pickled_weights_are_refused(tmp_path):

@@ -56,9 +56,11 @@ def was_untied(model: nn.Module) -> bool:
 @contextmanager
 def tied_where_equal(model: Any) -> Iterator[None]:
     """A block, for saving, in which an untied head that still equals the input embedding is that embedding again."""
-    head = model.get_output_embeddings() if was_untied(model) else None
-    embedding = None if head is None else model.get_input_embeddings().weight
-    if head is None or not torch.equal(head.weight, embedding.float()):
+    if not was_untied(model):
+        yield
+        return
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    if not torch.equal(head.weight, embedding.float()):
         yield
         return
     own, head.weight = head.weight, embedding

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,23 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
 
     `architecture` (a model class or an `AutoModelFor…`) overrides the class that the config's `architectures` names;
     `kwargs` go to `from_pretrained`. `dtype` may be a string; left out, the checkpoint's own is kept. Weights load
-    from safetensors, and remote code runs only with `trust_remote_code=True`. A quantised model goes to this
+    from safetensors, and remote code runs only with `trust_remote_code=True`. Files that lack weights of the architecture are
+    refused, except for a new classification head, or with `allow_missing_weights=True`. A quantised model goes to this
     process's device unless `device_map` says otherwise. A folder that holds a PEFT adapter loads as its base model
     with the adapter on top, ready to be trained further.
 
     Raises `FileNotFoundError` where there is no such model or no safetensors weights, `ValueError` for a `dtype` or
-    `device_map` that cannot work.
+    `device_map` that cannot work, and for missing weights.
     """
+    allows_missing = kwargs.pop("allow_missing_weights", False)
     kwargs["dtype"] = _requested_dtype(kwargs)
     _check_device_map(kwargs.get("device_map"))
     _check_local_path(model_id)
     adapter = _adapter_base(model_id, kwargs)
     if adapter is not None:
-        return _load_adapter(model_id, adapter, architecture, kwargs)
+        return _load_adapter(
+            model_id, adapter, architecture, {**kwargs, "allow_missing_weights": allows_missing}
+        )
 
     _check_config_file(model_id, kwargs)
     model_class: Any = architecture or _architecture_of(_load_config(model_id, kwargs), model_id, kwargs)
@@ -56,7 +60,7 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     if kwargs["use_safetensors"]:
         _check_safetensors(model_id)
     try:
-        return model_class.from_pretrained(model_id, **kwargs)
+        model, info = model_class.from_pretrained(model_id, output_loading_info=True, **kwargs)
     except OSError as error:
         if model_id in str(error):
             raise
@@ -64,6 +68,22 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
             f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path; without a network, give a "
             "local folder."
         ) from error
+    if not allows_missing:
+        _check_whole(model, info["missing_keys"], model_id)
+    return model
+
+
+def _check_whole(model: PreTrainedModel, missing: Iterable[str], model_id: str) -> None:
+    """Raise ValueError for weights that a model's files lack, other than those of a classification head."""
+    of_decoder = f"{model.base_model_prefix}."
+    has_new_head = "Classification" in type(model).__name__
+    lacking = sorted(name for name in missing if not has_new_head or name.startswith(of_decoder))
+    if lacking:
+        raise ValueError(
+            f"the files of '{model_id}' lack {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}"
+            f"{', ...' if lacking[3:] else ''}), which would start at random. Use a whole checkpoint, or allow it with "
+            "model_init_kwargs={'allow_missing_weights': True}."
+        )
 
 
 def get_config_model_id(config: PretrainedConfig) -> str:

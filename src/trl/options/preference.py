@@ -54,10 +54,9 @@ class CompletionLengths(PromptLengths):
 
     def _default_fills_length(self) -> bool:
         limit, length = self.max_prompt_length, self.max_length
-        is_default = limit is not None and limit == type(self).max_prompt_length
-        return (
-            is_default and length is not None and limit >= length - 2
-        )  # 2: places of KTO's begin token and eos
+        if limit is None or length is None or limit != type(self).max_prompt_length:
+            return False
+        return limit >= length - 2  # places of KTO's begin token and eos
 
 
 @dataclass

@@ -30,9 +30,9 @@ class RowLoaders(_Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """The training batches; a stream starts again when it ends, so that every step is whole."""
-        dataset = self.train_dataset
+        dataset: Any = self.train_dataset
         if not is_stream(dataset) or isinstance(dataset, RepeatedStream):
-            loader = super().get_train_dataloader()
+            loader: Any = super().get_train_dataloader()
             if self.args.dataloader_drop_last and has_length(loader) and not len(loader):
                 rows = self.args.train_batch_size * self.args.world_size
                 raise ValueError(
