@@ -66,11 +66,13 @@ def test_segments_give_the_logits_and_gradients_of_sequences_alone(architecture,
     weights = torch.sin(torch.arange(found.numel(), dtype=dtype)).view_as(found)
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
+    # A gradient whose terms cancel (a key's bias) is rounded like its terms, which are as large as other gradients.
+    largest = max(part.grad.abs().max() for part in plain.parameters() if part.grad is not None)
     for (name, one), other in zip(flat.named_parameters(), plain.parameters(), strict=True):
         if other.grad is None:
             assert one.grad is None or not one.grad.any(), name
         else:
-            size = other.grad.abs().max().clamp(min=1e-3)
+            size = other.grad.abs().max().clamp(min=1e-2 * largest)
             assert (one.grad - other.grad).abs().max() <= gradient_tolerance * size, name
 
 

@@ -13,6 +13,8 @@ from trl.rewards import ModelSource, RewardError, RewardInputs, RewardSources
 
 PROMPTS = ["Is the sky", "An apple", "Is the sky", "Is the sky", "An apple"]
 COMPLETIONS = [" blue?", " falls down. Look up.", " a sea?", "", " and 12 pears"]
+# Scores of float32: sums over some hundred products, in whatever order the kernels of the machine add them.
+FLOAT32 = {"rel": 1e-5, "abs": 1e-5}
 CHAT = [[{"role": "user", "content": text}] for text in PROMPTS]
 
 
@@ -35,7 +37,7 @@ def test_scores_are_those_of_each_text_alone(architecture, batch_size):
     model, tokenizer = make(architecture)
     expected = alone(model, tokenizer, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
     source = ModelSource(model, tokenizer, batch_size=batch_size)
-    assert source.ask(RewardInputs(PROMPTS, COMPLETIONS)) == pytest.approx(expected, abs=2e-6)
+    assert source.ask(RewardInputs(PROMPTS, COMPLETIONS)) == pytest.approx(expected, **FLOAT32)
 
 
 def test_messages_are_rendered_by_the_models_own_template():
@@ -46,8 +48,8 @@ def test_messages_are_rendered_by_the_models_own_template():
     ]
     expected = alone(model, tokenizer, texts)
     source = ModelSource(model, tokenizer)
-    assert source.ask(RewardInputs(CHAT, completions)) == pytest.approx(expected, abs=2e-6)
-    assert source.ask(RewardInputs(CHAT, COMPLETIONS)) == pytest.approx(expected, abs=2e-6)
+    assert source.ask(RewardInputs(CHAT, completions)) == pytest.approx(expected, **FLOAT32)
+    assert source.ask(RewardInputs(CHAT, COMPLETIONS)) == pytest.approx(expected, **FLOAT32)
 
 
 def test_ids_are_read_as_they_are_where_the_tokenizer_is_the_policys():
@@ -60,7 +62,7 @@ def test_ids_are_read_as_they_are_where_the_tokenizer_is_the_policys():
     with torch.no_grad():
         rows = [p + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
         expected = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
-    assert source.ask(inputs) == pytest.approx(expected, abs=2e-6)
+    assert source.ask(inputs) == pytest.approx(expected, **FLOAT32)
 
 
 def test_the_text_is_tokenised_again_for_another_tokenizer_and_said_once(caplog):
@@ -72,7 +74,7 @@ def test_the_text_is_tokenised_again_for_another_tokenizer_and_said_once(caplog)
         inputs = RewardInputs(PROMPTS, COMPLETIONS, [[0]] * 5, [[0]] * 5)
         found = [source.ask(inputs), source.ask(inputs)]
     expected = alone(model, tokenizer, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
-    assert found[0] == found[1] == pytest.approx(expected, abs=2e-6)
+    assert found[0] == found[1] == pytest.approx(expected, **FLOAT32)
     assert len([r for r in caplog.records if "another tokenizer than the policy" in r.message]) == 1
 
 
@@ -114,7 +116,7 @@ def test_a_saved_model_comes_with_its_tokenizer_and_name(tmp_path):
     saved = sources.models[0].tokenizer  # transformers may load it as another class, which splits digits
     expected = alone(model, saved, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
     scores = sources.score(RewardInputs(PROMPTS, COMPLETIONS)).scores[:, 0].tolist()
-    assert scores == pytest.approx(expected, abs=2e-6)
+    assert scores == pytest.approx(expected, **FLOAT32)
 
 
 def test_models_that_cannot_give_one_reward_are_refused(tmp_path, caplog):
@@ -191,11 +193,11 @@ def test_scores_and_metrics_of_the_reference(shared, case):
         if name == "prompt_chat":
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         result = sources.score(RewardInputs([prompts[row] for row in rows], texts, ids))
-        assert result.rewards.mean().item() == pytest.approx(recorded["reward"][step], abs=2e-6)
+        assert result.rewards.mean().item() == pytest.approx(recorded["reward"][step], **FLOAT32)
         for metric, value in result.metrics().items():
             expected = recorded[metric][step]
             expected = float("nan") if expected is None else float(expected)
-            assert value == pytest.approx(expected, abs=2e-6, nan_ok=True), metric
+            assert value == pytest.approx(expected, **FLOAT32, nan_ok=True), metric
 
 
 def test_the_rm_of_the_goldens_is_loaded_with_its_head(shared):
