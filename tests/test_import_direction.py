@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "trl"
 
 # A folder imports from groups with a lower number, from itself, and from its group only where _WITHIN says so.
 LAYERS = (
-    ("tensors", "options"),
+    ("tensors", "options", "checkpoints"),
     ("objectives", "data"),
     ("collators", "models", "reporting"),
     ("generation", "rewards"),

@@ -40,7 +40,7 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path):
     assert done.returncode == 0, done.stderr
     ends = json.loads(done.stdout.rpartition("ended")[2])
     assert ends == [0, *[SIGKILLED] * len(KILLS), 0], done.stderr
-    assert not list(killed.glob("incomplete-*"))
+    assert not list(killed.glob("_run-*"))
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found["logs"] == expected["logs"]
     assert found == expected

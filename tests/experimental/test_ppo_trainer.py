@@ -244,7 +244,7 @@ def test_rewards_that_fail_leave_the_last_checkpoint(reward, settings, message, 
     with pytest.raises(RewardError, match=message):
         trainer.train()
     assert (tmp_path / "checkpoint-2" / "value_model").is_dir()
-    assert not list(tmp_path.glob("incomplete-*"))
+    assert not list(tmp_path.glob("_run-*"))
 
 
 def test_rows_without_a_score_are_left_out():

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.checkpoints.made import make_checkpoint as checkpoint
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
+from tests.trainer.sft_runs import make
 from trl.scripts import sft
-from trl.scripts.going_on import NewestCheckpoint, interruption, way_on
+from trl.scripts.going_on import interruption, way_on
 from trl.scripts.running import run_script
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -17,13 +19,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 def settings(output_dir, **given):
     defaults = {"output_dir": str(output_dir), "max_steps": -1, "save_strategy": "steps", "save_steps": 500}
     return SimpleNamespace(**{**defaults, **given})
-
-
-def checkpoint(folder, step):
-    path = folder / f"checkpoint-{step}"
-    path.mkdir()
-    (path / "trainer_state.json").write_text("{}")
-    return path
 
 
 @pytest.mark.parametrize(("max_steps", "longer"), [(-1, "--num_train_epochs"), (20, "--max_steps")])
@@ -62,17 +57,18 @@ def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, given, why):
     )
 
 
-def test_the_newest_checkpoint_is_the_one_written_last(tmp_path):
-    newest = NewestCheckpoint("earlier")
-    assert newest.path == Path("earlier")
-    newest.on_save(settings(tmp_path), SimpleNamespace(global_step=5), None)
-    assert newest.path == tmp_path / "checkpoint-5"
-    checkpoint(tmp_path, 7)  # of a signal
-    for asked, step in ((False, 5), (True, 7)):
-        newest.on_train_end(
-            settings(tmp_path, enable_jit_checkpoint=asked), SimpleNamespace(global_step=7), None
-        )
-        assert newest.path == tmp_path / f"checkpoint-{step}"
+def test_the_newest_checkpoint_is_the_one_written_last_else_the_one_resumed_from(tmp_path):
+    run = {"folder": tmp_path, "max_steps": 2, "save_steps": 2}
+    rows = [{"text": "Look up."}, {"text": "Next."}] * 4
+    trainer = make(rows, **run, save_strategy="steps")
+    assert trainer.newest_checkpoint is None
+    trainer.train()
+    assert trainer.newest_checkpoint == tmp_path / "checkpoint-2"
+    resumed = make(rows, **{**run, "max_steps": 3})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.newest_checkpoint == tmp_path / "checkpoint-2"
+    resumed.train()
+    assert resumed.newest_checkpoint is None
 
 
 @pytest.fixture

@@ -1,22 +1,18 @@
 import pytest
 
-from trl.scripts.resume import checkpoint_to_resume, latest_checkpoint
+from tests.checkpoints.made import make_checkpoint
+from trl.checkpoints.wholeness import CheckpointError
+from trl.scripts.resume import checkpoint_to_resume
 
 
 @pytest.fixture
 def output_dir(tmp_path):
-    for name, complete in (("checkpoint-9", True), ("checkpoint-10", True), ("checkpoint-20", False)):
-        (tmp_path / name).mkdir()
-        if complete:
-            (tmp_path / name / "trainer_state.json").write_text("{}")
+    for step in (9, 10, 20):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-20" / "trainer_state.json").unlink()
     (tmp_path / "checkpoint-30.partial").mkdir()
     (tmp_path / "checkpoint-30.partial" / "trainer_state.json").write_text("{}")
     return tmp_path
-
-
-def test_the_newest_complete_checkpoint(output_dir):
-    assert latest_checkpoint(output_dir) == output_dir / "checkpoint-10"
-    assert latest_checkpoint(output_dir / "nowhere") is None
 
 
 @pytest.mark.parametrize("wanted", ["true", "True", True, "yes"])
@@ -32,10 +28,24 @@ def test_nothing_asked_for(output_dir, wanted):
 def test_a_path_is_taken_as_it_is(output_dir):
     path = str(output_dir / "checkpoint-9")
     assert checkpoint_to_resume(path, output_dir) == path
-    with pytest.raises(FileNotFoundError, match="Use true for the newest"):
+    with pytest.raises(FileNotFoundError, match="needs a checkpoint to resume from"):
         checkpoint_to_resume("nowhere", output_dir)
 
 
 def test_no_checkpoint_yet_starts_afresh_and_says_so(tmp_path, capsys):
     assert checkpoint_to_resume("true", tmp_path) is None
     assert "starting from the beginning" in capsys.readouterr().out
+
+
+def test_a_run_without_a_whole_checkpoint_does_not_start_afresh(output_dir):
+    for step in (9, 10):
+        (output_dir / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    (output_dir / "checkpoint-20" / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint-20 is not whole: model.safetensors or adapter_model.safetensors is missing; trainer_state",
+    ):
+        checkpoint_to_resume("true", output_dir)
+    assert checkpoint_to_resume("true", output_dir, without=["optimizer"]) == str(
+        output_dir / "checkpoint-10"
+    )

@@ -106,7 +106,7 @@ def test_going_on_from_the_newest_checkpoint(run, tmp_path, capsys):
         (["--eval_strategy", "epoch"], "--eval_strategy no"),
         (["--column_mapping", "questoin=prompt"], "`questoin`, which is no column of split 'train'"),
         (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint must be true or the directory"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere' needs a checkpoint"),
         (["--packing", "--max_length", "0"], "max_length must be a whole number >= 1"),
         (["--model_init_kwargs", "{oops"], "model_init_kwargs must be a JSON object"),
         (

@@ -14,6 +14,7 @@ from tests.trainer.one_step import launch
 from tests.trainer.preference_methods import METHODS
 from tests.trainer.sft_runs import logged, make
 from trl import SFTConfig
+from trl.checkpoints.wholeness import CheckpointError
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.trainer.base_trainer import use_one_device
 
@@ -41,12 +42,15 @@ def test_the_mean_loss_leaves_out_steps_that_a_checkpoint_does_not_know(tmp_path
     make(rows(), **{**settings, "max_steps": 3}).train()
     if not save_only_model:
         (tmp_path / "checkpoint-3" / "progress_0.json").unlink()
-    trainer = make(rows(), **settings)
+    parts = ["optimizer", "random_state"] if save_only_model else ["progress"]
+    with pytest.raises(CheckpointError, match=rf"checkpoint-3 is not whole.*resume_without=\['{parts[0]}'"):
+        make(rows(), **settings).train(resume_from_checkpoint=True)
+    trainer = make(rows(), **settings, resume_without=parts)
     output = trainer.train(resume_from_checkpoint=True)
     step_4, steps_5_and_6 = logged(trainer, "loss")[1:]
     assert output.training_loss == pytest.approx((step_4 + 2 * steps_5_and_6) / 3)
     assert logged(trainer, "train_loss") == [output.training_loss]
-    assert ("save_only_model" in caplog.text) is save_only_model
+    assert f"resume_without: {' and '.join(parts)} of {tmp_path}/checkpoint-3 start anew" in caplog.text
 
 
 def test_a_second_call_of_train_starts_its_sums_anew(tmp_path):

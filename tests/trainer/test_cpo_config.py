@@ -37,7 +37,7 @@ CPO_DEFAULTS = {
     "simpo_gamma": 0.5,
     "alpha": 0.0,
 }
-OURS = {"prefix_sharing": "auto"}
+OURS = {"prefix_sharing": "auto", "resume_without": None}
 
 
 def config(tmp_path, kind=CPOConfig, **given):

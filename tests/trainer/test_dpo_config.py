@@ -68,6 +68,7 @@ def test_fields_and_defaults():
     ours = {
         "prefix_sharing",
         "padding_value",
+        "resume_without",
         "activation_offloading",
         "pad_to_multiple_of",
         "dataset_kwargs",

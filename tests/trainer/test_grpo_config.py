@@ -103,6 +103,7 @@ OLDER_RLOO = {
 }  # the table of the documents' migration guide
 OURS = {
     "prefix_sharing": "auto",
+    "resume_without": None,
     "reward_deadline": None,
     "reward_failure": "error",
     "dynamic_sampling": False,

@@ -1,6 +1,8 @@
 """`IterativeSFTTrainer.step` trains as `SFTTrainer` does on the same rows, however they are cut, and says what it cannot."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.trainer.iterative_runs import inputs, make
 from tests.trainer.one_step import fixed_rows, launch, run
 from tests.trainer.sft_runs import QUICK, model_for
 from trl import IterativeSFTConfig, IterativeSFTTrainer, SFTConfig, SFTTrainer
+from trl.checkpoints.ownership import PREFIX
 from trl.trainer.iterative_rows import StepRows
 
 
@@ -345,3 +348,21 @@ def test_a_tokenizer_in_the_place_of_the_collator_is_refused(tmp_path):
         TypeError, match=r"data_collator is a tokenizer \(.*Give a tokenizer as processing_class="
     ):
         IterativeSFTTrainer(model_for(tokenizer), args, tokenizer, processing_class=tokenizer)  # type: ignore[arg-type]
+
+
+def test_a_loop_owns_its_folder_while_its_trainer_lives(tmp_path):
+    """Trainers of one process may take turns in a folder; those of another process are refused."""
+    settings = {"folder": tmp_path, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer, _ = make(**settings)
+    trainer.step(**inputs())
+    (held,) = tmp_path.glob(f"{PREFIX}*")
+    resumed, _ = make(**settings)
+    resumed.resume()
+    resumed.step(**inputs())
+    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
+    clear = f"from pathlib import Path; from trl.checkpoints.ownership import clear; clear(Path({str(tmp_path)!r}))"
+    other = subprocess.run([sys.executable, "-c", clear], check=False, capture_output=True, text=True)
+    assert other.returncode == 1 and "Another run is active" in other.stderr
+    resumed._ends()
+    trainer._ends()
+    assert not held.exists() and not list(tmp_path.glob(f"{PREFIX}*"))

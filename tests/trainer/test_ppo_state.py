@@ -1,6 +1,7 @@
 """A step-level loop that is killed and loads its state goes on to the same bits; queries come in the order of the seed."""
 
 import random
+import shutil
 from itertools import islice
 
 import numpy as np
@@ -13,6 +14,8 @@ from tests.tiny import tiny_model
 from tests.trainer import ppo_runs
 from tests.trainer.ppo_runs import make_trainer, value_model
 from trl import AutoModelForCausalLMWithValueHead
+from trl.checkpoints.ownership import owned, run_folder_name
+from trl.checkpoints.wholeness import CheckpointError
 from trl.trainer import ppo_state
 from trl.trainer.ppo_loader import ShuffledShares
 
@@ -139,6 +142,41 @@ def test_states_that_do_not_fit_are_named(tmp_path):
     trainer.save_state(tmp_path / "state")
     with pytest.raises(ValueError, match="was saved with an lr_scheduler, and the trainer has none"):
         make_trainer().load_state(tmp_path / "state")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a state."""
+    folder = tmp_path_factory.mktemp("saved") / "state"
+    new_trainer().save_state(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "file", ["pytorch_model.bin", "optimizer.bin", "scheduler.pt", "random_streams_0.pt", "ppo_state.json"]
+)
+def test_a_state_that_lost_a_file_is_refused(file, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "state")
+    (folder / file).write_bytes((folder / file).read_bytes()[:-9])
+    trainer = new_trainer()
+    with pytest.raises(
+        CheckpointError, match=rf"state is not whole: {file} cannot be read, it may be truncated"
+    ):
+        trainer.load_state(folder)
+    if file != "ppo_state.json":  # without it, the folder is not taken for a state
+        (folder / file).unlink()
+        with pytest.raises(CheckpointError, match=f"{file} is missing"):
+            trainer.load_state(folder)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
+    dead, unknown = (tmp_path / run_folder_name() for _ in range(2))
+    with owned(dead):
+        copied = shutil.copytree(dead, tmp_path / "copied")
+    copied.rename(dead)  # this process's, of a save that has ended
+    unknown.mkdir()
+    new_trainer().save_state(tmp_path / "state")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([unknown.name, "state"])
 
 
 def test_a_pass_takes_whole_batches_in_an_order_of_its_own():

@@ -49,7 +49,7 @@ def test_a_killed_run_ends_in_the_same_bits(kind, tmp_path):
     jobs = [[str(killed), kind, kill] for kill in KILLS[kind]]
     ends, log = work([str(whole), kind, ""], *jobs, [str(killed), kind, ""])
     assert ends == [0, *[SIGKILLED] * len(jobs), 0], log
-    assert not list(killed.glob("incomplete-*"))
+    assert not list(killed.glob("_run-*"))
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found["logs"] == expected["logs"]
     assert found == expected
@@ -78,7 +78,7 @@ def test_killed_runs_on_groups_end_in_the_same_bits(tmp_path):
     ]
     ends, log = work(*jobs)
     assert ends == [SIGKILLED if kill else 0 for _, _, kill in jobs], log
-    assert not list(tmp_path.glob("*/incomplete-*"))
+    assert not list(tmp_path.glob("*/_run-*"))
     for kind in GROUPS:
         expected, found = (
             json.loads((tmp_path / f"{kind} {run}" / "end.json").read_text()) for run in ("whole", "killed")

@@ -33,6 +33,7 @@ DEFAULTS = {
     "assistant_only_loss": False,
     "loss_type": "nll",
     "activation_offloading": False,
+    "resume_without": None,
 }
 OLDER = dict.fromkeys(
     [

@@ -41,9 +41,25 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
             "help": "Checkpoint to resume from, on the command line: its folder, or true for the newest in output_dir."
         },
     )
+    resume_without: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parts of the checkpoint that resuming leaves out and starts anew: optimizer (with the schedule), "
+            "random_state, progress (sums of metrics, rollouts, running statistics). For a checkpoint that lost them."
+        },
+    )
 
     def check(self) -> None:
         super().check()
+        if unknown := set(self.resume_without or ()) - {"optimizer", "random_state", "progress"}:
+            raise ValueError(
+                f"resume_without must name parts among optimizer, random_state and progress, got {sorted(unknown)}."
+            )
+        if "optimizer" in (self.resume_without or ()) and self.deepspeed:
+            raise ValueError(
+                "resume_without=['optimizer'] cannot be used with DeepSpeed, which keeps weights and optimizer in the same files. "
+                "Start a new run from the model instead."
+            )
         for name in (
             "per_device_train_batch_size",
             "per_device_eval_batch_size",

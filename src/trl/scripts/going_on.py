@@ -3,28 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from trl.scripts.resume import latest_checkpoint
-
-
-class NewestCheckpoint(TrainerCallback):
-    """Knows the newest checkpoint of a run: the last one that it wrote, else the one it was resumed from, or None."""
-
-    def __init__(self, resumed_from: str | None = None) -> None:
-        self.path = None if resumed_from is None else Path(resumed_from)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remember the checkpoint that was just written."""
-        self.path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look for the checkpoint that a signal asked for, which may be written without an event of its own."""
-        if args.enable_jit_checkpoint:
-            newest = latest_checkpoint(args.output_dir)
-            if newest is not None and newest.name == f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}":
-                self.path = newest
+from trl.checkpoints.wholeness import newest_whole
 
 
 def way_on(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:
@@ -34,7 +13,7 @@ def way_on(newest: Path | None, args: Any, *, command: str, finished: bool) -> s
     """
     if newest is None:
         return _no_way_on(args, finished=finished)
-    resume = "true" if _same(newest, latest_checkpoint(args.output_dir)) else str(newest)
+    resume = "true" if _same(newest, newest_whole(args.output_dir)) else str(newest)
     longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
     same = f"the same options, a larger --{longer} and" if finished else "the same options and"
     return f"To go on: trl {command} with {same} --resume_from_checkpoint {resume}"

@@ -1,44 +1,27 @@
-"""Finding the checkpoint from which a run goes on."""
+"""The checkpoint from which a command resumes."""
 
-import re
+from collections.abc import Sequence
 from pathlib import Path
 
-
-def latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The complete checkpoint with the highest step in `output_dir`, or None.
-
-    Checkpoints are `checkpoint-<step>` directories; one without the trainer's state was not finished.
-    """
-    folder = Path(output_dir)
-    if not folder.is_dir():
-        return None
-    found = {}
-    for entry in folder.iterdir():
-        match = re.fullmatch(r"checkpoint-(\d+)", entry.name)
-        if match and (entry / "trainer_state.json").is_file():
-            found[int(match.group(1))] = entry
-    return found[max(found)] if found else None
+from trl.checkpoints.wholeness import checkpoint_to_load, checkpoints_in
 
 
-def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | Path) -> str | None:
-    """The directory that `--resume_from_checkpoint` means: a path as it is, `true` the newest in `output_dir`.
+def checkpoint_to_resume(
+    resume_from_checkpoint: str | bool | None, output_dir: str | Path, *, without: Sequence[str] = ()
+) -> str | None:
+    """The directory that `--resume_from_checkpoint` means: a path as it is, `true` the newest whole one in `output_dir`.
 
     None means a fresh start: nothing was asked for, or (said in a printed note) there is no checkpoint yet.
 
     Raises:
         FileNotFoundError: if a path is given that is not a directory.
+        CheckpointError: if the checkpoint, or every one in `output_dir`, lost a part; `without` may be missing.
     """
     wanted = str(resume_from_checkpoint).strip()
     if resume_from_checkpoint is None or wanted.lower() in ("", "false", "no", "none"):
         return None
-    if wanted.lower() not in ("true", "yes"):
-        if not Path(wanted).is_dir():
-            raise FileNotFoundError(
-                f"resume_from_checkpoint must be true or the directory of a checkpoint, got {wanted!r}, which does not "
-                "exist. Use true for the newest one in output_dir."
-            )
-        return wanted
-    newest = latest_checkpoint(output_dir)
-    if newest is None:
+    newest = wanted.lower() in ("true", "yes")
+    if newest and not checkpoints_in(output_dir):
         print(f"No complete checkpoint in {output_dir}: starting from the beginning.")
-    return None if newest is None else str(newest)
+        return None
+    return str(checkpoint_to_load(True if newest else wanted, output_dir, without=without))

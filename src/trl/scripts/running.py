@@ -2,13 +2,22 @@
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from trl.scripts.config_file import ConfigFile
 from trl.scripts.parser import TrlParser
+
+
+class Terminated(SystemExit):
+    """The process got SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 class CommandError(ValueError):
@@ -47,7 +56,7 @@ def run_script(
                 if config is None
                 else parser.parse_with(list(args or ()), config)
             )
-        with notes_shown():
+        with notes_shown(), sigterm_raises():
             main(*parsed)
     except CommandError as error:
         if os.environ.get("TRL_TRACEBACK") == "1":
@@ -55,7 +64,30 @@ def run_script(
         return report(parser.prog, error)
     except KeyboardInterrupt:  # each of several processes would show where it was
         return 130
+    except Terminated:
+        return 128 + signal.SIGTERM
     return 0
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Raise `Terminated` where SIGTERM finds this process; its forks end as they would without."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, own = signal.getsignal(signal.SIGTERM), os.getpid()
+
+    def stop(number: int, frame: Any) -> None:
+        if os.getpid() == own:
+            raise Terminated
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 class NotesHandler(logging.StreamHandler):

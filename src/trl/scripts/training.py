@@ -6,15 +6,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from trl.options.model import ModelConfig
 from trl.scripts.arguments import ColumnMapping, ScriptArguments
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import CommandError, reporting_input_errors
-
-if TYPE_CHECKING:
-    from trl.scripts.going_on import NewestCheckpoint
+from trl.scripts.running import CommandError, Terminated, reporting_input_errors
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,6 @@ def train(
     from trl.reporting.trackers import check_trackers
     from trl.scripts.allocator import keep_freed_memory
     from trl.scripts.dry_run import changed_settings, describe
-    from trl.scripts.going_on import NewestCheckpoint
     from trl.scripts.outputs import check_output_dir, check_push
     from trl.scripts.resume import checkpoint_to_resume
     from trl.scripts.summary import finish
@@ -55,7 +51,9 @@ def train(
         check_output_dir(output_dir)
         check_push(training_args)
         check_trackers(training_args.report_to)
-        checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, output_dir)
+        checkpoint = checkpoint_to_resume(
+            training_args.resume_from_checkpoint, output_dir, without=training_args.resume_without or ()
+        )
         settings, made_folder = (
             changed_settings(script_args, training_args, *others),
             not Path(output_dir).exists(),
@@ -64,36 +62,39 @@ def train(
     if script_args.dry_run:
         describe(trainer, settings, made_folder=made_folder)
         return trainer
-    newest = NewestCheckpoint(checkpoint)
-    trainer.add_callback(newest)
-    with telling_the_way_on(trainer, newest, command=command):
+    with telling_the_way_on(trainer, command=command):
         trainer.train(resume_from_checkpoint=checkpoint)
-    finish(trainer, dataset_name=script_args.dataset_name, command=command, newest=newest.path)
+        if any(getattr(each, "is_made", False) for each in trainer.callback_handler.callbacks):
+            trainer.accelerator.end_training()
+            raise Terminated  # after the checkpoint that enable_jit_checkpoint asks for
+    finish(trainer, dataset_name=script_args.dataset_name, command=command, newest=trainer.newest_checkpoint)
     return trainer
 
 
 @contextmanager
-def telling_the_way_on(trainer: Any, newest: "NewestCheckpoint", *, command: str) -> Iterator[None]:
+def telling_the_way_on(trainer: Any, *, command: str) -> Iterator[None]:
     """Say, where training is interrupted or fails, how far it came and how it goes on: in the log, or below the traceback.
 
-    Raises: CommandError for a package of an optimiser or of kernels, which are looked for when training begins.
+    Raises: CommandError for a package of an optimiser or of kernels, which are looked for when training begins, and for a
+    checkpoint or an output folder that cannot be used.
     """
+    from trl.checkpoints.wholeness import CheckpointError
     from trl.scripts.going_on import interruption
 
     def told() -> str:
         step, steps = trainer.state.global_step, trainer.state.max_steps
-        return interruption(newest.path, trainer.args, command=command, step=step, steps=steps)
+        return interruption(trainer.newest_checkpoint, trainer.args, command=command, step=step, steps=steps)
 
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         if trainer.accelerator.is_main_process:
             logger.warning(told())
         raise
     except Exception as error:
         if trainer.state.global_step:
             error.add_note(told())
-        elif isinstance(error, ImportError):
+        elif isinstance(error, (ImportError, CheckpointError)):
             raise CommandError(str(error)) from error
         raise
 

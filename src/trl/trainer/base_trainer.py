@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,8 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy
 
+from trl.checkpoints.identity import run_facts
+from trl.checkpoints.ownership import owned, run_folder_name
+from trl.checkpoints.wholeness import naming_weights
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.forward import Scored, Scorer
 from trl.models.head_precision import tied_where_equal
@@ -33,10 +36,11 @@ from trl.tensors.reduce import Weighted
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.progress import (
     CheckpointWriter,
+    Run,
     SavesState,
-    check_resumable,
+    begin_run,
     load_progress,
-    remove_incomplete,
+    on_main,
     save_progress,
 )
 from trl.trainer.row_loaders import RowLoaders
@@ -253,15 +257,17 @@ class BaseTrainer(RowLoaders, Trainer):
         return total / max(self.state.global_step - self._uncounted_steps, 1)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits.
+        """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
 
-        Raises: FileNotFoundError where there is nothing to resume from.
+        Raises: FileNotFoundError where there is nothing to resume from; CheckpointError where the checkpoint lost a part or
+        is of another method, model or data, and where another run is active in `output_dir`.
         """
-        check_resumable(resume_from_checkpoint, self.args.output_dir)
-        if self.args.should_save:
-            remove_incomplete(self.args.output_dir)
-        self._method_at_start = None
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        trial = kwargs.get("trial", args[0] if args else None)
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_run", None)
+            run = self._enter_run(stack, trial, resume_from_checkpoint)
+            self._method_at_start = None
+            output = super().train(run.checkpoint, *args, **kwargs)
         loss = self._mean_loss()
         summary = next((logs for logs in reversed(self.state.log_history) if "train_loss" in logs), {})
         metrics = {name: value for name, value in summary.items() if name != "step"}
@@ -335,16 +341,55 @@ class BaseTrainer(RowLoaders, Trainer):
 
     # ---- checkpoints
 
+    def _enter_run(
+        self, stack: ExitStack, trial: Any, resume: Any = None, *, alone: bool = True, saves: bool = False
+    ) -> Run:
+        """Begin a run that lasts as long as `stack`: own its folder, check the checkpoint that it resumes from.
+
+        `alone` refuses other runs in this process, `saves` is for one that saves whatever its `save_strategy`.
+        """
+        args, output_dir = self.args, Path(super()._get_output_dir(trial))
+        saves = saves or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
+        folder = output_dir / on_main(self.accelerator, run_folder_name)
+        if saves and args.should_save:
+            stack.enter_context(owned(folder, exclusive=alone))
+        facts = self._facts if saves or resume else dict
+        self._run = on_main(
+            self.accelerator, lambda: begin_run(folder, facts(), args, resume=resume, alone=alone)
+        )
+        self.newest_checkpoint = None if self._run.checkpoint is None else Path(self._run.checkpoint)
+        return self._run
+
+    _run: Run | None = None
+    newest_checkpoint: Path | None = None
+    """The last checkpoint that this run wrote, else the one that it resumed from."""
+
+    def _facts(self) -> dict[str, Any]:
+        """What checkpoints say about this run."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        settings = {**self.args.to_dict(), "processes": self.args.world_size}
+        return run_facts(
+            method=self._name, config=model.config, adapters=getattr(model, "peft_config", {}),
+            dataset=self.train_dataset, settings=settings,
+        )  # fmt: skip
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
-        writer = CheckpointWriter(super()._get_output_dir(trial), self.state, self.args, self.accelerator)
+        if self._run is None:  # called by a program, outside of a run
+            with ExitStack() as stack:
+                stack.callback(setattr, self, "_run", None)
+                self._enter_run(stack, trial, saves=True)
+                self._save_checkpoint(model, trial)
+            return
+        run_dir = super()._get_output_dir(trial)
+        writer = CheckpointWriter(self._run, run_dir, self.state, self.args, self.accelerator)
         self._checkpoint_writer = writer
         try:
             with writer.saving():
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoint_writer = None
-        final = writer.publish()
+        final = self.newest_checkpoint = writer.publish()
         self.create_model_card()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
@@ -364,25 +409,32 @@ class BaseTrainer(RowLoaders, Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._weights_are_renamed = False
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self._weights_are_renamed:
-            load_saved_weights(self.scorer.core, resume_from_checkpoint)
+        with naming_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if self._weights_are_renamed:
+                load_saved_weights(self.scorer.core, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._weights_are_renamed = False
-        super()._load_best_model()
-        if self._weights_are_renamed:
-            assert self.state.best_model_checkpoint is not None
-            load_saved_weights(self.scorer.core, self.state.best_model_checkpoint)
+        self._weights_are_renamed, best = False, self.state.best_model_checkpoint
+        assert best is not None
+        with naming_weights(best):
+            super()._load_best_model()
+            if self._weights_are_renamed:
+                load_saved_weights(self.scorer.core, best)
 
     _weights_are_renamed = False
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """The parent loads a file's tensors by name and goes on without those it cannot place."""
+        """The parent loads a file's tensors by name, and only warns of those it cannot place.
+
+        Raises: ValueError for a file that lacks tensors of the model.
+        """
         self._weights_are_renamed = bool(load_result.unexpected_keys)
         if not self._weights_are_renamed:
             tied = getattr(self.model, "all_tied_weights_keys", None) or ()  # read under their other name
             missing = [key for key in load_result.missing_keys if key not in tied]
+            if set(missing) - set(getattr(self.model, "_keys_to_ignore_on_save", None) or ()):
+                raise ValueError(f"{len(missing)} tensors of the model are missing ({missing[0]}, ...)")
             super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def method_state(self) -> dict[str, Any]:
@@ -412,9 +464,21 @@ class BaseTrainer(RowLoaders, Trainer):
             if isinstance(callback, SavesState):
                 callback.save_state(Path(output_dir))
 
+    def _starts_anew(self, part: str) -> bool:
+        """Whether a part of the checkpoint is left out on resuming."""
+        return part in (getattr(self.args, "resume_without", None) or ())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._starts_anew("optimizer"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
+        if not self._starts_anew("random_state"):
+            super()._load_rng_state(checkpoint)
         self._goes_on_from = None
+        if self._starts_anew("progress"):
+            self._uncounted_steps = self.state.global_step if checkpoint else 0
+            return
         state = load_progress(checkpoint, rank=self.args.process_index, processes=self.args.world_size)
         if state is None:
             self._uncounted_steps = self.state.global_step if checkpoint else 0

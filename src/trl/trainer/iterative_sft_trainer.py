@@ -6,7 +6,9 @@ import logging
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +21,6 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from trl.collators.rows import IGNORED
 from trl.data.rendering import text_tokenizer
@@ -29,7 +30,7 @@ from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
 from trl.trainer.iterative_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
-from trl.trainer.progress import check_resumable
+from trl.trainer.progress import Run
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -194,9 +195,8 @@ class IterativeSFTTrainer(SFTTrainer):
         """
         if self._has_begun:
             raise ValueError("resume was called after a step, expected before the first. Make a new trainer.")
-        check_resumable(checkpoint, self.args.output_dir)
-        folder = get_last_checkpoint(str(self.args.output_dir)) if checkpoint is True else checkpoint
-        assert isinstance(folder, str)
+        folder = self._enter(checkpoint).checkpoint
+        assert folder is not None
         if not self.is_deepspeed_enabled and not self.is_fsdp_enabled:
             self._load_from_checkpoint(folder)
         self._begin(folder)
@@ -212,8 +212,17 @@ class IterativeSFTTrainer(SFTTrainer):
 
     # ---- the beginning, as that of `Trainer.train`
 
+    def _enter(self, checkpoint: str | bool | None) -> Run:
+        """Begin a run that lasts as long as this trainer; other trainers of this process may use its folder."""
+        with ExitStack() as stack:
+            run = self._enter_run(stack, None, checkpoint, alone=False)
+            self._ends = weakref.finalize(self, stack.pop_all().close)
+        return run
+
     def _begin(self, checkpoint: str | None) -> None:
         """Optimiser, schedule, wrapping of the model, state and callbacks: once, before the first step."""
+        if checkpoint is None:
+            self._enter(None)
         length = self._run_length()
         if self.args.max_steps <= 0:
             self.remove_callback(ProgressCallback)  # a bar without an end

@@ -359,7 +359,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     # ---- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits, within a window too."""
+        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a window too."""
         self._window, self._window_number = None, -1
         self._resumed_from = self._random_state_of = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -399,7 +399,8 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         if not self.state.global_step % self.sizes.steps:
             return
         place = {"rank": self.args.process_index, "processes": self.args.world_size}
-        self._window = load_window(Path(checkpoint), facts=self._window_facts(), **place)
+        if not self._starts_anew("progress"):
+            self._window = load_window(Path(checkpoint), facts=self._window_facts(), **place)
         self._window_number = self.state.global_step // self.sizes.steps
         if self._window is None:
             logger.warning(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from trl.checkpoints.ownership import clear, owned, run_folder_name
+from trl.checkpoints.wholeness import CheckpointError, faults, listed, write_manifest
 from trl.models.value_wrapper import under_module_names
 from trl.tensors.moments import RunningMoments
-from trl.trainer.progress import STAGING
+from trl.trainer.progress import on_main
 
 _FILE = "ppo_state.json"
 _FORMAT = 1
@@ -27,41 +30,45 @@ def save_step_state(
     All processes must call it. What stood in `folder` before is replaced as a whole.
     """
     final = Path(folder)
-    staging = final.with_name(f"{STAGING}{final.name}")
-    if accelerator.is_main_process:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
-    with under_module_names(accelerator):
-        accelerator.save_state(str(staging), safe_serialization=False)
-    streams = random_streams()
-    torch.save(streams, staging / f"random_streams_{accelerator.process_index}.pt")
-    if accelerator.is_main_process:
-        if scheduler is not None:
-            torch.save(scheduler.state_dict(), staging / "scheduler.pt")
-        known = {"format": _FORMAT, "processes": accelerator.num_processes, **state}
-        (staging / _FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        replaced = _replaced(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():
-            final.rename(replaced)
-        staging.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+    staging = final.parent / on_main(accelerator, run_folder_name) / final.name
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            clear(final.parent, alone=False)
+            stack.enter_context(owned(staging.parent))
+            staging.mkdir()
+        accelerator.wait_for_everyone()
+        # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
+        with under_module_names(accelerator):
+            accelerator.save_state(str(staging), safe_serialization=False)
+        streams = random_streams()
+        torch.save(streams, staging / f"random_streams_{accelerator.process_index}.pt")
+        if accelerator.is_main_process:
+            if scheduler is not None:
+                torch.save(scheduler.state_dict(), staging / "scheduler.pt")
+            known = {"format": _FORMAT, "processes": accelerator.num_processes, **state}
+            (staging / _FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            write_manifest(staging, {})
+            replaced = _replaced(final)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if final.exists():
+                final.rename(replaced)
+            staging.rename(final)
+            shutil.rmtree(replaced, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
 def _replaced(folder: Path) -> Path:
     """Where the last state stands while the next is renamed into its place."""
-    return folder.with_name(f"{STAGING}{folder.name}-replaced")
+    return folder.with_name(f"_replaced-{folder.name}")
 
 
 def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None) -> dict[str, Any]:
     """Take everything from a folder; returns the plain values.
 
-    Raises: FileNotFoundError for a folder without a whole state; ValueError for one of another number of processes.
+    Raises: FileNotFoundError for a folder without a whole state; CheckpointError for one that lost a file;
+    ValueError for one of another number of processes.
     """
     folder = Path(folder)
     if not folder.exists() and _replaced(folder).exists():  # killed between two renames
@@ -70,6 +77,10 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder} holds no state of a step-level trainer ({_FILE} is missing). Give a folder that save_state wrote."
+        )
+    if found := faults(folder, needed={}):
+        raise CheckpointError(
+            f"{folder} is not whole: {listed(found)}. Load another state, or start from the model."
         )
     state = json.loads(file.read_text(encoding="utf-8"))
     if state["processes"] != accelerator.num_processes:

@@ -5,19 +5,82 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from trl.checkpoints.identity import compare, of_other_runs
+from trl.checkpoints.ownership import clear
+from trl.checkpoints.wholeness import (
+    CheckpointError,
+    checkpoint_to_load,
+    has_weights,
+    read_manifest,
+    write_manifest,
+)
+
 logger = logging.getLogger(__name__)
 
-STAGING = "incomplete-"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its own folder, what its checkpoints say about it, and the checkpoint that it resumes from."""
+
+    folder: Path
+    facts: dict[str, Any]
+    checkpoint: str | None = None
+
+
+def begin_run(
+    folder: Path, facts: dict[str, Any], args: TrainingArguments, *, resume: str | bool | None, alone: bool
+) -> Run:
+    """Find and check the checkpoint to resume from, and clear the output directory; for the main process.
+
+    Raises: FileNotFoundError or CheckpointError where the run cannot resume, or must be `alone` and is not.
+    """
+    output_dir, run = folder.parent, folder.name.rpartition("-")[2]
+    clear(output_dir, folder.name, alone=alone)
+    without: list[str] = getattr(args, "resume_without", None) or []
+    checkpoint = checkpoint_to_load(resume, output_dir, without=without)
+    if checkpoint is not None:
+        for line in compare(checkpoint, facts, ignore_data=args.ignore_data_skip):
+            logger.warning("Resuming with another setting than %s: %s.", checkpoint, line)
+        if without:
+            logger.warning("resume_without: %s of %s start anew.", " and ".join(without), checkpoint)
+        run = read_manifest(checkpoint).get("run")
+    others = of_other_runs(output_dir, run) if folder.is_dir() else []  # else nothing is written
+    if others:
+        logger.warning(
+            "%s holds checkpoints of another run (%s). This run replaces those of the same step, and save_total_limit counts "
+            "and removes them too. Use another output_dir to keep them.",
+            output_dir,
+            ", ".join(path.name for path in others),
+        )
+    return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint))
+
+
+def on_main(accelerator: Accelerator, make: Callable[[], T]) -> T:
+    """What `make` returns on the main process, on all processes, which must all call it; so are its errors."""
+    found: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            found[0] = make()
+        except (ValueError, OSError) as error:
+            found[1] = error
+    broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 @runtime_checkable
@@ -30,48 +93,55 @@ class SavesState(Protocol):
 
 
 class CheckpointWriter:
-    """Saves one checkpoint under `run_dir/incomplete-<step>` and renames it to `run_dir/checkpoint-<step>`.
+    """Saves one checkpoint in the run's own folder and renames it to `run_dir/checkpoint-<step>`.
 
     A rename is atomic on one file system, so a run killed at any moment leaves the checkpoint whole or not at all.
     Older checkpoints are removed only after the new one is in place.
     """
 
     def __init__(
-        self, run_dir: str, state: TrainerState, args: TrainingArguments, accelerator: Accelerator
+        self, run: Run, run_dir: str, state: TrainerState, args: TrainingArguments, accelerator: Accelerator
     ) -> None:
         self.run_dir = Path(run_dir)
-        self.staging = self.run_dir / f"{STAGING}{state.global_step}"
+        self.staging = run.folder
         self._name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        self._state, self._args, self._accelerator = state, args, accelerator
+        self._facts, self._state, self._args, self._accelerator = run.facts, state, args, accelerator
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """While the parent writes into `staging`: no old checkpoint is removed yet, nothing is pushed yet."""
-        if self._args.should_save:
-            shutil.rmtree(self.staging, ignore_errors=True)
-        self._accelerator.wait_for_everyone()
         kept = {name: getattr(self._args, name) for name in ("save_total_limit", "push_to_hub")}
         self._args.save_total_limit, self._args.push_to_hub = None, False
         try:
             yield
         except Exception:  # a full disk: give back what the unfinished checkpoint takes
             if self._args.should_save:
-                shutil.rmtree(self.staging, ignore_errors=True)
+                shutil.rmtree(self.staging / self._name, ignore_errors=True)
             raise
         finally:
             for name, value in kept.items():
                 setattr(self._args, name, value)
 
     def publish(self) -> Path:
-        """Rename into place, then remove what `save_total_limit` no longer allows. All processes must call it."""
+        """Rename into place, then remove what `save_total_limit` no longer allows. All processes must call it.
+
+        Raises: CheckpointError where its weights are not there.
+        """
         self._record_best()
         self._accelerator.wait_for_everyone()
-        final = self.run_dir / self._name
+        final, written = self.run_dir / self._name, self.staging / self._name
         if self._args.should_save:
+            if not has_weights(written):
+                raise CheckpointError(
+                    f"{written} has no weights, expected those of step {self._state.global_step}: another program removed them. "
+                    "Earlier checkpoints are untouched. Give each run an output_dir of its own."
+                )
+            write_manifest(written, self._facts)
+            replaced = self.staging / "replaced"
             if final.exists():  # an earlier run's, at the same step: replaced as a whole
-                final.rename(self.staging / "replaced")
-            (self.staging / self._name).rename(final)
-            shutil.rmtree(self.staging)
+                final.rename(replaced)
+            written.rename(final)
+            shutil.rmtree(replaced, ignore_errors=True)
             rotate_checkpoints(
                 output_dir=str(self.run_dir),
                 save_total_limit=self._args.save_total_limit,
@@ -93,32 +163,6 @@ class CheckpointWriter:
             self._state.save_to_json(str(self.staging / self._name / TRAINER_STATE_NAME))
 
 
-def check_resumable(checkpoint: str | bool | None, output_dir: str | None) -> None:
-    """Raise FileNotFoundError where the checkpoint to resume from, or (for True) any in the run's folder, is missing."""
-    folder = Path(output_dir or ".")
-    found = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: len(path.name))
-    known = (
-        f"There are {', '.join(map(str, found))}."
-        if found
-        else f"There is none in {folder}: leave it out to start anew."
-    )
-    if checkpoint is True and not found:
-        raise FileNotFoundError(f"resume_from_checkpoint=True needs a checkpoint to go on from. {known}")
-    if isinstance(checkpoint, (str, Path)) and not Path(checkpoint).is_dir():
-        raise FileNotFoundError(
-            f"resume_from_checkpoint={str(checkpoint)!r}: there is no such folder. {known}"
-        )
-
-
-def remove_incomplete(output_dir: str | None) -> None:
-    """Remove what a killed run left half written."""
-    if output_dir is None:
-        return
-    for folder in Path(output_dir).glob(f"{STAGING}*"):
-        logger.warning("Removing %s: a checkpoint that an earlier run did not finish writing.", folder)
-        shutil.rmtree(folder)
-
-
 def save_progress(folder: Path, *, rank: int, state: dict[str, Any]) -> None:
     """Write what this process has summed since the last log; floats keep every bit in JSON."""
     (folder / f"progress_{rank}.json").write_text(json.dumps(state, indent=1))
@@ -138,9 +182,7 @@ def load_progress(checkpoint: str | None, *, rank: int, processes: int) -> dict[
     if known is not None and known.get("processes", processes) != processes:
         return _shared_out(list(found.values()), first=rank == 0)
     if own is None:
-        logger.warning(
-            "%s has no progress_%d.json: sums of metrics start from zero.%s", folder, rank, _also_lost(folder)
-        )
+        logger.warning("%s has no progress_%d.json: sums of metrics start from zero.", folder, rank)
     return own
 
 
@@ -156,10 +198,3 @@ def _shared_out(states: list[dict[str, Any]], *, first: bool) -> dict[str, Any]:
         "tokens_seen": sum(state["tokens_seen"] for state in states) if first else 0,
         "metrics": sums if first else {},
     }
-
-
-def _also_lost(folder: Path) -> str:
-    """What else a checkpoint of `save_only_model` does not hold; the empty string for others."""
-    if (folder / "scheduler.pt").is_file() or any(folder.glob("global_step*")):
-        return ""
-    return " It holds no optimiser either (save_only_model): its moments, the schedule and random streams start anew."

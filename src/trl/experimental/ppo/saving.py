@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trl.checkpoints.wholeness import naming_weights
 from trl.models.loading import load_saved_weights
 from trl.models.parts import causal_core
 from trl.models.policy_value import POLICY, VALUE, PolicyAndValue
@@ -52,10 +53,11 @@ class SavesBoth(OnlineTrainer):
         with self._in_place_of_both(both.policy):
             super()._load_from_checkpoint(resume_from_checkpoint)
         self._weights_are_renamed = False
-        with self._in_place_of_both(both.value_model):
-            super(BaseTrainer, self)._load_from_checkpoint(folder)
-        if self._weights_are_renamed:
-            load_saved_weights(causal_core(both.value_model), folder)
+        with naming_weights(folder):
+            with self._in_place_of_both(both.value_model):
+                super(BaseTrainer, self)._load_from_checkpoint(folder)
+            if self._weights_are_renamed:
+                load_saved_weights(causal_core(both.value_model), folder)
 
     @contextmanager
     def _in_place_of_both(self, model: nn.Module) -> Iterator[None]:

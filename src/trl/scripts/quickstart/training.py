@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from trl.checkpoints.wholeness import newest_whole
 from trl.scripts.quickstart.evaluation import exact_match
 from trl.scripts.quickstart.plot import EXACT_MATCH
 from trl.scripts.quickstart.report import Shown, TrainingProgress
 from trl.scripts.quickstart.stages import EVAL_BATCH_SIZE, Context, Curve
-from trl.scripts.resume import latest_checkpoint
 
 CHECKPOINTS = 8  # per stage
 PROBES = 10  # exact match, so many times per stage
@@ -51,7 +51,7 @@ def run_training(
     trainer.add_callback(progress)
     if answers:
         trainer.add_callback(ExactMatchProbe(context))
-    checkpoint = latest_checkpoint(context.folder(name))
+    checkpoint = newest_whole(context.folder(name))
     if checkpoint is not None:
         context.report.say(f"Goes on from {checkpoint}.")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -17,7 +17,7 @@ class CheckpointOnSignal(TrainerCallback):
     """
 
     def __init__(self, theirs: JITCheckpointCallback) -> None:
-        self._theirs, self._is_made = theirs, False
+        self._theirs, self.is_made = theirs, False  # made: saved, and the run stops
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Save, after this step was logged, and stop."""
@@ -32,9 +32,9 @@ class CheckpointOnSignal(TrainerCallback):
         self._theirs.on_train_end(args, state, control)
 
     def _save_if_asked(self, control: TrainerControl) -> None:
-        if self._is_made or not self._is_asked():
+        if self.is_made or not self._is_asked():
             return
-        self._is_made = control.should_training_stop = True
+        self.is_made = control.should_training_stop = True
         trainer: Any = self._theirs.trainer
         control.should_save = not control.should_evaluate
         if control.should_evaluate:  # which may take longer than the time that is left

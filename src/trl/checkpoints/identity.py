@@ -1,0 +1,95 @@
+"""Identity of a run: method, model, data and settings, written into its checkpoints and compared on resuming."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, read_manifest
+
+ROWS = 1000
+_ADAPTER = ("peft_type", "r", "target_modules", "modules_to_save")
+_NOT_COMPARED = (  # what does not change the training, by the begin of its name
+    "output_dir", "resume_", "ignore_data_skip", "log", "save_", "eval_", "do_", "hub_", "push_to_hub", "report_to", "run_name",
+    "project", "trackio_", "disable_tqdm", "dataloader_num", "dataloader_p", "skip_memory", "enable_jit", "overwrite_",
+    "restore_callback", "load_best", "metric_for_best", "greater_is", "prediction_loss", "include_", "local_rank", "per_device_eval",
+    "remove_unused", "num_completions_to_print", "past_index", "debug", "dataset_num_proc", "ddp_timeout", "batch_eval",
+)  # fmt: skip
+
+
+def run_facts(
+    *, method: str, config: Any, adapters: Mapping[str, Any], dataset: Any, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a checkpoint says about its run, as JSON values.
+
+    `config` is the model's (its whole numbers count), `adapters` its adapters' by name, `settings` the training arguments.
+    """
+    text = config.get_text_config().to_dict()
+    sizes = {name: value for name, value in text.items() if type(value) is int and "token" not in name}
+    model = {"model_type": config.model_type, **sizes, "adapters": {
+        name: {key: getattr(adapter, key, None) for key in _ADAPTER} for name, adapter in adapters.items()
+    }}  # fmt: skip
+    compared = {name: value for name, value in settings.items() if not name.startswith(_NOT_COMPARED)}
+    facts = {"method": method, "model": model, "data": fingerprint(dataset), "settings": compared}
+    return json.loads(json.dumps(facts, default=_plain))
+
+
+def fingerprint(dataset: Any) -> dict[str, Any] | None:
+    """The number of rows, and a digest of at most 1,000 evenly spaced ones; None for a stream.
+
+    Reference log-probs that were added to the rows do not count.
+    """
+    if not isinstance(dataset, Dataset):
+        return {"rows": len(dataset), "digest": None} if hasattr(dataset, "__len__") else None
+    count = len(dataset)
+    chosen = [n * (count - 1) // (ROWS - 1) for n in range(ROWS)] if count > ROWS else list(range(count))
+    names = sorted(name for name in dataset.column_names if "logps" not in name)
+    table: Any = dataset.with_format("arrow", columns=names)[chosen]
+    digest = hashlib.sha256(repr([names, *(table[name].to_pylist() for name in names)]).encode())
+    return {"rows": count, "digest": digest.hexdigest()}
+
+
+def compare(checkpoint: Path, own: Mapping[str, Any], *, ignore_data: bool = False) -> list[str]:
+    """A line on each setting that differs from those of the checkpoint's run.
+
+    Raises: CheckpointError for one of another method, model or (unless `ignore_data`) data.
+    """
+    known = read_manifest(checkpoint)
+    if not known:
+        return []
+    if known["method"] != own["method"]:
+        raise CheckpointError(
+            f"{checkpoint} is of a run of {known['method']}, and this is {own['method']}. To train further from its weights, "
+            "give it as the model of a new run."
+        )
+    if differs := _differences(known["model"], own["model"]):
+        raise CheckpointError(
+            f"{checkpoint} is of another model ({', '.join(differs)}). Resume with the model that was trained there."
+        )
+    lines = _differences(known["settings"], own["settings"])
+    if not ignore_data and known["data"] and own["data"] and known["data"] != own["data"]:
+        also = f" Settings that differ: {', '.join(lines)}." if lines else ""
+        raise CheckpointError(
+            f"{checkpoint} was trained on other rows ({known['data']['rows']}, now {own['data']['rows']}).{also} Resume with "
+            "the same data, or set ignore_data_skip=True to train on this data from its first row."
+        )
+    return lines
+
+
+def of_other_runs(output_dir: Path, run: str | None) -> list[Path]:
+    """The checkpoints in `output_dir` of runs other than `run`."""
+    return [path for path in checkpoints_in(output_dir) if read_manifest(path).get("run") != run]
+
+
+def _differences(known: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    names = [name for name in known if name in own and known[name] != own[name]]
+    return [f"{name}: {known[name]!r}, now {own[name]!r}" for name in names]
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else type(value).__name__

@@ -1,0 +1,179 @@
+"""Whole checkpoints: all files that were written are there and can be read, and nothing that a run needs is missing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+PARTS = {  # what a run can start anew (`resume_without`), and its files; it needs all others
+    "optimizer": ("optimizer*", "scheduler.pt"),
+    "random_state": ("rng_state*",),
+    "progress": ("progress_*", "rollout_*", "bema.*", "replay_buffer.*"),
+}
+_NOT_READ = (
+    "README.md", "training_args.bin", "token*", "special_tokens*", "added_tokens*", "chat_template*", "vocab*", "merges*",
+    "*processor*", "generation_config.json", "zero_to_fp32.py",
+)  # fmt: skip
+_WEIGHTS = ("model*.safetensors*", "*pytorch_model*", "*adapter_model*", "global_step*")
+_NEEDED = {  # of every checkpoint; DeepSpeed's optimizer and schedule are in `global_step*`
+    "model.safetensors or adapter_model.safetensors": _WEIGHTS, "trainer_state.json": ("trainer_state.json",),
+    "optimizer.pt": ("optimizer*", "global_step*"), "scheduler.pt": ("scheduler.pt", "global_step*"), "rng_state.pth": ("rng_state*",),
+}  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, or the folder of a run, that cannot be used."""
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write `facts` about the run into a finished checkpoint, with the list of the files that resuming reads."""
+    known = {"format": 1, **facts, "files": [name for name in _names(folder) if not _fits(name, _NOT_READ)]}
+    (folder / MANIFEST).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What `write_manifest` wrote; empty where there is nothing that can be read."""
+    try:
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds a model's or an adapter's weights."""
+    return any(_fits(name, _WEIGHTS) for name in _names(folder))
+
+
+def faults(
+    folder: Path, *, without: Sequence[str] = (), needed: Mapping[str, Sequence[str]] = _NEEDED
+) -> dict[str, str]:
+    """File by file, what keeps a run from resuming from `folder`, except for `PARTS` that it does without."""
+    names, written = _names(folder), read_manifest(folder).get("files", [])
+    found = {name: "is missing" for name in written if name not in names}
+    for file, patterns in needed.items():
+        if not any(_fits(name, patterns) for name in [*names, *written]):
+            found[file] = "is missing"
+    for name in names:
+        why = None if _fits(name, _NOT_READ) else _unreadable(folder / name)
+        if why:
+            found[name] = why
+    return {file: why for file, why in found.items() if _part_of(file) not in without}
+
+
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """All `checkpoint-<step>` folders, the highest step first."""
+    found = {
+        int(match[1]): path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
+    }
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def newest_whole(
+    output_dir: str | Path, *, without: Sequence[str] = (), but: Path | None = None
+) -> Path | None:
+    """The whole checkpoint with the highest step, leaving out `but`; None where there is none."""
+    every = (path for path in checkpoints_in(output_dir) if but is None or path.resolve() != but.resolve())
+    return next((path for path in every if not faults(path, without=without)), None)
+
+
+def checkpoint_to_load(
+    given: str | Path | bool | None, output_dir: str | Path, *, without: Sequence[str] = ()
+) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one in `output_dir`.
+
+    Raises: FileNotFoundError where there is none; CheckpointError where it is not whole.
+    """
+    if given is None or given is False:
+        return None
+    every = checkpoints_in(output_dir)
+    if (given is True and not every) or (given is not True and not Path(given).is_dir()):
+        names = ", ".join(map(str, reversed(every)))
+        there = (
+            f"There are {names}." if every else f"There is none in {output_dir}: leave it out to start anew."
+        )
+        raise FileNotFoundError(
+            f"resume_from_checkpoint={given!r} needs a checkpoint to resume from. {there}"
+        )
+    chosen = every if given is True else [Path(given)]
+    whole = next((path for path in chosen if not faults(path, without=without)), None)
+    if whole is None:
+        raise _not_whole(chosen[0], without)
+    for path in chosen[: chosen.index(whole)]:
+        logger.warning("Resuming from %s. %s", whole, _not_whole(path, without))
+    return whole
+
+
+def _not_whole(folder: Path, without: Sequence[str]) -> CheckpointError:
+    """The error for a checkpoint that lost a part: its files, and what to do."""
+    found = faults(folder, without=without)
+    parts = list(dict.fromkeys(_part_of(file) for file in found))
+    option = "" if "" in parts else f" Or set resume_without={[*without, *parts]}: these parts start anew."
+    return CheckpointError(f"{folder} is not whole: {listed(found)}.{_another(folder)}{option}")
+
+
+def listed(found: Mapping[str, str]) -> str:
+    """Faults in one line."""
+    return "; ".join(f"{file} {why}" for file, why in found.items())
+
+
+@contextmanager
+def naming_weights(folder: str | Path) -> Iterator[None]:
+    """Turn an error of loading weights into a CheckpointError that names their files and another whole checkpoint."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:
+        files = ", ".join(name for name in _names(Path(folder)) if _fits(name, _WEIGHTS))
+        raise CheckpointError(
+            f"{files} in {folder} cannot be loaded into this model: {error}.{_another(Path(folder))}"
+        ) from error
+
+
+def _another(folder: Path) -> str:
+    whole = newest_whole(folder.parent, but=folder)
+    return (
+        f" Resume from {whole}, which is whole."
+        if whole
+        else " There is no other whole checkpoint beside it."
+    )
+
+
+def _part_of(file: str) -> str:
+    return next((part for part, patterns in PARTS.items() if _fits(file, patterns)), "")
+
+
+def _names(folder: Path) -> list[str]:
+    """The files below a folder, by their paths from it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _unreadable(file: Path) -> str | None:
+    """Why a file cannot be read as its suffix says, None for one that can; the tensors themselves are not read."""
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                return None
+        elif file.suffix in (".pt", ".pth", ".bin"):
+            zipfile.ZipFile(file).close()
+    except (ValueError, OSError, SafetensorError, zipfile.BadZipFile) as error:
+        return f"cannot be read, it may be truncated ({error})"
+    return None

@@ -1,0 +1,91 @@
+"""Checkpoints that lost a part: which file, which other checkpoint, and what can be started anew."""
+
+import logging
+import re
+
+import pytest
+
+from tests.checkpoints.made import make_checkpoint
+from trl.checkpoints.wholeness import (
+    CheckpointError,
+    checkpoint_to_load,
+    faults,
+    naming_weights,
+    newest_whole,
+)
+
+FACTS = {"run": "a", "method": "SFT"}
+FILES = {  # each needed file, and the part that it belongs to
+    "model.safetensors": "", "config.json": "", "trainer_state.json": "", "optimizer.pt": "optimizer", "scheduler.pt": "optimizer",
+    "rng_state.pth": "random_state", "progress_0.json": "progress",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("file", FILES)
+def test_a_lost_file_is_named_with_the_checkpoint_that_is_whole(file, is_there, tmp_path):
+    make_checkpoint(tmp_path, 5, **FACTS)
+    broken = make_checkpoint(tmp_path, 10, **FACTS)
+    if is_there:  # truncated
+        (broken / file).write_bytes((broken / file).read_bytes()[:-5])
+    else:
+        (broken / file).unlink()
+    why = "cannot be read, it may be truncated" if is_there else "is missing"
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoint-10 is not whole.*{re.escape(file)} {why}"
+    ) as raised:
+        checkpoint_to_load(str(broken), tmp_path)
+    assert f"Resume from {tmp_path}/checkpoint-5, which is whole" in str(raised.value)
+    part = FILES[file]
+    assert (f"resume_without=['{part}']" in str(raised.value)) == bool(part)
+    if part:
+        assert checkpoint_to_load(str(broken), tmp_path, without=[part]) == broken
+    assert newest_whole(tmp_path) == tmp_path / "checkpoint-5"
+
+
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        ("optimizer.pt", "optimizer.pt"), ("scheduler.pt", "scheduler.pt"), ("rng_state.pth", "rng_state.pth"),
+        ("model.safetensors", "model.safetensors or adapter_model.safetensors"), ("trainer_state.json", "trainer_state.json"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_another_program_needs_the_same_parts(file, fault, tmp_path):
+    path = make_checkpoint(tmp_path, 5)
+    assert faults(path) == {}
+    (path / file).unlink()
+    assert faults(path) == {fault: "is missing"}
+
+
+def test_files_that_resuming_does_not_read_may_be_changed(tmp_path):
+    path = make_checkpoint(tmp_path, 5)
+    for name in ("README.md", "tokenizer.json", "training_args.bin"):
+        (path / name).write_text("{half")
+    assert faults(path) == {}
+
+
+def test_true_takes_the_newest_whole_checkpoint_and_says_what_it_skipped(tmp_path, caplog):
+    for step in (9, 10, 20):
+        make_checkpoint(tmp_path, step, **FACTS)
+    (tmp_path / "checkpoint-20" / "optimizer.pt").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint_to_load(True, tmp_path) == tmp_path / "checkpoint-10"
+    assert (
+        f"Resuming from {tmp_path}/checkpoint-10. {tmp_path}/checkpoint-20 is not whole: optimizer.pt is missing"
+        in caplog.text
+    )
+    assert checkpoint_to_load(True, tmp_path, without=["optimizer"]) == tmp_path / "checkpoint-20"
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}" / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-20 is not whole.*no other whole checkpoint"
+    ) as raised:
+        checkpoint_to_load(True, tmp_path)
+    assert "resume_without=['optimizer']" in str(raised.value)
+
+
+def test_an_error_of_loading_names_the_weights(tmp_path):
+    path = make_checkpoint(tmp_path, 5)
+    message = r"model.safetensors in .*cannot be loaded into this model: size mismatch"
+    with pytest.raises(CheckpointError, match=message), naming_weights(path):
+        raise RuntimeError("size mismatch")

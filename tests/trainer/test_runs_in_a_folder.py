@@ -1,0 +1,183 @@
+"""Runs that share an output folder, and checkpoints that lost a part or are of another run, with real trainers."""
+
+import logging
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from tests.checkpoints.test_ownership import HOLD
+from tests.trainer import dpo_runs
+from tests.trainer.one_step import launch
+from tests.trainer.sft_runs import make, model_for
+from trl.checkpoints.ownership import PREFIX, run_folder_name
+from trl.checkpoints.wholeness import CheckpointError
+
+ROWS = [{"text": text} for text in ("Look up.", "Next.", "It is blue.", "The sky?")] * 2
+SAVED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The folder of a run of two steps with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("first")
+    make(ROWS, folder=folder, **SAVED).train()
+    return folder
+
+
+@pytest.fixture
+def folder(first, tmp_path):
+    return shutil.copytree(first, tmp_path / "run")
+
+
+def resume(folder, rows=ROWS, checkpoint=True, **settings):
+    trainer = make(rows, folder=folder, **{**SAVED, "max_steps": 3, **settings})
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+def test_a_run_does_not_start_beside_a_live_one(folder):
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        for checkpoint in (None, True):
+            with pytest.raises(CheckpointError, match="Another run is active"):
+                resume(folder, checkpoint=checkpoint)
+        holder.kill()
+    assert resume(folder).state.global_step == 3
+    assert not list(folder.glob(f"{PREFIX}*"))
+
+
+def test_a_run_does_not_start_within_another(tmp_path):
+    raised = []
+
+    class Within(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            with pytest.raises(CheckpointError, match="Another run is active") as error:
+                make(ROWS, folder=tmp_path, **SAVED).train()
+            raised.append(error)
+
+    make(ROWS, folder=tmp_path, **SAVED, trainer={"callbacks": [Within()]}).train()
+    assert len(raised) == 2 and not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+def test_a_checkpoint_without_weights_is_not_published(folder):
+    trainer = make(ROWS, folder=folder, **{**SAVED, "max_steps": 3})
+    inner = trainer._save_rng_state
+
+    def save(output_dir):
+        inner(output_dir)
+        for file in trainer._run.folder.glob("*/model.safetensors"):
+            file.unlink()  # as another program would that takes the folder for an abandoned one
+
+    trainer._save_rng_state = save
+    with pytest.raises(CheckpointError, match=r"has no weights, expected those of step 3"):
+        trainer.train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in folder.glob("*-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_run_among_another_runs_checkpoints_says_so_once(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert resume(folder).state.global_step == 3
+        assert "another run" not in caplog.text
+        resume(folder, checkpoint=None)
+    assert (
+        caplog.text.count("holds checkpoints of another run (checkpoint-3, checkpoint-2, checkpoint-1)") == 1
+    )
+    caplog.clear()
+    resume(folder, max_steps=4)
+    assert "another run" not in caplog.text
+
+
+def test_another_method_runs_in_the_same_folder_but_does_not_resume(folder):
+    trainer = dpo_runs.make(str(folder), **SAVED)
+    with pytest.raises(CheckpointError, match="is of a run of SFT, and this is DPO"):
+        trainer.train(resume_from_checkpoint=True)
+    dpo_runs.make(str(folder), **SAVED).train()
+    assert not list(folder.glob(f"{PREFIX}*"))
+
+
+def test_another_model_is_refused(folder):
+    with pytest.raises(CheckpointError, match=r"of another model \(.*hidden_size: 32, now 16"):
+        make(ROWS, model=model_for(hidden_size=16), folder=folder, **SAVED).train(resume_from_checkpoint=True)
+
+
+def test_other_rows_are_refused_unless_none_are_skipped(folder):
+    for rows in (ROWS[:-1], ROWS[::-1]):
+        with pytest.raises(CheckpointError, match=r"was trained on other rows \(8, now [78]\)"):
+            resume(folder, rows)
+    assert resume(folder, ROWS[:-1], ignore_data_skip=True).state.global_step == 3
+
+
+def test_other_settings_are_a_line_each(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        resume(folder, learning_rate=0.5, weight_decay=0.1)
+    lines = [
+        each.message.rpartition(": ")[0].rpartition(": ")[2]
+        for each in caplog.records
+        if "another setting" in each.message
+    ]
+    assert lines == ["max_steps", "learning_rate", "weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [("optimizer.pt", "optimizer"), ("scheduler.pt", "optimizer"), ("rng_state.pth", "random_state"), ("progress_0.json", "progress")],
+)  # fmt: skip
+def test_a_lost_part_starts_anew_only_where_the_user_says_so(file, part, folder, caplog):
+    lost = folder / "checkpoint-2"
+    (lost / file).write_bytes((lost / file).read_bytes()[:50])
+    with pytest.raises(
+        CheckpointError, match=rf"{file} cannot be read.*{folder}/checkpoint-1, which is whole"
+    ):
+        resume(folder, checkpoint=str(lost))
+    trainer = resume(folder, checkpoint=str(lost), resume_without=[part])
+    assert f"{part} of {lost} start anew" in caplog.text
+    assert trainer.state.global_step == 3
+    steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
+    assert steps == {1 if part == "optimizer" else 3}
+
+
+@pytest.mark.parametrize("damage", ["other sizes", "fewer layers"])
+def test_weights_of_another_model_are_named(damage, folder):
+    lost = folder / "checkpoint-2"
+    other = model_for(**{"hidden_size": 16} if damage == "other sizes" else {"num_hidden_layers": 1})
+    other.save_pretrained(folder / "other")
+    shutil.copy(folder / "other" / "model.safetensors", lost)
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors in .*checkpoint-2 cannot be loaded"
+    ) as raised:
+        resume(folder, checkpoint=str(lost))
+    assert f"Resume from {folder}/checkpoint-1, which is whole" in str(raised.value)
+
+
+def test_the_rows_of_a_stream_are_not_compared(tmp_path):
+    stream = Dataset.from_list(ROWS).to_iterable_dataset()
+    make(stream, folder=tmp_path, **SAVED).train()
+    trainer = resume(tmp_path, Dataset.from_list(ROWS[::-1]).to_iterable_dataset())
+    assert trainer.state.global_step == 3
+    assert all(torch.isfinite(each).all() for each in trainer.model.parameters())
+
+
+def test_a_dead_runs_folder_is_removed_and_one_of_another_program_is_not(folder):
+    left = folder / run_folder_name()
+    (left / "checkpoint-9").mkdir(parents=True)
+    resume(folder)
+    assert (left / "checkpoint-9").is_dir()  # nobody knows whose it is
+
+
+def test_unknown_parts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"resume_without must name parts among .*, got \['weights'\]"):
+        make(ROWS, folder=tmp_path, resume_without=["weights"])
+
+
+def test_two_processes_are_one_owner(tmp_path):
+    launch("tests.trainer.run_worker", str(tmp_path))
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == [
+        f"checkpoint-{step}" for step in (1, 2, 3, 4)
+    ]
