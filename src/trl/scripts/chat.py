@@ -29,43 +29,36 @@ COMMANDS = """\
   exit                end, as Ctrl-D does; Ctrl-C ends an answer
 """
 _COMMAND = re.compile(r"!?(clear|reset|help|exit|save|(?:save|example) \S+|set \w+ ?=.*)")
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # a model must not command the terminal
+
+
+def _option(default: Any, help_text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass
 class ChatArguments(QuantizationOptions, ModelSource):
     """The model of `trl chat`, how its answers are drawn, and where conversations are kept."""
 
-    torch_dtype: str | None = field(default=None, metadata={"help": "Deprecated name of dtype."})
-    device: str | None = field(
-        default=None, metadata={"help": "Device to run on. None: the accelerator, else the CPU."}
+    torch_dtype: str | None = _option(None, "Deprecated name of dtype.")
+    device: str | None = _option(None, "Device to run on. None: the accelerator, else the CPU.")
+    user: str = _option("user", "Name to show before your messages.")
+    system_prompt: str | None = _option(None, "First message, with the role system.")
+    save_folder: str = _option("./chat_history/", "Folder that `save` writes into.")
+    examples_path: str | None = _option(
+        None, "YAML file of prompts by name, for `example NAME`.", aliases=["--examples"]
     )
-    user: str = field(default="user", metadata={"help": "Name to show before your messages."})
-    system_prompt: str | None = field(default=None, metadata={"help": "First message, with the role system."})
-    save_folder: str = field(default="./chat_history/", metadata={"help": "Folder that `save` writes into."})
-    examples_path: str | None = field(
-        default=None,
-        metadata={"help": "YAML file of prompts by name, for `example NAME`.", "aliases": ["--examples"]},
+    max_new_tokens: int = _option(256, "Longest answer, in tokens.")
+    do_sample: bool = _option(True, "Draw tokens; else take the most likely ones.")
+    num_beams: int = _option(1, "Must be 1: there is no beam search.")
+    temperature: float = _option(1.0, "Divides the logits; 0 takes the most likely tokens.")
+    top_k: int = _option(50, "Draw from this many most likely tokens; 0 for all.")
+    top_p: float = _option(1.0, "Draw from the fewest tokens that have this probability.")
+    repetition_penalty: float = _option(1.0, "Above 1, tokens seen before are less likely.")
+    eos_tokens: str | None = _option(
+        None, "Tokens that end an answer, with commas. None: those of model and tokenizer."
     )
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest answer, in tokens."})
-    do_sample: bool = field(default=True, metadata={"help": "Draw tokens; else take the most likely ones."})
-    num_beams: int = field(default=1, metadata={"help": "Must be 1: there is no beam search."})
-    temperature: float = field(
-        default=1.0, metadata={"help": "Divides the logits; 0 takes the most likely tokens."}
-    )
-    top_k: int = field(default=50, metadata={"help": "Draw from this many most likely tokens; 0 for all."})
-    top_p: float = field(
-        default=1.0, metadata={"help": "Draw from the fewest tokens that have this probability."}
-    )
-    repetition_penalty: float = field(
-        default=1.0, metadata={"help": "Above 1, tokens seen before are less likely."}
-    )
-    eos_tokens: str | None = field(
-        default=None,
-        metadata={"help": "Tokens that end an answer, with commas. None: those of model and tokenizer."},
-    )
-    eos_token_ids: str | None = field(default=None, metadata={"help": "The same as ids, with commas."})
+    eos_token_ids: str | None = _option(None, "The same as ids, with commas.")
 
     def __post_init__(self) -> None:
         self.check()
@@ -218,6 +211,7 @@ def chat(arguments: ChatArguments) -> None:
         try:
             line = input(f"{arguments.user}: " if terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
+            print(end="\n" if terminal else "")
             line = "exit"
         found = _COMMAND.fullmatch(line)
         name, _, rest = found.group(1).partition(" ") if found else ("", "", "")
@@ -230,7 +224,7 @@ def chat(arguments: ChatArguments) -> None:
                 if terminal:
                     console.print("assistant: ", style="bold green", end="")
                 talk.answer(line)
-        except (ValueError, TemplateError) as error:
+        except (ValueError, FloatingPointError, TemplateError) as error:
             console.print(f"error: {error}", style="red", markup=False)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import shlex
 from collections.abc import Sequence
 
 from trl.scripts.plain_parser import PlainParser
@@ -103,12 +104,10 @@ def fish_script(options: dict[str, dict[str, list[str] | None]], helps: dict[str
     """The script for fish: one line for each command and option."""
     lines = []
     for command, of_command in options.items():
-        lines.append(f"complete -c trl -f -n __fish_use_subcommand -a {command} -d {_quoted(helps[command])}")
+        lines.append(
+            f"complete -c trl -f -n __fish_use_subcommand -a {command} -d {shlex.quote(helps[command])}"
+        )
         for flag, values in of_command.items():
-            takes = "" if values is None else f" -x -a {_quoted(' '.join(values))}" if values else " -r"
+            takes = "" if values is None else f" -x -a {shlex.quote(' '.join(values))}" if values else " -r"
             lines.append(f"complete -c trl -n '__fish_seen_subcommand_from {command}' -l {flag[2:]}{takes}")
     return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
