@@ -26,11 +26,28 @@ def test_configs_of_transformers_are_taken_whole():
     assert Sampling().updated(tiny_model("gpt2").generation_config) == Sampling(stop_token_ids=(2,))
 
 
+def test_settings_of_transformers_processors_are_kept_where_they_ask_for_something():
+    neutral = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "eta_cutoff": 0.0}
+    assert Sampling(5).updated(neutral) == Sampling(5)
+    found = Sampling(5).updated({"typical_p": 0.9, "no_repeat_ngram_size": 2, "top_k": 3})
+    assert found == Sampling(5, top_k=3, processors=(("typical_p", 0.9), ("no_repeat_ngram_size", 2)))
+    assert found.bends and not Sampling(5).bends
+    with pytest.raises(
+        ValueError, match=r"vLLM does not support typical_p=0.9, no_repeat_ngram_size=2\. Take it out"
+    ):
+        found.refuse_processors("vLLM")
+
+
 def test_what_cannot_be_honoured_is_refused_by_name():
     for wrong, message in [
         ({"num_beams": 4, "top_k": 3}, "generation_kwargs has num_beams=4, which rollouts cannot honour"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
-        ({"temprature": 0.7}, "temprature=0.7, which rollouts cannot honour; allowed are do_sample, eos"),
+        ({"guidance_scale": 2.0}, "guidance_scale=2.0, which rollouts cannot honour"),
+        ({"remove_invalid_values": True}, "remove_invalid_values=True"),
+        ({"typical_p": 1.5}, r"typical_p must be in \(0, 1\], got 1.5"),
+        (
+            {"temprature": 0.7},
+            "temprature=0.7, which rollouts cannot honour; allowed are bad_words_ids, begin",
+        ),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
         ({"temperature": -1.0}, "temperature must be >= 0, got -1.0"),

@@ -51,6 +51,23 @@ def test_a_cut_distribution_is_scored_again_and_corrected():
     assert logs(trainer)[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-8)
 
 
+@pytest.mark.parametrize(
+    "kwargs", [{"typical_p": 0.5, "no_repeat_ngram_size": 2}, {"sequence_bias": [[[20], 3.0]]}]
+)
+def test_old_log_probs_of_processed_distributions_are_the_policys_own(kwargs):
+    """Cuts need no correction, as those of top_k; what changes the odds of the tokens that are left does."""
+    trainer, _ = run(num_iterations=2, generation_kwargs=kwargs, max_steps=2)
+    found = make(num_iterations=2, generation_kwargs=kwargs)[0]
+    experience = window(found)
+    batch = found._prepare_inputs(found.batch_of(experience))
+    with torch.no_grad():
+        own = found.scorer.score(found.model, batch, ScoreOptions()).logps
+    torch.testing.assert_close(experience.per_token[OLD], own, rtol=0, atol=1e-10)
+    assert (experience.per_token[SAMPLING_LOGPS] - own).abs().max() > 0.05
+    largest = logs(trainer)[0]["sampling/importance_sampling_ratio/max"]
+    assert (largest == pytest.approx(1, abs=1e-8)) == ("typical_p" in kwargs)
+
+
 @pytest.mark.parametrize("kwargs", [{"min_new_tokens": 7}, {"min_length": 12}])
 def test_where_end_tokens_are_banned_the_policy_is_asked_too(kwargs):
     """The sampler's log-probs are those of a distribution without them."""

@@ -29,7 +29,9 @@ class Sampling:
     transformers; ties at the border stay. `repetition_penalty` (CTRL, arXiv:1909.05858, section 4.1) counts
     prompt and completion. `stop_token_ids=None` stops at the model's own end tokens, `()` at none. A
     completion keeps the token that stopped it, also the one that completed a stop string. `seed=None` takes a
-    fresh one from torch's global generator, otherwise results depend on (seed, stream) alone.
+    fresh one from torch's global generator, otherwise results depend on (seed, stream) alone. `processors` are
+    names and values of further settings of `generate` (`typical_p`, `no_repeat_ngram_size`, ...), which
+    transformers' logits processors apply; engines other than `TransformersEngine` refuse them.
 
     Raises: ValueError for a value outside of its range.
     """
@@ -47,6 +49,7 @@ class Sampling:
     max_length: int | None = None
     min_length: int = 0
     seed: int | None = None
+    processors: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -56,6 +59,9 @@ class Sampling:
             )
         self._check_fraction("top_p", self.top_p, "Use 1.0 to keep the whole distribution.")
         self._check_fraction("min_p", self.min_p, "Use None to keep the whole distribution.", zero=True)
+        for name, value in self.processors:
+            if name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
+                self._check_fraction(name, value, "Leave it out to keep the whole distribution.")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(
                 f"temperature must be >= 0, got {self.temperature}. Use 0 for greedy, 1.0 for plain sampling."
@@ -101,13 +107,21 @@ class Sampling:
         """Whether tokens are drawn from another distribution than the policy's at this temperature: one that is cut, greedy or
         penalised, or that has no stop tokens up to a least length."""
         bans = self.stop_token_ids != () and max(self.min_new_tokens, self.min_length) > 0
-        return self.cuts or self.greedy or self.repetition_penalty != 1 or bans
+        return self.cuts or self.greedy or self.repetition_penalty != 1 or bans or bool(self.processors)
+
+    def refuse_processors(self, engine: str) -> None:
+        """Raise ValueError for settings that only transformers' logits processors apply."""
+        if self.processors:
+            raise ValueError(
+                f"{engine} does not support {', '.join(f'{name}={value!r}' for name, value in self.processors)}. "
+                "Take it out of generation_kwargs, or generate with transformers (use_vllm=False)."
+            )
 
     def updated(self, generation_kwargs: Mapping[str, Any] | Any | None) -> Sampling:
         """These settings overridden by `generation_kwargs`: a dict with the field names of transformers'
         `GenerationConfig`, or such a config.
 
-        Raises: ValueError for what an engine cannot honour (beams, n-gram bans ...) and for unknown names.
+        Raises: ValueError for what an engine cannot honour (beams, constraints ...) and for unknown names.
         """
         return self if not generation_kwargs else replace(self, **sampling_fields(generation_kwargs))
 

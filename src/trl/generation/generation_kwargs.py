@@ -41,7 +41,24 @@ _WITHOUT_EFFECT = frozenset(
         "synced_gpus",
     ]
 )
-# What an engine cannot do; these values ask for nothing.
+# What transformers' logits processors do.
+_PROCESSED = frozenset(
+    [
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "top_h",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "bad_words_ids",
+        "sequence_bias",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "exponential_decay_length_penalty",
+    ]
+)
+# Values that ask for nothing; other values of names that are not processed are refused.
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -101,17 +118,22 @@ def sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) -> 
         generation_kwargs = vars(generation_kwargs)
     fields: dict[str, Any] = {}
     refused: list[str] = []
+    processors: list[tuple[str, Any]] = []
     for name, value in generation_kwargs.items():
         if value is None or name in _WITHOUT_EFFECT or name.startswith("_"):
             continue
         if name in _FIELDS:
             field, convert = _FIELDS[name]
             fields[field] = convert(value)
-        elif name not in _NEUTRAL or value != _NEUTRAL[name]:
+        elif name in _NEUTRAL and value == _NEUTRAL[name]:
+            continue
+        elif name in _PROCESSED:
+            processors.append((name, value))
+        else:
             refused.append(f"{name}={value!r}")
     if refused:
         raise ValueError(
             f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts cannot honour; allowed are "
-            f"{', '.join(sorted(_FIELDS))}. Take it out."
+            f"{', '.join(sorted({*_FIELDS, *_PROCESSED}))}. Take it out."
         )
-    return fields
+    return {**fields, "processors": tuple(processors)} if processors else fields

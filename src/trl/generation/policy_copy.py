@@ -150,6 +150,7 @@ class PolicyCopy(ABC):
 
 def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> dict[str, Any]:
     """The settings that all requests of a call have."""
+    sampling.refuse_processors("vLLM")
     found: dict[str, Any] = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "repetition_penalty": sampling.repetition_penalty,

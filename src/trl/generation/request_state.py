@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trl.generation.choosing import Chosen, choose, penalise_
 from trl.generation.engine import Generated, Sampling, completion_limits
+from trl.generation.processors import Processors
 from trl.generation.stopping import StopRule, StopStrings
 from trl.generation.streams import stream_keys, uniforms
 
@@ -33,10 +34,11 @@ class Requests:
         device: torch.device,
         begin: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
+        processors: Processors | None = None,
     ) -> None:
         """`begin` is what an encoder-decoder's completions go on from; a decoder's go on from prompts. `limits` are further
-        ones of each request, in new tokens."""
-        self.sampling, self.device = sampling, device
+        ones of each request, in new tokens. `processors` apply what `sampling` says of the distribution in its place."""
+        self.sampling, self.processors, self.device = sampling, processors, device
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         self.prompts = list(numbers)
         self.prompt_of = [numbers[prompt] for prompt in prompts]
@@ -74,7 +76,12 @@ class Requests:
         """
         counts = self.counts[requests]
         self._shape(requests, counts, logits)
-        drawn = choose(logits, uniforms(self.keys[requests], counts), self.sampling)
+        numbers = uniforms(self.keys[requests], counts)
+        if self.processors is None:
+            drawn = choose(logits, numbers, self.sampling)
+        else:
+            starts = [self.prompts[self.prompt_of[request]] for request in requests.tolist()]
+            drawn = self.processors.choose(logits, numbers, starts, self.begin, self.ids[requests], counts)
         self._check(drawn, requests, counts)
         self._write(requests, counts, drawn)
         if self.listener is not None:
@@ -86,7 +93,7 @@ class Requests:
 
     def _shape(self, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
         """Repetition penalty and the ban on early ends, in place."""
-        if self.sampling.repetition_penalty != 1.0:
+        if self.sampling.repetition_penalty != 1.0 and self.processors is None:
             penalise_(logits, self._seen(requests, logits.shape[1]), self.sampling.repetition_penalty)
         if self.minima is not None and len(self.stops.ends):
             early = (counts < self.minima[requests]).nonzero()[:, 0]

@@ -19,6 +19,7 @@ from trl.generation.model_generate import generate_with_model
 from trl.generation.own_forward import OwnForward
 from trl.generation.phase import generating
 from trl.generation.prefill_once import MoreInputs
+from trl.generation.processors import Processors
 from trl.generation.request_state import Requests, fresh_seed
 from trl.generation.rollout_loop import RolloutLoop, bytes_per_row, default_rows
 from trl.generation.stopping import StopStrings, end_tokens
@@ -155,6 +156,7 @@ class TransformersEngine:
         return Requests(
             prompts, streams, replace(sampling, seed=seed), window=window, ends=ends,
             strings=self._stop_strings(sampling, core), device=core.device, begin=_begin(core), limits=limits,
+            processors=Processors(core, sampling, ends) if sampling.processors else None,
         )  # fmt: skip
 
     def _stop_strings(self, sampling: Sampling, core: Any) -> StopStrings | None:

@@ -70,6 +70,8 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
         seed=args.seed,
     )
     sampling = sampling.updated(args.generation_kwargs)
+    if args.use_vllm:
+        sampling.refuse_processors("vLLM")
     if sampling.greedy:
         raise ValueError(
             f"generation_kwargs={args.generation_kwargs} always takes the likeliest token, expected do_sample=True and a "
