@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from datasets.exceptions import (
     DatasetGenerationError,
     DatasetNotFoundError,
 )
+
+from trl.data.hub import HubUnreachable, loading_from_hub, may_be_on_hub
 
 AnyDataset = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
 DataFiles = str | Sequence[str] | Mapping[str, Any] | None
@@ -54,15 +57,19 @@ def load_source(
     _refuse_empty(files)
     if not all(_is_utf8(file, most=STREAM_CHECKED if streaming else None) for file in files):
         _refuse_broken_lines(files)
+    is_local = bool(files) or _looks_local(path)
     try:
-        return datasets.load_dataset(
-            _builder(place, path),
-            name,
-            split=split,
-            data_files=data_files,
-            data_dir=data_dir,
-            streaming=streaming,
-        )
+        with nullcontext() if is_local else loading_from_hub(path, "dataset"):
+            return datasets.load_dataset(
+                _builder(place, path),
+                name,
+                split=split,
+                data_files=data_files,
+                data_dir=data_dir,
+                streaming=streaming,
+            )
+    except HubUnreachable:
+        raise
     except (DatasetNotFoundError, DataFilesNotFoundError, ConnectionError) as error:
         raise _not_found(path, str(error)) from error
     except (DatasetGenerationError, pa.ArrowInvalid) as error:
@@ -110,11 +117,7 @@ def _pick_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, pa
 
 
 def _looks_local(path: str) -> bool:
-    return (
-        path.startswith((".", "/", "~"))
-        or Path(path).suffix.lower() in BUILDERS
-        or path.strip("/").count("/") > 1
-    )
+    return not may_be_on_hub(path) or Path(path).suffix.lower() in BUILDERS
 
 
 def _not_found(path: str, reason: str) -> FileNotFoundError:

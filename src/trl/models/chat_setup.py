@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from trl.data.hub import loading_from_hub
 from trl.models.distributed import gathered_parameters
 from trl.models.parts import embedded_tokens
 
@@ -62,7 +63,8 @@ def clone_chat_template(
     Returns the model, the tokenizer (both changed in place) and the ids of the tokens that were added, which is what
     `LoraConfig(trainable_token_indices=...)` wants.
     """
-    source: Any = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    with loading_from_hub(source_tokenizer_path, "tokenizer"):
+        source: Any = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if source.chat_template is None:
         raise ValueError(
             f"The tokenizer in '{source_tokenizer_path}' has no chat template to clone. Give one that has, for "

@@ -19,6 +19,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from trl.data.hub import loading_from_hub, may_be_on_hub
 from trl.models.dtypes import resolve_dtype
 from trl.models.peft import require_peft
 from trl.models.quantization import get_kbit_device_map
@@ -39,19 +40,22 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     process's device unless `device_map` says otherwise. A folder that holds a PEFT adapter loads as its base model
     with the adapter on top, ready to be trained further.
 
-    Raises `FileNotFoundError` where there is no such model or no safetensors weights, `ValueError` for a `dtype` or
-    `device_map` that cannot work, and for missing weights.
+    Raises `FileNotFoundError` where there is no such model, no safetensors weights or no way to the Hub, `ValueError` for a
+    `dtype` or `device_map` that cannot work, and for missing weights.
     """
-    allows_missing = kwargs.pop("allow_missing_weights", False)
     kwargs["dtype"] = _requested_dtype(kwargs)
     _check_device_map(kwargs.get("device_map"))
     _check_local_path(model_id)
+    with loading_from_hub(model_id, "model"):
+        return _load(model_id, architecture, kwargs)
+
+
+def _load(model_id: str, architecture: Any | None, kwargs: dict[str, Any]) -> PreTrainedModel:
     adapter = _adapter_base(model_id, kwargs)
     if adapter is not None:
-        return _load_adapter(
-            model_id, adapter, architecture, {**kwargs, "allow_missing_weights": allows_missing}
-        )
+        return _load_adapter(model_id, adapter, architecture, kwargs)
 
+    allows_missing = kwargs.pop("allow_missing_weights", False)
     _check_config_file(model_id, kwargs)
     model_class: Any = architecture or _architecture_of(_load_config(model_id, kwargs), model_id, kwargs)
     if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
@@ -65,8 +69,7 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
         if model_id in str(error):
             raise
         raise FileNotFoundError(
-            f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path; without a network, give a "
-            "local folder."
+            f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path."
         ) from error
     if not allows_missing:
         _check_whole(model, info["missing_keys"], model_id)
@@ -127,13 +130,14 @@ def load_processing_class(
         )
     _check_local_path(path)
     options = {"revision": revision} if revision else {}
-    try:
-        loaded = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"No tokenizer or processor could be loaded from '{path}' ({_first_line(error)}). "
-            "Save one beside the model with `tokenizer.save_pretrained`, or pass `processing_class`."
-        ) from error
+    with loading_from_hub(path, "tokenizer"):
+        try:
+            loaded = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"No tokenizer or processor could be loaded from '{path}' ({_first_line(error)}). "
+                "Save one beside the model with `tokenizer.save_pretrained`, or pass `processing_class`."
+            ) from error
     apply_special_tokens(loaded, eos_token=eos_token, pad_token=pad_token)
     return loaded
 
@@ -181,8 +185,7 @@ def _check_device_map(device_map: Any) -> None:
 
 def _check_local_path(model_id: str) -> None:
     """Raise for what can only be a local path and is no folder; `owner/name` may still be on the Hub."""
-    looks_local = model_id.startswith((".", "/", "~")) or "\\" in model_id or model_id.count("/") > 1
-    if looks_local and not Path(model_id).is_dir():
+    if not may_be_on_hub(model_id) and not Path(model_id).is_dir():
         raise FileNotFoundError(
             f"There is no folder '{model_id}'. Give a folder that holds config.json and safetensors weights, or a "
             "Hub name such as 'owner/name'."
@@ -197,8 +200,7 @@ def _load_config(model_id: str, kwargs: dict[str, Any]) -> PretrainedConfig:
         return AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
     except OSError as error:
         raise FileNotFoundError(
-            f"No config.json could be read for '{model_id}' ({_first_line(error)}). Check the name or path; without "
-            "a network, give a local folder."
+            f"No config.json could be read for '{model_id}' ({_first_line(error)}). Check the name or path."
         ) from error
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trl.data.hub import loading_from_hub
 from trl.models.lending import same_trainable, undisturbed
 from trl.models.peft import is_peft_model, require_peft
 
@@ -24,9 +25,10 @@ def add_reward_adapter(model: Any, adapter: str, *, name: str, token: str | bool
 
     _check_policy(model, name)
     options: dict[str, Any] = {} if token is None else {"token": token}
-    config: Any = PeftConfig.from_pretrained(adapter, **options)
+    with loading_from_hub(adapter, "adapter"):
+        config: Any = PeftConfig.from_pretrained(adapter, **options)
+        weights = load_peft_weights(adapter, device="cpu", **options)
     config.modules_to_save, config.inference_mode = None, True  # the head is not in a language model
-    weights = load_peft_weights(adapter, device="cpu", **options)
     head, rest = _split_head(weights, adapter)
     active = model.active_adapter
     with same_trainable(model):

@@ -122,7 +122,7 @@ def take_chat_template(
     except OSError as error:
         raise FileNotFoundError(
             f"chat_template_path={path!r} is neither a Jinja file nor a folder or Hub name with a tokenizer "
-            f"({str(error).splitlines()[0]}). Check the path; without a network, give a local one."
+            f"({str(error).splitlines()[0]}). Check the path."
         ) from error
     if added and hasattr(peft_config, "trainable_token_indices") and not peft_config.trainable_token_indices:
         peft_config = copy.copy(peft_config)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import PushToHubMixin
 
+from trl.data.hub import loading_from_hub
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, merge_adapter, prepare_model_for_kbit_training, require_peft
@@ -89,9 +90,10 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         weights = None
         if isinstance(pretrained_model_name_or_path, str | os.PathLike):
             path = os.fspath(pretrained_model_name_or_path)
-            with expected_value_head():
-                model = create_model_from_path(path, cls.transformers_parent_class, **_quantised(kwargs))
-            weights = load_value_head(path, pickled=pickled, **kwargs)
+            with loading_from_hub(path, "model"):
+                with expected_value_head():
+                    model = create_model_from_path(path, cls.transformers_parent_class, **_quantised(kwargs))
+                weights = load_value_head(path, pickled=pickled, **kwargs)
         else:
             model = _checked(pretrained_model_name_or_path)
         model = _with_adapter(model, peft_config, trainable=is_trainable)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trl.collators.reward import group_batch
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
+from trl.data.hub import loading_from_hub
 from trl.data.rendering import Chat, ProcessingClass, read_tools, render, text_tokenizer
 from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import REWARD_MODEL, load_classifier
@@ -175,7 +176,8 @@ def _last_part(path: str) -> str:
 def _check_saved(path: str) -> None:
     """Refuse a saved classifier of several classes; say that a saved model without a head gets a random one."""
     config: Any = None
-    with suppress(OSError, ValueError):  # no such model, or an adapter alone: loading says what is wrong
+    # No such model, or an adapter alone: loading says what is wrong.
+    with suppress(OSError, ValueError), loading_from_hub(path, "reward model"):
         config = AutoConfig.from_pretrained(path)
     if config is None:
         return

@@ -117,7 +117,8 @@ class TrlParser(ShortErrors, HfArgumentParser):
 
     def _build(self, args: list[str]) -> tuple[DataClass, ...]:
         namespace, _ = self.parse_known_args(args)
-        values, built, errors = vars(namespace), [], []
+        built: list[Any] = []
+        values, errors = vars(namespace), []
         for kind in self.dataclass_types:
             names = [item.name for item in dataclasses.fields(kind) if item.init]
             try:
@@ -127,7 +128,9 @@ class TrlParser(ShortErrors, HfArgumentParser):
         if len(errors) == 1:
             raise errors[0]
         _raise_all([str(error) for error in errors])
-        return (*built, namespace) if values else tuple(built)
+        if values:
+            built.append(namespace)
+        return tuple(built)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Make these values the defaults of their options, which are no longer required; those of subparsers too.
