@@ -33,6 +33,7 @@ from trl.models.scored_head import ScoreOptions
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted
+from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.progress import (
     CheckpointWriter,
@@ -57,6 +58,7 @@ class BaseTrainer(RowLoaders, Trainer):
     _tag_names: ClassVar[list[str]] = ["trl"]
     _name: ClassVar[str] = "training"
     _paper: ClassVar[dict[str, str]] = {}
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # that every evaluation has
 
     scorer: Scorer | PolicyValueScorer
 
@@ -71,6 +73,7 @@ class BaseTrainer(RowLoaders, Trainer):
         self._tokens_seen: Tensor | int = 0
         self._uncounted_steps = 0
         super().__init__(*args, **kwargs)
+        chosen_metric(self)  # whose set must exist
         at_step_ends(self.callback_handler.callbacks)
         # The loss comes back divided by the count over the whole step: the parent must not divide it again.
         self.model_accepts_loss_kwargs = True
@@ -291,8 +294,10 @@ class BaseTrainer(RowLoaders, Trainer):
         """Train for an epoch; not where a run goes on from its last checkpoint, of which the parent would train a step more."""
         if self._goes_on_from is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        else:
-            super()._run_epoch(**given)
+            return
+        if self.state.global_step == 0:
+            check_best_metric(self)
+        super()._run_epoch(**given)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self._goes_on_from is not None:  # nothing was left to train: its sums are still to be read

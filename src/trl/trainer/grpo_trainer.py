@@ -72,6 +72,7 @@ class GRPOTrainer(GroupTrainer):
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "grpo"]
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "reward", "reward_std")
     _name: ClassVar[str] = "GRPO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",

@@ -62,6 +62,7 @@ class RLOOTrainer(GroupTrainer):
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "rloo"]
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "reward", "reward_std")
     _name: ClassVar[str] = "RLOO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",

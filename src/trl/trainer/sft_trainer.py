@@ -78,6 +78,7 @@ class SFTTrainer(BaseTrainer):
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "sft"]
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "entropy", "mean_token_accuracy")
     _name: ClassVar[str] = "SFT"
     _config_class: ClassVar[type[SFTConfig]] = SFTConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = SFT_ARGUMENTS
