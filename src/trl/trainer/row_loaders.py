@@ -30,15 +30,10 @@ class RowLoaders(_Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """The training batches; a stream starts again when it ends, so that every step is whole."""
-        dataset: Any = self.train_dataset
+        dataset = self.train_dataset
         if not is_stream(dataset) or isinstance(dataset, RepeatedStream):
-            loader: Any = super().get_train_dataloader()
-            if self.args.dataloader_drop_last and has_length(loader) and not len(loader):
-                rows = self.args.train_batch_size * self.args.world_size
-                raise ValueError(
-                    f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of {rows} "
-                    "(per_device_train_batch_size times processes). Set it to False, or lower per_device_train_batch_size."
-                )
+            loader = super().get_train_dataloader()
+            _check_not_dropped(self.args, loader, dataset)
             return loader
         with holding(self, "train_dataset", RepeatedStream(dataset)):
             return super().get_train_dataloader()
@@ -144,6 +139,16 @@ class RowLoaders(_Trainer):
 
     def _order_seed(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+
+def _check_not_dropped(args: TrainingArguments, loader: Any, dataset: Any) -> None:
+    """Raise ValueError where `dataloader_drop_last` leaves no batch."""
+    if args.dataloader_drop_last and has_length(loader) and not len(loader):
+        raise ValueError(
+            f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of "
+            f"{args.train_batch_size * args.world_size} (per_device_train_batch_size times processes). Set it to False, or lower "
+            "per_device_train_batch_size."
+        )
 
 
 @contextmanager
