@@ -124,7 +124,7 @@ NAMES: dict[str, Row] = {
     },
     "trl.commands": _COMMANDS,
     "trl.commands.cli": {"trl.cli.main": "SUPPORTED_COMMANDS=COMMANDS main"},
-    "trl.commands.cli_utils": _COMMANDS,
+    "trl.commands.cli_utils": {**_COMMANDS, "trl.scripts.chat": "ChatArguments"},
     "trl.core": {
         "trl.collators.rows": "build_bert_batch_from_txt",
         "trl.generation.length_sampler": "LengthSampler",
