@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -42,14 +43,13 @@ def test_the_quick_test_of_the_document(tmp_path, monkeypatch, capsys):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     line = (
-        f"ppo_dataset.py --dataset_name {tmp_path}/data --dataset_train_split train --learning_rate 3e-6 --num_ppo_epochs 1 "
+        f"ppo.py --dataset_name {tmp_path}/data --dataset_train_split train --learning_rate 3e-6 --num_ppo_epochs 1 "
         f"--num_mini_batches 1 --output_dir {tmp_path}/out --per_device_train_batch_size 8 --gradient_accumulation_steps 1 "
         f"--total_episodes 16 --model_name_or_path {tmp_path}/policy --sft_model_path {tmp_path}/policy "
         f"--reward_model_path {tmp_path}/reward --missing_eos_penalty 1.0 --use_cpu --report_to none --response_length 5"
     )
     monkeypatch.setattr(sys, "argv", line.split())
-    monkeypatch.syspath_prepend("examples")
-    importlib.import_module("ppo_dataset").main()
+    runpy.run_path("examples/scripts/ppo/ppo.py", run_name="__main__")
     shown = capsys.readouterr().out
     assert "query" in shown and "model response" in shown and "score" in shown and "w3 w26" in shown
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

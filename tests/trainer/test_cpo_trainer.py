@@ -1,8 +1,5 @@
 """CPOTrainer: its loss is the papers' formulas, however rows are cut and laid out; its metrics, data and older interface."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from datasets import Dataset
@@ -13,7 +10,6 @@ from transformers import TrainingArguments
 from tests.tiny import tiny_model
 from tests.trainer.cpo_runs import TEXT, gradients_of, largest_difference, make, plain, step
 from tests.trainer.dpo_runs import pairs
-from tests.trainer.one_step import ROOT
 from tests.trainer.resume_worker import tokenizer
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -348,14 +344,3 @@ def test_models_and_data_that_cannot_be_trained():
 def test_a_completion_length_that_does_nothing_is_said(caplog):
     make(max_completion_length=3)
     assert "max_completion_length=3 acts on encoder-decoders only" in caplog.text
-
-
-@pytest.mark.parametrize(("method", "own"), [("cpo", []), ("orpo", []), ("bco", ["--match_prompts", "true"])])
-def test_the_example_runs(method, own, tmp_path):
-    command = [
-        sys.executable, f"examples/{method}.py", "--tiny", "--output_dir", str(tmp_path), "--use_cpu", "true",
-        "--max_steps", "1", "--per_device_train_batch_size", "2", "--report_to", "none", *own,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "model.safetensors").is_file()

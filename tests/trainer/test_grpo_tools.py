@@ -1,10 +1,7 @@
 """GRPO and RLOO with tools: what is trained, judged, logged, evaluated and resumed, and what is refused."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -310,28 +307,6 @@ def other_form():
 def test_bad_input_is_refused_before_the_first_step(settings, error, words):
     with pytest.raises(error, match=words):
         make(**settings)
-
-
-@pytest.mark.slow
-def test_the_example_learns_to_call_its_calculator(tmp_path):
-    command = [
-        sys.executable,
-        "examples/grpo_calculator.py",
-        "--tiny",
-        "--steps",
-        "25",
-        "--output_dir",
-        str(tmp_path),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.findall(r": (\d\.\d+) -> (\d\.\d+) over 25 steps", done.stdout)
-    (right, right_after), (calls, calls_after) = [tuple(map(float, pair)) for pair in found]
-    assert right_after > right + 0.3 and right_after > 0.5, done.stdout
-    assert calls < 0.4 and calls_after > 0.8, done.stdout
 
 
 def test_a_smaller_window_of_vllm_bounds_prompts_and_all_turns(monkeypatch):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from examples import prm
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
@@ -388,11 +387,3 @@ def test_it_learns_which_steps_are_right(seed):
     trainer.train()
     assert before < 0.7
     assert trainer.evaluate(held_out)["eval_accuracy"] > 0.95
-
-
-@pytest.mark.slow
-def test_the_example_learns_to_count(tmp_path, capsys):
-    metrics = prm.main(["--tiny", "--out", str(tmp_path)])
-    assert metrics["eval_accuracy"] > 0.95
-    assert "held-out accuracy of steps" in capsys.readouterr().out
-    assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2

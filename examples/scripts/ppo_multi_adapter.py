@@ -1,23 +1,22 @@
 """Multi-adapter RL: one base model, an adapter that scores, an adapter that learns, and without either the reference.
 
-    python examples/multi_adapter_rl.py --model_name my/base --reward_model my/reward-adapter --query_dataset my/queries \
+    python examples/scripts/ppo_multi_adapter.py --model_name my/base --reward_model my/reward-adapter --query_dataset my/queries \
         --steps 100 --output_dir runs/adapters
 
 `--reward_model` is an adapter that `RewardTrainer` trained over the same base (LoRA, task type SEQ_CLS); `--query_dataset` has a
 column `query`. `--load_in_4bit` quantises the base. Adapters need `pip install trl[peft]`.
 
-Without a model or data at hand, `python examples/multi_adapter_rl.py --tiny --output_dir runs/adapters` trains both adapters over
-a one-layer Llama of random weights: the first on pairs, with `RewardTrainer`, the second by PPO.
+Without a model or data at hand, `--tiny` trains both adapters over a one-layer Llama of random weights: the first on pairs, with `RewardTrainer`, the second by PPO.
 """
 
 import random
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
-from tiny_words import TINY, batches, report, word_model, word_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import (
@@ -29,6 +28,9 @@ from trl import (
     TrlParser,
 )
 from trl.models.peft import require_peft
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tiny import TINY, batches, report, word_model, word_tokenizer
 
 WARM = ("sun", "beach", "summer", "sand", "swim")
 COLD = ("snow", "ice", "winter", "frost", "sledge")

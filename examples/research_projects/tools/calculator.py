@@ -1,22 +1,23 @@
 """A model learns by PPO to ask a calculator: what the tool writes is masked out, the reward is the right result.
 
-    python examples/calculator.py --model_name bigcode/starcoderbase-1b --steps 100 --log_with wandb --output_dir runs/calculator
+    python examples/research_projects/tools/calculator.py --model_name bigcode/starcoderbase-1b --steps 100 --log_with wandb --output_dir runs/calculator
 
 A prompt with two examples shows how a call looks; `trl.TextEnvironment` plays the turns.
 
-Without a model at hand, `python examples/calculator.py --tiny --output_dir runs/calculator` first shows a two-layer Llama of random
-weights some calls (a third of them wrong), and then trains it by PPO.
+Without a model at hand, `--tiny` first shows a two-layer Llama of random weights some calls (a third of them wrong), and then trains it by PPO.
 """
 
 import ast
 import operator
 import random
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from small_model import small_llama
-from tiny_words import TINY, report, word_tokenizer
 from transformers import AutoTokenizer
 
 from trl import (
@@ -28,6 +29,11 @@ from trl import (
     TextEnvironment,
     TrlParser,
 )
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from small_model import small_llama
+
+from tiny import TINY, report, word_tokenizer
 
 PROMPT = """What is 13-3?
 
@@ -94,7 +100,7 @@ def tasks(count: int, dice: random.Random, *, tiny: bool) -> tuple[list[str], li
     return queries, answers
 
 
-def shown_calls(count: int) -> Dataset:
+def shown_calls(count: int) -> list[dict[str, str]]:
     """Questions with calls of the calculator, of which every third asks for something else."""
     dice, rows = random.Random(0), []
     for number in range(count):
@@ -102,60 +108,85 @@ def shown_calls(count: int) -> Dataset:
         asked = other if number % 3 == 0 else right
         call = f"<request> <Calculator> {left} + {asked} <call> {left + asked} <response> Result = {left + asked} <submit>"
         rows.append({"prompt": f"What is {left} + {right} ?", "completion": f" {call}"})
-    return Dataset.from_list(rows)
+    return rows
 
 
-def tiny_parts(config: PPOConfig, folder: str) -> tuple[Any, Any, PPOConfig]:
-    """Model, tokenizer and settings of `--tiny`."""
-    words = ["What", "is", "?", "+", "=", "Result", *map(str, range(19))]
-    tokenizer = word_tokenizer(words, MARKS)
+def small_parts(
+    config: PPOConfig, words: Sequence[str], marks: Sequence[str], rows: list[dict[str, str]], folder: str
+) -> tuple[Any, Any, PPOConfig]:
+    """Model, tokenizer and settings of `--tiny`: a Llama of two layers that has imitated the rows."""
+    tokenizer = word_tokenizer(words, marks)
     model = small_llama(tokenizer, seed=0, layers=2, width=64)
     args = SFTConfig(
         output_dir=folder, per_device_train_batch_size=64, max_steps=150, learning_rate=5e-3, report_to="none",
-        logging_strategy="no", save_strategy="no", gradient_checkpointing=False, disable_tqdm=True,
+        logging_strategy="no", save_strategy="no", gradient_checkpointing=False, disable_tqdm=True, use_cpu=True, bf16=False,
     )  # fmt: skip
-    SFTTrainer(model, args, train_dataset=shown_calls(1024), processing_class=tokenizer).train()
+    SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
     return model, tokenizer, replace(config, **{**TINY, "learning_rate": 5e-4}, steps=min(config.steps, 40))
 
 
-def main() -> None:
-    args, config = TrlParser((Arguments, PPOConfig)).parse_args_into_dataclasses()
-    if args.tiny:
-        model, tokenizer, config = tiny_parts(config, args.output_dir)
-    else:
-        model, tokenizer = config.model_name, AutoTokenizer.from_pretrained(config.model_name)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+def named_parts(config: PPOConfig) -> tuple[Any, Any, PPOConfig]:
+    """The same by name."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return config.model_name, tokenizer, config
+
+
+def learn(
+    parts: tuple[Any, Any, PPOConfig],
+    tools: dict[str, Callable[[str], Any]],
+    reward: Callable[..., list[float]],
+    draw: Callable[[int, random.Random], tuple[list[str], list[Any]]],
+    *,
+    what: str,
+    folder: str,
+    max_new_tokens: int,
+    **environment: Any,
+) -> None:
+    """Train by PPO on the questions and answers of `draw`, report, and save; `environment` are settings of the turns."""
+    model, tokenizer, config = parts
     model = AutoModelForCausalLMWithValueHead.from_pretrained(model, summary_dropout_prob=0.0)
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
-    environment = TextEnvironment(
+    played = TextEnvironment(
         trainer.accelerator.unwrap_model(trainer.model),
         tokenizer,
-        {"Calculator": calculate},
-        correct,
-        prompt="" if args.tiny else PROMPT,
-        max_turns=2,
-        generation_kwargs={
-            "do_sample": True,
-            "top_k": 0,
-            "top_p": 1.0,
-            "max_new_tokens": 12 if args.tiny else 32,
-        },
+        tools,
+        reward,
+        generation_kwargs={"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": max_new_tokens},
+        **environment,
     )
     dice, means, kls = random.Random(config.seed + trainer.accelerator.process_index), [], []
     for _ in range(config.steps):
-        questions, answers = tasks(config.batch_size, dice, tiny=args.tiny)
-        queries, responses, masks, rewards, histories = environment.run(questions, answers=answers)
+        questions, answers = draw(config.batch_size, dice)
+        queries, responses, masks, rewards, histories = played.run(questions, answers=answers)
         stats = trainer.step(queries, responses, rewards, masks)
         texts = {"query": questions, "response": [history.text for history in histories]}
         trainer.log_stats(stats, texts, rewards)
         means.append(stats["ppo/mean_scores"])
         kls.append(stats["objective/kl"])
     histories[0].show_text()
-    report("right results", means, kls)
-    print(
-        f"tokens that tools wrote and nobody trained on: {sum(int((mask == 0).sum()) for mask in masks)} in the last step"
+    report(what, means, kls)
+    written = sum(int((mask == 0).sum()) for mask in masks)
+    print(f"tokens that tools wrote and nobody trained on: {written} in the last step")
+    trainer.save_pretrained(folder)
+
+
+def main() -> None:
+    args, config = TrlParser((Arguments, PPOConfig)).parse_args_into_dataclasses()
+    words = ["What", "is", "?", "+", "=", "Result", *map(str, range(19))]
+    learn(
+        small_parts(config, words, MARKS, shown_calls(1024), args.output_dir)
+        if args.tiny
+        else named_parts(config),
+        {"Calculator": calculate},
+        correct,
+        partial(tasks, tiny=args.tiny),
+        what="right results",
+        folder=args.output_dir,
+        prompt="" if args.tiny else PROMPT,
+        max_turns=2,
+        max_new_tokens=12 if args.tiny else 32,
     )
-    trainer.save_pretrained(args.output_dir)
 
 
 if __name__ == "__main__":

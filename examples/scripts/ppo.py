@@ -1,26 +1,35 @@
 """Controlled sentiment by PPO: the query says which mood is wanted, a lexicon or a classifier rewards it.
 
-    python examples/ppo_sentiment.py --model_name lvwerra/gpt2-imdb --query_dataset stanfordnlp/imdb \
-        --reward_model lvwerra/distilbert-imdb --steps 100 --log_with wandb --output_dir runs/sentiment
+    accelerate launch examples/scripts/ppo.py --log_with wandb --mini_batch_size 1 --gradient_accumulation_steps 16
 
-`--control` puts `[positive]` or `[negative]` in front of each query; without it, positive texts are wanted.
-
-Without a model or data at hand, `python examples/ppo_sentiment.py --tiny --output_dir runs/sentiment` trains a one-layer Llama of
-random weights to choose its words by the query, with a lexicon as reward.
+trains `lvwerra/gpt2-imdb` on `stanfordnlp/imdb` with the classifier `lvwerra/distilbert-imdb`; `--model_name`, `--query_dataset`
+and `--reward_model` name others. `--control` puts `[positive]` or `[negative]` in front of each query; without it, positive texts
+are wanted. `--use_peft` trains an adapter, and the model without it is the reference. `--tiny` trains a one-layer Llama of random
+weights to choose its words by the query, with a lexicon as reward.
 """
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
-from tiny_words import TINY, batches, report, word_model, word_tokenizer
 from transformers import AutoTokenizer, pipeline
 
-from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
+from trl import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    PPOConfig,
+    PPOTrainer,
+    TrlParser,
+)
 from trl.core import LengthSampler
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tiny import TINY, batches, report, word_model, word_tokenizer
 
 GOOD = ("great", "lovely", "funny", "moving", "clever")
 BAD = ("dull", "awful", "silly", "boring", "flat")
@@ -36,6 +45,11 @@ class Arguments:
         default=False, metadata={"help": "Train a small model of random weights on built-in words."}
     )
     control: bool = field(default=False, metadata={"help": "Let each query say which mood is wanted."})
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train a LoRA adapter (`pip install trl[peft]`)."}
+    )
+    use_seq2seq: bool = field(default=False, metadata={"help": "The model is an encoder-decoder."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
     output_dir: str = field(default="runs/sentiment", metadata={"help": "Folder for the trained model."})
 
 
@@ -48,8 +62,9 @@ def lexicon(texts: list[str]) -> list[float]:
 
 
 def classifier(name: str) -> Callable[[list[str]], list[float]]:
-    """The logit of a classifier's label POSITIVE."""
-    pipe = pipeline("text-classification", model=name, top_k=None, function_to_apply="none")
+    """The logit of a classifier's label POSITIVE; `name` is that of the model, or `task:model`."""
+    task, _, model = name.rpartition(":")
+    pipe = pipeline(task or "sentiment-analysis", model=model, top_k=None, function_to_apply="none")
 
     def score(texts: list[str]) -> list[float]:
         found = [{one["label"]: one["score"] for one in each} for each in pipe(texts)]
@@ -70,9 +85,11 @@ def tiny_parts(config: PPOConfig) -> tuple[Any, Any, Dataset, Any, PPOConfig]:
 
 def real_parts(config: PPOConfig) -> tuple[Any, Any, Dataset, Any, PPOConfig]:
     """Model, tokenizer, queries, reward and settings by name."""
+    config = replace(config, model_name=config.model_name or "lvwerra/gpt2-imdb")
     tokenizer = AutoTokenizer.from_pretrained(config.model_name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    dataset = load_dataset(config.query_dataset, split="train").rename_column("text", "query")
+    name = "stanfordnlp/imdb" if config.query_dataset == "imdb" else config.query_dataset
+    dataset = load_dataset(name, split="train").rename_column("text", "query")
     length = LengthSampler(2, 8)
 
     def begin(row: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +109,18 @@ def main() -> None:
         query = f"{MARKS[signs[index]]} {row['query']}" if controlled else row["query"]
         return {"query": query, "input_ids": tokenizer(query)["input_ids"], "label": signs[index]}
 
+    peft_config = None
+    if args.use_peft:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=16, lora_alpha=16, bias="none", task_type="CAUSAL_LM")
+    model_class = (
+        AutoModelForSeq2SeqLMWithValueHead if args.use_seq2seq else AutoModelForCausalLMWithValueHead
+    )
+    settings = {"trust_remote_code": True} if args.trust_remote_code else {}
     trainer = PPOTrainer(
         config,
-        AutoModelForCausalLMWithValueHead.from_pretrained(model, summary_dropout_prob=0.0),
+        model_class.from_pretrained(model, peft_config=peft_config, summary_dropout_prob=0.0, **settings),
         tokenizer=tokenizer,
         dataset=dataset.map(tokenize, with_indices=True),
     )

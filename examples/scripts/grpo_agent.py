@@ -1,25 +1,30 @@
 """A model learns by GRPO to call a calculator: the reward is the right result, whichever way it was found.
 
-    python examples/grpo_calculator.py --model_name Qwen/Qwen3-0.6B --output_dir runs/calculator --steps 200
+    python examples/scripts/grpo_agent.py --model_name_or_path Qwen/Qwen3-0.6B --output_dir runs/calculator --max_steps 200
 
 `tools=[add]` is all that the trainer is told. The chat template shows the model the function's signature and docstring, what the
 model calls is run, and what the tool answers is never trained on.
 
-Without a model at hand, `python examples/grpo_calculator.py --tiny --output_dir runs/calculator` first shows a two-layer Llama of
-random weights conversations of which a quarter call the tool (one in five with a wrong number), while the others guess, and then
+Without a model at hand, `--tiny` first shows a two-layer Llama of random weights conversations of which a quarter call the tool (one in five with a wrong number), while the others guess, and then
 trains it. Sums it is tested on are not among those that it learns from.
 """
 
-import argparse
 import random
+import sys
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from small_model import small_llama
-from tiny_words import word_tokenizer
 
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+from trl.scripts.model_loading import model_init_kwargs
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from small_model import small_llama
+
+import tiny
 
 LARGEST = 19
 MARKS = ("<tool_call>", "</tool_call>", "<user>", "<assistant>", "<tool>")
@@ -53,7 +58,7 @@ SFT = {
 }  # fmt: skip
 TINY = {
     "per_device_train_batch_size": 64, "per_device_eval_batch_size": 80, "num_generations_eval": 1, "max_completion_length": 24,
-    "learning_rate": 1e-3, "logging_steps": 10,
+    "learning_rate": 1e-3, "logging_steps": 10, "max_steps": 80,
 }  # fmt: skip
 SMALL_MODEL = {
     "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False,
@@ -99,15 +104,22 @@ def shown(pairs: list[tuple[int, int]], count: int, dice: random.Random) -> Data
     return Dataset.from_list(rows)
 
 
-def tiny_model(pairs: list[tuple[int, int]], *, folder: str, seed: int) -> tuple[Any, Any]:
+def split(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pairs to learn from, and 80 held out."""
+    pairs = list(product(range(LARGEST + 1), repeat=2))
+    random.Random(seed).shuffle(pairs)
+    return pairs[80:], pairs[:80]
+
+
+def small_parts(folder: Path, *, seed: int) -> dict[str, Any]:
     """A model that has seen the tool used, and its tokenizer."""
-    tokenizer = word_tokenizer([*WORDS, *map(str, range(2 * LARGEST + 1))], MARKS)
+    tokenizer = tiny.word_tokenizer([*WORDS, *map(str, range(2 * LARGEST + 1))], MARKS)
     tokenizer.chat_template = TEMPLATE
     model = small_llama(tokenizer, seed=seed, layers=2, width=128)
-    rows = shown(pairs, 4096, random.Random(seed))
-    config = SFTConfig(folder, seed=seed, **{**SFT, **SMALL_MODEL})
+    rows = shown(split(seed)[0], 4096, random.Random(seed))
+    config = SFTConfig(str(folder), seed=seed, **{**SFT, **SMALL_MODEL})
     SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer).train()
-    return model, tokenizer
+    return {"model_name_or_path": tiny.save(folder, {}, model, tokenizer)["model_name_or_path"]}
 
 
 def sums(pairs: list[tuple[int, int]]) -> Dataset:
@@ -115,43 +127,26 @@ def sums(pairs: list[tuple[int, int]]) -> Dataset:
     return Dataset.from_list([{"prompt": question(a, b), "result": a + b} for a, b in pairs])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model_name", default="Qwen/Qwen3-0.6B", help="model whose chat template takes tools"
-    )
-    parser.add_argument("--tiny", action="store_true", help="train a small model of random weights")
-    parser.add_argument("--output_dir", default="runs/calculator", help="folder for the trained model")
-    parser.add_argument("--steps", type=int, default=80, help="optimiser steps")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
-    given = parser.parse_args()
-
-    pairs = list(product(range(LARGEST + 1), repeat=2))
-    random.Random(given.seed).shuffle(pairs)
-    held_out, known = pairs[:80], pairs[80:]
-    model, tokenizer = given.model_name, None
-    if given.tiny:
-        model, tokenizer = tiny_model(known, folder=given.output_dir, seed=given.seed)
-    config = GRPOConfig(
-        given.output_dir,
-        num_generations=8,
-        max_tool_calling_iterations=2,
-        max_steps=given.steps,
-        seed=given.seed,
-        **({**TINY, **SMALL_MODEL} if given.tiny else {}),
-    )
+if __name__ == "__main__":
+    parser = TrlParser((GRPOConfig, ModelConfig))
+    parser.set_defaults(num_generations=8, max_tool_calling_iterations=2, seed=0)
+    seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
+    given = tiny.arguments(parser, partial(small_parts, seed=seed), **TINY)
+    training_args, model_args = parser.parse_args_and_config(given)
+    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
+    known, held_out = split(training_args.seed)
     trainer = GRPOTrainer(
-        model, correct, config, sums(known), sums(held_out), processing_class=tokenizer, tools=[add]
+        model_args.model_name_or_path,
+        correct,
+        training_args,
+        sums(known),
+        sums(held_out),
+        tools=[add],
+        peft_config=get_peft_config(model_args),
     )
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
     for name, what in (("eval_reward", "right results"), ("eval_tools/call_frequency", "calls per question")):
-        print(f"{what}: {before[name]:.3f} -> {after[name]:.3f} over {given.steps} steps")
-    trainer.save_model(given.output_dir)
-
-
-if __name__ == "__main__":
-    main()
+        print(f"{what}: {before[name]:.3f} -> {after[name]:.3f} over {trainer.state.global_step} steps")
+    trainer.save_model(training_args.output_dir)

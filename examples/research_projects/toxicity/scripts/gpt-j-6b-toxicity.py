@@ -1,45 +1,37 @@
 """Detoxification by PPO: a classifier of toxic language rewards texts that it finds harmless.
 
-    python examples/detoxification.py --model_name EleutherAI/gpt-neo-125M --query_dataset allenai/real-toxicity-prompts \
+    accelerate launch examples/research_projects/toxicity/scripts/gpt-j-6b-toxicity.py --log_with wandb \
+        --model_name EleutherAI/gpt-j-6B --query_dataset allenai/real-toxicity-prompts \
         --reward_model facebook/roberta-hate-speech-dynabench-r4-target --steps 100 --output_dir runs/harmless
 
 The reward is the raw logit of the classifier's first label (not toxic): it still tells texts apart where a probability is 1.
 
-Without a model or data at hand, `python examples/detoxification.py --tiny --output_dir runs/harmless` first trains a one-layer
-classifier on built-in texts, and then a one-layer Llama of random weights against it.
+Without a model or data at hand, `--tiny` first trains a one-layer classifier on built-in texts, and then a one-layer Llama of random weights against it.
 """
 
 import random
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset, load_dataset
-from tiny_words import TINY, batches, report, sequence_scores, word_model, word_tokenizer
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
 
-RUDE = ("idiot", "stupid", "hate", "trash", "shut", "loser")
-CALM = (
-    "thanks",
-    "please",
-    "kind",
-    "help",
-    "good",
-    "fine",
-    "you",
-    "are",
-    "this",
-    "is",
-    "the",
-    "a",
-    "person",
-    "today",
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+from tiny import (
+    CALM,
+    RUDE,
+    TINY,
+    batches,
+    classifier,
+    report,
+    rude_texts,
+    sequence_scores,
+    word_model,
+    word_tokenizer,
 )
 
 
@@ -53,36 +45,6 @@ class Arguments:
     output_dir: str = field(default="runs/harmless", metadata={"help": "Folder for the trained model."})
 
 
-def rude_texts(count: int, dice: random.Random) -> tuple[list[str], list[float]]:
-    """Texts of calm words, half of them with a rude one, and whether they are harmless."""
-    texts, harmless = [], []
-    for number in range(count):
-        words = dice.choices(CALM, k=dice.randint(3, 8))
-        if number % 2:
-            words[dice.randrange(len(words))] = dice.choice(RUDE)
-        texts.append(" ".join(words))
-        harmless.append(1.0 - number % 2)
-    return texts, harmless
-
-
-def tiny_classifier(tokenizer: Any, *, steps: int = 80) -> LlamaForSequenceClassification:
-    """A one-layer classifier trained on `rude_texts` for a few seconds."""
-    config = word_model(tokenizer, seed=1).config
-    config.num_labels, dice = 1, random.Random(1)
-    model = LlamaForSequenceClassification(config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(steps):
-        texts, harmless = rude_texts(32, dice)
-        inputs = tokenizer(texts, return_tensors="pt", padding=True)
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(harmless))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(f"classifier trained, loss {loss.item():.3f}")
-    return model.eval()
-
-
 def tiny_parts(config: PPOConfig) -> tuple[Any, Any, Any, Any, Dataset, PPOConfig]:
     """Model, tokenizer, classifier and its tokenizer, queries and settings of `--tiny`."""
     tokenizer = word_tokenizer([*RUDE, *CALM])
@@ -91,7 +53,7 @@ def tiny_parts(config: PPOConfig) -> tuple[Any, Any, Any, Any, Dataset, PPOConfi
     return (
         word_model(tokenizer),
         tokenizer,
-        tiny_classifier(tokenizer),
+        classifier(tokenizer),
         tokenizer,
         Dataset.from_dict({"query": queries}),
         config,

@@ -1,0 +1,67 @@
+"""Merges an adapter of stage 1 or 2 into its base, for the next stage.
+
+    python examples/research_projects/stack_llama/scripts/merge_peft_adapter.py --base_model_name huggyllama/llama-7b \
+        --adapter_model_name llama-se --output_name llama-se-merged
+
+An adapter of stage 2 gives a classifier. `--tiny` makes a base and an adapter, merges them, and compares what both say.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trl import TrlParser
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+import tiny
+
+
+@dataclass
+class Arguments:
+    """What is merged."""
+
+    adapter_model_name: str = field(metadata={"help": "Folder or name of the adapter."})
+    base_model_name: str | None = field(
+        default=None, metadata={"help": "Its base. None: the one that the adapter names."}
+    )
+    output_name: str = field(default="merged", metadata={"help": "Folder for the whole model."})
+
+
+def small_parts(folder: Path) -> dict[str, Any]:
+    """A small Llama, and an adapter of random weights over it."""
+    name = tiny.stack_exchange(folder)["model_name_or_path"]
+    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(name), config).save_pretrained(folder / "adapter")
+    return {"base_model_name": name, "adapter_model_name": folder / "adapter", "output_name": folder.parent}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """What a model says about eight tokens."""
+    return model.eval()(input_ids=torch.arange(3, 11)[None]).logits
+
+
+if __name__ == "__main__":
+    parser = TrlParser(Arguments)
+    (args,) = parser.parse_args_and_config(tiny.arguments(parser, small_parts))
+    config = PeftConfig.from_pretrained(args.adapter_model_name)
+    base = args.base_model_name or config.base_model_name_or_path or ""
+    model: Any = (
+        AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        if config.task_type == "SEQ_CLS"
+        else AutoModelForCausalLM.from_pretrained(base)
+    )
+    before = logits(model)
+    adapted: Any = PeftModel.from_pretrained(model, args.adapter_model_name)
+    expected = logits(adapted)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(args.output_name)
+    AutoTokenizer.from_pretrained(base).save_pretrained(args.output_name)
+    moved, error = (expected - before).abs().max(), (logits(merged) - expected).abs().max()
+    print(f"logits: the adapter moves them by up to {moved:.3f}, merging by {error:.1e}")
+    print(f"merged model saved in {args.output_name}")

@@ -1,0 +1,73 @@
+"""Direct preference optimisation of a vision-language model, on pairs of answers about an image.
+
+    accelerate launch examples/scripts/dpo_vlm.py --model_name_or_path HuggingFaceTB/SmolVLM-Instruct \
+        --dataset_name HuggingFaceH4/rlaif-v_formatted --output_dir runs/dpo-vlm --dtype bfloat16 \
+        --per_device_train_batch_size 2 --gradient_accumulation_steps 32 --use_peft --lora_target_modules all-linear
+
+Rows have `prompt`, `chosen`, `rejected` (messages) and `images`. `--tiny` teaches a small LLaVA of random weights which colour an
+image has.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+)
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import tiny
+
+
+def train(**defaults: Any) -> Any:
+    """Read the command line, whose `defaults` these are, train, and save; returns the trainer."""
+    parser = TrlParser((ScriptArguments, DPOConfig, ModelConfig))
+    parser.set_defaults(max_length=None, max_prompt_length=None, **defaults)  # images are long
+    given = tiny.arguments(parser, tiny.colours, max_steps=30)
+    script_args, training_args, model_args = parser.parse_args_and_config(given)
+    quantization_config = get_quantization_config(model_args)
+    settings: dict[str, Any] = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": model_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        "device_map": get_kbit_device_map() if quantization_config is not None else None,
+        "quantization_config": quantization_config,
+    }
+    name, peft_config = model_args.model_name_or_path, get_peft_config(model_args)
+    model = AutoModelForImageTextToText.from_pretrained(name, **settings)
+    # With an adapter, the model without it is the reference.
+    reference = None if peft_config else AutoModelForImageTextToText.from_pretrained(name, **settings)
+    processor = AutoProcessor.from_pretrained(name, trust_remote_code=model_args.trust_remote_code)
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    dataset = dataset.select_columns(["prompt", "chosen", "rejected", "images"])
+
+    trainer = DPOTrainer(
+        model,
+        reference,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        processing_class=processor,
+        peft_config=peft_config,
+    )
+    trainer.train()
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    return trainer
+
+
+if __name__ == "__main__":
+    trainer = train()

@@ -1,0 +1,68 @@
+"""Supervised fine-tuning of a vision-language model on chats with images.
+
+    accelerate launch examples/scripts/sft_vlm.py --model_name_or_path llava-hf/llava-1.5-7b-hf \
+        --dataset_name HuggingFaceH4/llava-instruct-mix-vsft --output_dir runs/sft-vlm --dtype bfloat16 \
+        --per_device_train_batch_size 8 --gradient_accumulation_steps 8 --use_peft --lora_target_modules all-linear
+
+Rows have `messages` and `images`. `--tiny` teaches a small LLaVA of random weights to name colours.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+
+from trl import (
+    ModelConfig,
+    ScriptArguments,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+)
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import tiny
+
+
+def train(
+    rows: Any = tiny.colours, arguments: Any = ScriptArguments, prepare: Any = None, **defaults: Any
+) -> Any:
+    """Read the command line, whose `defaults` these are, train, and save; returns the trainer.
+
+    `rows(folder)` makes those of `--tiny`; `prepare(dataset, script_args)` is applied to the data set first.
+    """
+    parser = TrlParser((arguments, SFTConfig, ModelConfig))
+    parser.set_defaults(max_length=None, **defaults)  # images soon reach the default of 1024 tokens
+    given = tiny.arguments(parser, rows, max_steps=30)
+    script_args, training_args, model_args = parser.parse_args_and_config(given)
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    if quantization_config := get_quantization_config(model_args):
+        training_args.model_init_kwargs["device_map"] = get_kbit_device_map()
+        training_args.model_init_kwargs["quantization_config"] = quantization_config
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    dataset = prepare(dataset, script_args) if prepare else dataset.select_columns(["messages", "images"])
+
+    trainer = SFTTrainer(
+        model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    return trainer
+
+
+if __name__ == "__main__":
+    trainer = train()

@@ -1,0 +1,318 @@
+"""What the examples share: small models, tokenizers and rows for `--tiny`, and a few lines of the PPO loops."""
+
+import argparse
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from small_model import small_llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from trl import TrlParser
+
+PAD, EOS, UNKNOWN = "<pad>", "<end>", "<unk>"
+ROLES = ("<system>", "<user>", "<assistant>", "<image>")
+CHAT = (
+    "{%- for message in messages %}<{{ message.role }}> {% if message.content is string %}{{ message.content }} "
+    "{% else %}{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }} {% endfor %}"
+    "{% endif %}<end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif -%}"
+)
+# Settings of `trl.PPOConfig`, and of `TrainingArguments`, for models this small.
+TINY: dict[str, Any] = {
+    "batch_size": 32, "mini_batch_size": 32, "backward_batch_size": None, "learning_rate": 3e-3, "init_kl_coef": 0.05,
+}  # fmt: skip
+TRAINING: dict[str, Any] = {
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    "per_device_train_batch_size": 16, "learning_rate": 3e-3, "logging_steps": 5, "max_steps": 20,
+}  # fmt: skip
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220)}
+RUDE = ("idiot", "stupid", "hate", "trash", "shut", "loser")
+CALM = [
+    "thanks",
+    "please",
+    "kind",
+    "help",
+    "good",
+    "fine",
+    "you",
+    "are",
+    "this",
+    "is",
+    "the",
+    "a",
+    "person",
+    "today",
+]
+
+
+def arguments(
+    parser: TrlParser, build: Callable[[Path], dict[str, Any]], **settings: Any
+) -> list[str] | None:
+    """The arguments of the command line, or None where they stand for themselves.
+
+    Adds `--tiny` to the parser. Where it is given, `build(folder)` makes a model and rows and returns the options that name
+    them; these, `TRAINING` and `settings` are defaults that the command line overrides.
+    """
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="Train a small model of random weights on built-in rows, without a download.",
+    )
+    look = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    look.add_argument("--tiny", action="store_true")
+    look.add_argument("--output_dir", default=f"runs/{Path(sys.argv[0]).stem}")
+    asked, rest = look.parse_known_args()
+    if not asked.tiny:
+        return None
+    known = parser.options()
+    usual = {**TRAINING, "output_dir": asked.output_dir}
+    options = {name: value for name, value in usual.items() if name in known}
+    options |= {**settings, **build(Path(asked.output_dir) / "tiny")}
+    return [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *rest]
+
+
+def save(folder: Path, rows: dict[str, list[dict[str, Any]]], *parts: Any) -> dict[str, Any]:
+    """Save a model with its tokenizer, and rows by split; returns the options that name them."""
+    for part in parts:
+        part.save_pretrained(folder / "model")
+    shutil.rmtree(folder / "rows", ignore_errors=True)  # of an earlier run
+    for split, found in rows.items():
+        path = folder / "rows" / f"{split}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(found).to_parquet(path)
+    return {"model_name_or_path": folder / "model", "dataset_name": folder / "rows"}
+
+
+def manners(
+    folder: Path, names: Sequence[str] = ("prompt", "chosen", "rejected"), words: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Prompts with a calm answer and one with a rude word in it, and a small Llama of random weights.
+
+    `names` are those of the columns; `words` are further ones that the tokenizer knows.
+    """
+    dice, rows = random.Random(0), []
+    for _ in range(128):
+        prompt, chosen, rejected = (dice.choices(CALM, k=count) for count in (3, 5, 5))
+        rejected[dice.randrange(5)] = dice.choice(RUDE)
+        texts = [" ".join(prompt), " " + " ".join(chosen), " " + " ".join(rejected)]
+        rows.append(dict(zip(names, texts, strict=True)))
+    tokenizer = word_tokenizer([*CALM, *RUDE, *words])
+    return save(folder, {"train": rows, "test": rows[:16]}, word_model(tokenizer), tokenizer)
+
+
+def stack_exchange(folder: Path) -> dict[str, Any]:
+    """`manners` as questions, each with a better and a worse response."""
+    return manners(folder, ("question", "response_j", "response_k"), ("Question:", "Answer:"))
+
+
+def rewarded(folder: Path, rows: Callable[[Path], dict[str, Any]] = manners) -> dict[str, Any]:
+    """`rows` with their policy, and a classifier that scores calm texts higher."""
+    options = rows(folder)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(options["model_name_or_path"])
+    save(folder / "reward", {}, classifier(tokenizer), tokenizer)
+    return {
+        **options,
+        "sft_model_path": folder / "model",
+        "reward_model_path": folder / "reward" / "model",
+    }
+
+
+def solutions(folder: Path, *, system: str) -> dict[str, Any]:
+    """Sums as problems with solutions, and a model that imitates: it thinks every second time, and guesses the result."""
+    dice = random.Random(0)
+    rows = [
+        {"problem": f"{left} + {right} =", "solution": rf"\boxed{{{left + right}}}"}
+        for left in range(3)
+        for right in range(3)
+    ]
+    answers = [rf"\boxed{{{number}}}" for number in range(5)]
+    tokenizer = word_tokenizer(["+", "=", "<think>", "</think>", *map(str, range(5)), *answers])
+    model, prompts = word_model(tokenizer), [row["problem"] for row in rows]
+
+    def shown() -> tuple[list[str], None]:
+        asked = dice.choices(prompts, k=32)
+        thoughts = [f"<think> {prompt} </think> " * dice.randrange(2) for prompt in asked]
+        said = [f"{thought}{dice.choice(answers)}" for thought in thoughts]
+        return [
+            chat(prompt, system) + f"{answer} {EOS}" for prompt, answer in zip(asked, said, strict=True)
+        ], None
+
+    imitate(model, tokenizer, shown, steps=80)
+    return save(folder, {"train": rows * 8, "test": rows}, model, tokenizer)
+
+
+def chat(question: str, system: str) -> str:
+    """A question as `CHAT` writes it, with the beginning of an answer."""
+    return f"<system> {system} {EOS} <user> {question} {EOS} <assistant> "
+
+
+def colours(folder: Path, *, images: int = 1, system: str | None = None) -> dict[str, Any]:
+    """Images of one colour with questions about the last, and a small LLaVA; with a `system` prompt one that imitates guesses.
+
+    Rows have every column that the examples read: `messages`, `prompt`, `chosen`, `rejected`, `problem`, `solution`, `images`.
+    """
+    from PIL import Image
+
+    names, dice, rows = list(COLOURS), random.Random(0), []
+    for number in range(48):
+        shown = [names[(number + part) % 3] for part in range(images)]
+        right, wrong = shown[-1], dice.choice([name for name in names if name != shown[-1]])
+        places: list[dict[str, Any]] = [{"type": "image", "text": None}] * images
+        question = {"role": "user", "content": [*places, {"type": "text", "text": "Which colour ?"}]}
+        said = [[{"role": "assistant", "content": [{"type": "text", "text": one}]}] for one in (right, wrong)]
+        noise = dice.randrange(-20, 20)
+        pixels = [tuple(channel + noise for channel in COLOURS[name]) for name in shown]
+        rows.append(
+            {
+                "images": [Image.new("RGB", (16, 16), colour) for colour in pixels],
+                "messages": [question, *said[0]],
+                "prompt": [question],
+                "chosen": said[0],
+                "rejected": said[1],
+                "problem": "Which colour ?",
+                "solution": str(names.index(right) + 1),
+            }
+        )
+    model, processor = vision_model()
+    if system is not None:
+        asked, boxes = (
+            chat("<image> Which colour ?", system),
+            [rf"\boxed{{{number}}}" for number in (1, 2, 3)],
+        )
+
+        def guesses() -> tuple[list[str], list[Any]]:
+            seen = dice.choices(rows, k=16)
+            thoughts = [f"<think> {dice.choice(names)} </think> " * dice.randrange(2) for _ in seen]
+            texts = [f"{asked}{thought}{dice.choice(boxes)} {EOS}" for thought in thoughts]
+            return texts, [row["images"] for row in seen]
+
+        imitate(model, processor, guesses, steps=100)
+    return save(folder, {"train": rows, "test": rows[:6]}, model, processor)
+
+
+def vision_model() -> tuple[Any, Any]:
+    """A LLaVA of two layers that sees 16 x 16 pixels as four patches, and its processor."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    words = ["Which", "colour", "?", *COLOURS, "<think>", "</think>", *(rf"\boxed{{{n}}}" for n in (1, 2, 3))]
+    tokenizer: Any = word_tokenizer(words, padding_side="left")
+    tokenizer.image_token, tokenizer.image_token_id = "<image>", tokenizer.convert_tokens_to_ids("<image>")
+    images = LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processor = LlavaProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1, chat_template=CHAT,
+    )  # fmt: skip
+    layers = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "image_size": 16,
+        "patch_size": 8,
+        **layers,
+    }
+    ids = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    text = {"model_type": "llama", "hidden_size": 64, "vocab_size": len(tokenizer), **layers, **ids}
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=tokenizer.image_token_id)
+    return LlavaForConditionalGeneration(config), processor
+
+
+def imitate(
+    model: Any, processor: Any, shown: Callable[[], tuple[list[str], list[Any] | None]], *, steps: int
+) -> float:
+    """Train a model on the texts (and their images) that each call of `shown` gives; returns the last loss."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        texts, images = shown()
+        given = {} if images is None else {"images": images}
+        inputs = processor(text=texts, return_tensors="pt", padding=True, padding_side="right", **given)
+        inputs.pop("token_type_ids", None)
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        loss = model(**inputs, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def word_tokenizer(
+    words: Iterable[str], marks: Iterable[str] = ROLES, **options: Any
+) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows some words, separated by spaces, and `marks`, which may stand anywhere."""
+    every = [PAD, EOS, UNKNOWN, *dict.fromkeys([*words, *marks])]
+    model = models.WordLevel({word: number for number, word in enumerate(every)}, unk_token=UNKNOWN)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens(list(marks))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, chat_template=CHAT, **options,
+    )  # fmt: skip
+
+
+def word_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlamaForCausalLM:
+    """One layer, 64 wide, of random weights."""
+    return small_llama(tokenizer, seed=seed, layers=1, width=64)
+
+
+def rude_texts(count: int, dice: random.Random) -> tuple[list[str], list[float]]:
+    """Texts of calm words, half of them with a rude one, and whether they are harmless."""
+    texts, harmless = [], []
+    for number in range(count):
+        words = dice.choices(CALM, k=dice.randint(3, 8))
+        if number % 2:
+            words[dice.randrange(len(words))] = dice.choice(RUDE)
+        texts.append(" ".join(words))
+        harmless.append(1.0 - number % 2)
+    return texts, harmless
+
+
+def classifier(
+    tokenizer: PreTrainedTokenizerFast, *, rows: Callable[..., Any] = rude_texts, steps: int = 80
+) -> LlamaForSequenceClassification:
+    """A one-layer classifier trained for a few seconds on the texts and labels (1 or 0) of `rows(count, dice)`."""
+    config = word_model(tokenizer, seed=1).config
+    config.num_labels, dice = 1, random.Random(1)
+    model = LlamaForSequenceClassification(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        texts, labels = rows(32, dice)
+        inputs = tokenizer(texts, return_tensors="pt", padding=True)
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(labels))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"classifier trained, loss {loss.item():.3f}")
+    return model.eval()
+
+
+@torch.no_grad()
+def sequence_scores(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """The one logit that a sequence classifier gives to each text, `(B,)`."""
+    inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
+    return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].cpu()
+
+
+def batches(loader: Iterable[Any], steps: int) -> Iterator[Any]:
+    """As many batches as there are steps, over as many passes as that takes."""
+    return islice(chain.from_iterable(repeat(loader)), steps)
+
+
+def report(what: str, means: list[float], kls: list[float] | None = None) -> None:
+    """Print the mean of a run's first and last steps."""
+    few = max(1, len(means) // 5)
+    first, last = sum(means[:few]) / few, sum(means[-few:]) / few
+    end = f", KL at the end {kls[-1]:.3f} nats" if kls else ""
+    print(f"{what}: {first:.3f} -> {last:.3f} over {len(means)} steps{end}")

@@ -1,0 +1,171 @@
+"""Every example runs offline with `--tiny`, under the path that the reference documents name, and learns what it says."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from trl import AutoModelForCausalLMWithValueHead
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+STACK = "research_projects/stack_llama/scripts"
+TOOLS = "research_projects/tools"
+TOXICITY = "research_projects/toxicity/scripts"
+
+# Script, its options besides `--tiny`, the logged metric (None: the one that it prints), and how much that gains.
+SCRIPTS = [
+    ("scripts/sft", "", "loss", -0.3),
+    ("scripts/sft_gemma3", "", "loss", -0.3),
+    ("scripts/sft_vlm", "", "mean_token_accuracy", 0.4),
+    ("scripts/sft_vlm_gemma3", "--max_steps 10", "loss", -0.5),
+    ("scripts/sft_vlm_smol_vlm", "--max_steps 10", "loss", -0.5),
+    ("scripts/sft_video_llm", "", "mean_token_accuracy", 0.4),
+    ("scripts/reward_modeling", "", "margin", 1.0),
+    ("scripts/prm", "--max_steps 200", "accuracy", 0.3),
+    ("scripts/dpo", "", "rewards/margins", 0.3),
+    ("scripts/dpo_vlm", "", "rewards/margins", 0.5),
+    ("scripts/mpo_vlm", "", "rewards/margins", 0.4),
+    ("scripts/cpo", "", "rewards/margins", 0.1),
+    ("scripts/orpo", "", "log_odds_chosen", 0.1),
+    ("scripts/orpo", "--use_peft true --learning_rate 2e-2", "log_odds_chosen", 0.1),
+    ("scripts/bco", "--match_prompts true", "loss", -0.01),
+    ("scripts/kto", "", "rewards/margins", 0.1),
+    ("scripts/gspo", "--max_steps 20", "reward", 0.2),
+    ("scripts/rloo", "--max_steps 20", "reward", 0.2),
+    ("scripts/grpo_vlm", "--max_steps 20", "reward", 0.1),
+    ("scripts/gspo_vlm", "--max_steps 20", "reward", 0.1),
+    ("scripts/rloo_vlm", "--max_steps 20", "reward", 0.1),
+    ("scripts/ppo/ppo", "", "objective/scores", 2.0),
+    ("scripts/ppo/ppo_tldr", "--total_episodes 320", "objective/scores", 1.0),
+    ("scripts/ppo", "", None, 0.2),
+    ("scripts/ppo", "--use_peft true --learning_rate 3e-2 --steps 20", None, 0.1),
+    ("scripts/ppo_multi_adapter", "", None, 0.3),
+    (f"{TOXICITY}/gpt-j-6b-toxicity", "", None, 2.0),
+    (f"{STACK}/supervised_finetuning", "", "loss", -0.2),
+    (f"{STACK}/reward_modeling", "--max_steps 20", "accuracy", 0.1),
+    (f"{STACK}/rl_training", "", None, 0.5),
+]
+SLOW = [
+    ("scripts/grpo_agent", "--max_steps 25", None, 0.3),
+    (f"{TOOLS}/calculator", "", None, 0.05),
+    (f"{TOOLS}/triviaqa", "--steps 20", None, 0.05),
+    (f"{TOOLS}/python_interpreter", "--steps 20", None, 0.05),
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a script of `examples/` in this process with a folder for its output; returns its names."""
+    before = set(sys.modules)
+
+    def run_script(script, options="--tiny"):
+        path = EXAMPLES / f"{script}.py"
+        monkeypatch.syspath_prepend(str(path.parent))
+        monkeypatch.setattr(sys, "argv", [str(path), *options.split(), "--output_dir", str(tmp_path)])
+        return runpy.run_path(str(path), run_name="__main__")
+
+    yield run_script
+    for name in set(sys.modules) - before:  # `tiny`, `ppo`, ... would be found by other tests
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(EXAMPLES)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "metric", "gain"),
+    [*SCRIPTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    ids=[" ".join(each[:2]).strip() for each in (*SCRIPTS, *SLOW)],
+)
+def test_an_example_learns(script, options, metric, gain, run, tmp_path, capsys):
+    found = run(script, f"--tiny {options}")
+    if metric is None:
+        pairs = re.findall(r": (-?[\d.]+) -> (-?[\d.]+) over \d+ steps", capsys.readouterr().out)
+        first, last = map(float, pairs[0])
+    else:
+        values = [entry[metric] for entry in found["trainer"].state.log_history if metric in entry]
+        first, last = values[0], values[-1]
+    assert (last - first) * (1 if gain > 0 else -1) > abs(gain), (first, last)
+    assert [*tmp_path.glob("*model.safetensors")], "nothing was saved"
+
+
+def test_what_is_saved_loads(run, tmp_path):
+    run("scripts/prm", "--tiny --max_steps 1")
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2
+    run("scripts/ppo", "--tiny --steps 1")
+    AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path))
+
+
+def test_an_adapter_is_merged(run, tmp_path, capsys):
+    run(f"{STACK}/merge_peft_adapter")
+    moved, error = re.search(r"up to ([\d.]+), merging by (\S+)", capsys.readouterr().out).groups()
+    assert float(moved) > 0.1 and float(error) < 1e-5
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_toxicity_is_evaluated(run, tmp_path):
+    run(f"{TOXICITY}/evaluate-toxicity", f"--tiny --num_samples 20 --output_file {tmp_path}/table.csv")
+    head, row = (tmp_path / "table.csv").read_text().splitlines()
+    assert head == "model_id,mean_toxicity,std_toxicity"
+    assert 0 < float(row.split(",")[1]) < 1
+
+
+def test_summaries_are_judged(run, capsys):
+    found = run("scripts/evals/judge_tldr", "--tiny --num_examples 4")
+    assert re.search(r"Model win rate: \d+\.00%", capsys.readouterr().out)
+    judge = found["SharedWords"]()
+    assert judge.judge(["a red bird", "a red bird"], [["a cat", "a bird"], ["red", "no"]]) == [1, 0]
+
+
+def test_the_interpreter_reaches_nothing_outside_its_process(run, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / TOOLS))
+    interpret = runpy.run_path(str(EXAMPLES / TOOLS / "python_interpreter.py"))["interpret"]
+    assert interpret("def solution():\n    return 4 * 12 - 9\nprint(solution())") == "39"
+    assert interpret("import math\nprint(math.floor(2.5))") == "2"
+    for program in ("open('/etc/passwd')", "import socket", "import os; os.system('ls')"):
+        assert interpret(program).startswith("PermissionError"), program
+    assert interpret("x = 'x' * 10**10") == "MemoryError"
+    assert interpret("1 / 0") == "ZeroDivisionError: division by zero"
+
+
+def test_the_search_finds_the_text_with_the_rarest_words(run, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / TOOLS))
+    wiki = runpy.run_path(str(EXAMPLES / TOOLS / "triviaqa.py"))["Wiki"](
+        [
+            "Prague lies on the Vltava.\nIt is old.",
+            "Vienna lies on the Danube.",
+            "Linz lies on the Danube, too.",
+        ]
+    )
+    assert wiki("river of Prague") == "Prague lies on the Vltava."
+    assert wiki("the Danube at Linz") == "Linz lies on the Danube, too."
+    assert wiki("Madrid") == "Nothing found."
+
+
+def test_options_of_the_command_line_win_over_those_of_tiny(run, tmp_path):
+    found = run("scripts/dpo", "--tiny --max_steps 1 --beta 0.7")
+    args = found["trainer"].args
+    assert (args.max_steps, args.beta, args.output_dir) == (1, 0.7, str(tmp_path))
+    rows = load_dataset(str(tmp_path / "tiny" / "rows"))
+    assert rows["train"].column_names == ["prompt", "chosen", "rejected"]
+
+
+def test_a_script_runs_from_the_shell_and_says_what_it_takes():
+    done = subprocess.run(
+        [sys.executable, "examples/scripts/gspo.py", "--help"],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for option in ("--tiny", "--dataset_name", "--importance_sampling_level", "--lora_target_modules"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize(
+    "path", sorted((EXAMPLES / "accelerate_configs").iterdir()), ids=lambda path: path.stem
+)
+def test_profiles_lie_where_documents_launch_them(path):
+    assert {"distributed_type", "num_processes"} <= yaml.safe_load(path.read_text()).keys()
