@@ -34,21 +34,20 @@ SCRIPTS = [
     ("scripts/mpo_vlm", "", "rewards/margins", 0.4),
     ("scripts/cpo", "", "rewards/margins", 0.1),
     ("scripts/orpo", "", "log_odds_chosen", 0.1),
-    ("scripts/orpo", "--use_peft true --learning_rate 2e-2", "log_odds_chosen", 0.1),
+    ("scripts/orpo", "--use_peft true --learning_rate 2e-2", "loss", -0.05),
     ("scripts/bco", "--match_prompts true", "loss", -0.01),
     ("scripts/kto", "", "rewards/margins", 0.1),
     ("scripts/gspo", "--max_steps 20", "reward", 0.2),
     ("scripts/rloo", "--max_steps 20", "reward", 0.2),
     ("scripts/grpo_vlm", "--max_steps 20", "reward", 0.1),
-    ("scripts/gspo_vlm", "--max_steps 20", "reward", 0.1),
+    ("scripts/gspo_vlm", "", "rewards/think_format_reward/mean", 0.1),
     ("scripts/rloo_vlm", "--max_steps 20", "reward", 0.1),
     ("scripts/ppo/ppo", "", "objective/scores", 2.0),
     ("scripts/ppo/ppo_tldr", "--total_episodes 320", "objective/scores", 1.0),
     ("scripts/ppo", "", None, 0.2),
-    ("scripts/ppo", "--use_peft true --learning_rate 3e-2 --steps 20", None, 0.1),
     ("scripts/ppo_multi_adapter", "", None, 0.3),
     (f"{TOXICITY}/gpt-j-6b-toxicity", "", None, 2.0),
-    (f"{STACK}/supervised_finetuning", "", "loss", -0.2),
+    (f"{STACK}/supervised_finetuning", "", "loss", -0.1),
     (f"{STACK}/reward_modeling", "--max_steps 20", "accuracy", 0.1),
     (f"{STACK}/rl_training", "", None, 0.5),
 ]
@@ -99,6 +98,8 @@ def test_what_is_saved_loads(run, tmp_path):
     assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2
     run("scripts/ppo", "--tiny --steps 1")
     AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path))
+    run("scripts/ppo", "--tiny --steps 1 --use_peft true")
+    assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
 def test_an_adapter_is_merged(run, tmp_path, capsys):
