@@ -181,11 +181,25 @@ def workshop(tmp_path_factory):
     return here
 
 
+OUTPUT = re.compile(r"""(?:--output_dir[ =]|output_dir="|output_dir: |Config\(\s*")([^"\s`)]+)""")
+
+
+def test_examples_of_different_documents_write_to_different_folders():
+    places: dict[str, set[str]] = {}
+    for path in DOCUMENTS:
+        for folder in OUTPUT.findall(path.read_text(encoding="utf-8")):
+            places.setdefault(folder.rstrip("/"), set()).add(label(path))
+    assert len(places) > 20
+    assert {folder: paths for folder, paths in places.items() if len(paths) > 1} == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=label)
-def test_examples_run(path, workshop, monkeypatch):
+def test_examples_run(path, workshop, monkeypatch, capsys):
     """All Python examples of a document, one after another as a reader would run them."""
     monkeypatch.chdir(workshop)
     names: dict[str, object] = {}
     for block in blocks(path, "python"):
         exec(compile(block, label(path), "exec"), names)
+    if path == ROOT / "README.md":
+        assert capsys.readouterr().out.strip().endswith("7+8=15")  # the trained model's answer

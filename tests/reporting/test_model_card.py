@@ -44,7 +44,53 @@ def test_everything_is_in_the_card(tmp_path):
     ):
         assert text in card.text
     assert "Comet" not in card.text
-    assert "VERSION" not in card.text
+    assert "VERSION" not in card.text and "HOWPUBLISHED" not in card.text
+    assert "pypi.org" not in card.text  # the project of that name there is another one
+    assert "Run this in the folder" not in card.text
+
+
+def test_the_card_links_to_the_page_of_the_package(monkeypatch):
+    package = SimpleNamespace(get_all=lambda name: ["Homepage, https://project.test/trl"])
+    monkeypatch.setattr("trl.reporting.model_card.metadata", lambda name: package)
+    text = generate_model_card(**FIELDS).text
+    assert "made with [trl](https://project.test/trl)." in text
+    assert "howpublished = {\\url{https://project.test/trl}}," in text
+
+
+def test_the_settings_of_a_method_its_data_adapter_and_figures_are_in_the_card(tmp_path):
+    pytest.importorskip("peft")
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+
+    from trl import GRPOConfig
+
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    trainer = SimpleNamespace(
+        args=GRPOConfig(str(tmp_path), beta=0.0, num_generations=4, use_cpu=True),
+        state=SimpleNamespace(
+            global_step=2,
+            log_history=[
+                {"eval_loss": 3.0, "eval_runtime": 1.0},
+                {"loss": 1.0},
+                {"eval_loss": 2.0, "eval_rewards/mean": 0.25},
+            ],
+        ),
+        model=get_peft_model(transformers.LlamaForCausalLM(config), LoraConfig(r=3, lora_alpha=5)),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 7),
+        eval_dataset=None,
+        _name="GRPO",
+        _paper={},
+        _tag_names=[],
+    )
+    text = card_of_trainer(trainer).text
+    for row in (
+        "| beta | 0.0 |", "| num_generations | 4 |", "| loss_type | dapo |", "| LORA r | 3 |", "| LORA lora_alpha | 5 |",
+        "| rows of train_dataset | 7 |", "| eval_loss | 2 |", "| eval_rewards/mean | 0.25 |",
+    ):  # fmt: skip
+        assert row in text
+    assert "eval_runtime" not in text and "rows of eval_dataset" not in text
 
 
 @pytest.mark.parametrize("base", [None, "/models/base"])
@@ -112,7 +158,7 @@ def example_of(text):
 
 @pytest.mark.parametrize("chats", [True, False])
 @pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification", "TokenClassification"])
-def test_the_example_of_a_card_runs_on_the_model_it_stands_beside(kind, chats, tmp_path, capsys):
+def test_the_example_of_a_card_runs_on_the_model_it_stands_beside(kind, chats, tmp_path, monkeypatch, capsys):
     """What a reward model is asked is a score, and a model without a chat template is not told a chat."""
     tokenizer = tiny_tokenizer("qwen3_like" if chats else "none")
     options = {} if kind == "CausalLM" else {"num_labels": 1 if kind == "SequenceClassification" else 2}
@@ -140,7 +186,10 @@ def test_the_example_of_a_card_runs_on_the_model_it_stands_beside(kind, chats, t
         _paper={},
         _tag_names=[],
     )
-    exec(example_of(card_of_trainer(trainer).text), {})
+    card = card_of_trainer(trainer).text
+    assert "Run this in the folder of this card:" in card and str(tmp_path) not in example_of(card)
+    monkeypatch.chdir(tmp_path)
+    exec(example_of(card), {})
     printed = capsys.readouterr().out.strip()
     if kind == "CausalLM":
         assert printed  # an answer

@@ -57,10 +57,15 @@ def test_saved_and_loaded_again(tmp_path):
     assert torch.equal(text, again)
 
 
-def test_model_card_and_tags(tmp_path):
+def test_model_card_and_tags(tmp_path, monkeypatch, capsys):
     trainer = make(ROWS, folder=tmp_path / "my-run", save_strategy="steps", save_steps=2)
     trainer.train()
+    trainer.save_model()
     card = (tmp_path / "my-run" / "README.md").read_text()
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "my-run")
+        exec(card.split("```python\n")[1].split("\n```")[0], {})
+    assert capsys.readouterr().out
     header = card.split("---")[1]
     assert all(f"- {tag}\n" in header for tag in ("trl", "sft", "generated_from_trainer"))
     assert "# my-run" in card

@@ -1,6 +1,7 @@
 """Model cards: what was trained on what, how, with which versions, and what to cite. Nothing is asked of a network."""
 
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sized
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ A fine-tune of the model in `{{ base_path }}`
 {%- else -%}
 A model trained from its initial weights
 {%- endif %}
-{%- if dataset_names %} on {{ dataset_names }}{% endif %}, made with [trl](https://pypi.org/project/trl).
+{%- if dataset_names %} on {{ dataset_names }}{% endif %}, made with {% if project_url %}[trl]({{ project_url }}){% else %}trl {{ versions.trl }}{% endif %}.
 
 ## Use it
-
+{% if hub_model_id == here %}
+Run this in the folder of this card:
+{% endif %}
 ```python
 {{ usage }}
 ```
@@ -70,6 +73,16 @@ The library:
 ```
 """
 
+HERE = "."  # the folder that a card stands in
+
+# Settings that decide what a run computes, where a config has them.
+_SETTINGS = (
+    "learning_rate", "lr_scheduler_type", "num_train_epochs", "loss_type", "beta", "kl_coef", "num_generations",
+    "num_iterations", "num_ppo_epochs", "epsilon", "cliprange", "scale_rewards", "temperature", "max_completion_length",
+    "response_length", "max_length", "max_prompt_length", "packing", "seed", "bf16", "fp16",
+)  # fmt: skip
+_TIMES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
 _GENERATION = """from transformers import pipeline
 
 generator = pipeline("text-generation", model="{place}")
@@ -100,8 +113,7 @@ _JUDGED_TEXT = (
 )
 
 _LIBRARY_CITATION = """@misc{trl,
-    title        = {{trl: Transformer Reinforcement Learning}},
-    howpublished = {\\url{https://pypi.org/project/trl}},
+    title        = {{trl: Transformer Reinforcement Learning}},HOWPUBLISHED
     note         = {version VERSION}
 }"""
 
@@ -125,7 +137,7 @@ def generate_model_card(
     """Fill a model card.
 
     `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `training_facts` become rows of the table of
-    settings, `usage` is a Python example (without it: generation, of an answer to a chat). A `template_file` (Jinja)
+    settings, `hub_model_id` is what the example loads ("." for the card's own folder), `usage` is a Python example (without it: generation, of an answer to a chat). A `template_file` (Jinja)
     replaces ours and gets the same variables.
     """
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
@@ -137,7 +149,8 @@ def generate_model_card(
         model_name=model_name,
         tags=["generated_from_trainer", *tags],
     )
-    versions = _versions()
+    versions, project_url = _versions(), _project_url()
+    published = f"\n    howpublished = {{\\url{{{project_url}}}}}," if project_url else ""
     template = Path(template_file).read_text(encoding="utf-8") if template_file else _TEMPLATE
     text = Template(template).render(
         card_data=data.to_yaml(),
@@ -157,7 +170,11 @@ def generate_model_card(
         facts=training_facts or {},
         usage=usage or _GENERATION.format(place=hub_model_id, question=_CHAT),
         versions=versions,
-        library_citation=_LIBRARY_CITATION.replace("VERSION", versions.get("trl", "unknown")),
+        here=HERE,
+        project_url=project_url,
+        library_citation=_LIBRARY_CITATION.replace("VERSION", versions.get("trl", "unknown")).replace(
+            "HOWPUBLISHED", published
+        ),
     )
     return ModelCard(text)
 
@@ -174,7 +191,7 @@ def card_of_trainer(
     Reads the class attributes `_name`, `_paper` (a dict of `title`, `id`, `citation`, all optional) and `_tag_names`.
     """
     args, paper = trainer.args, trainer._paper
-    place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or str(args.output_dir)
+    place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or HERE
     output_name = Path(args.output_dir or "model").resolve().name
     given = [tags] if isinstance(tags, str) else list(tags or [])
     return generate_model_card(
@@ -209,16 +226,48 @@ def _usage(trainer: Any, place: str) -> str:
 
 
 def _training_facts(trainer: Any) -> dict[str, Any]:
-    """The settings that decide what a run computes, and how far it went."""
+    """The settings that decide what a run computes, its data, how far it went, and the figures of its last evaluation."""
     args, state = trainer.args, trainer.state
-    names = ("learning_rate", "lr_scheduler_type", "max_length", "seed", "bf16", "fp16")
-    facts = {name: getattr(args, name) for name in names if getattr(args, name, None) not in (None, False)}
+    facts = {name: getattr(args, name, None) for name in _SETTINGS}
     facts["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    facts["rows per optimiser step"] = rows
+    adapters = getattr(trainer.model, "peft_config", None) or {}
+    for adapter in adapters.values() if isinstance(adapters, dict) else []:
+        facts |= {
+            f"{adapter.peft_type.value} {name}": getattr(adapter, name, None) for name in ("r", "lora_alpha")
+        }
+    for name in ("train_dataset", "eval_dataset"):
+        rows = getattr(trainer, name, None)
+        facts[f"rows of {name}"] = (
+            len(rows) if isinstance(rows, Sized) and not isinstance(rows, dict) else None
+        )
+    facts["rows per optimiser step"] = (
+        args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    )
     facts["optimiser steps"] = state.global_step
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    return {**facts, **({"last training loss": f"{losses[-1]:.4g}"} if losses else {})}
+    facts["last training loss"] = f"{losses[-1]:.4g}" if losses else None
+    figures: dict[str, Any] = {}
+    for entry in state.log_history:
+        measured = {name: value for name, value in entry.items() if isinstance(value, (int, float))}
+        figures |= {
+            name: f"{value:.4g}"
+            for name, value in measured.items()
+            if name.startswith("eval_") and name not in _TIMES
+        }
+    return {
+        name: value
+        for name, value in {**facts, **figures}.items()
+        if value is not None and value is not False
+    }
+
+
+def _project_url() -> str | None:
+    """The project's page, where the installed package names one."""
+    try:
+        pages = metadata("trl").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return None
+    return pages[0].partition(",")[2].strip() if pages else None
 
 
 def _versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from torch import Tensor
 
 from trl.models.value_wrapper import under_module_names
-from trl.reporting.model_card import generate_model_card
+from trl.reporting.model_card import HERE, generate_model_card
 from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
 from trl.trainer.ppo_config import PPOConfig
 
@@ -119,7 +119,7 @@ class SavesPolicy:
         card = generate_model_card(
             base_model=getattr(model.config, "_name_or_path", None) or None,
             model_name=model_name or Path(path).name,
-            hub_model_id=str(path),
+            hub_model_id=HERE,
             dataset_name=None,
             tags=list(self._tag_names),
             wandb_url=get_wandb_run_url(),
