@@ -1,6 +1,8 @@
 """Names that older programs import, at the paths that they import: each does its work. Those with a module of their own are tested
 there."""
 
+import importlib
+import inspect
 import json
 import logging
 import math
@@ -384,3 +386,107 @@ def test_ready_made_rewards_of_the_scripts():
     }  # fmt: skip
     (punished,) = grpo.reward_funcs_registry["get_soft_overlong_punishment"](completion_ids=[[0] * 2000])
     assert punished == -1.0
+
+
+# --- experimental, configs and errors ---------------------------------------------------------------------------------
+
+
+def test_a_replay_buffer():
+    from trl.experimental.grpo_with_replay_buffer import ReplayBuffer
+
+    buffer = ReplayBuffer(max_size=2)
+    assert buffer.sample(3) == []
+    buffer.add([0.5, 1.5], [{"id": 0}, {"id": 1}])
+    buffer.add([0.1, 0.5], [{"id": 2}, {"id": 3}])
+    assert [entry["id"] for _, entry in buffer.heap] == [1, 0]
+    torch.manual_seed(0)
+    drawn = [entry["id"] for entry in buffer.sample(1000)]
+    assert drawn.count(1) / 1000 == pytest.approx(0.75, abs=0.05)  # 1.5 of 2; 3.7 deviations
+
+
+@pytest.mark.parametrize("name", ["reward_model", "value_model", "processing_class", "args"])
+def test_the_step_level_trainer_names_the_one_over_data_sets(name):
+    from trl import PPOTrainer
+
+    with pytest.raises(
+        TypeError, match=rf"got {name}, .* Use PPOConfig and PPOTrainer of trl\.experimental\.ppo"
+    ):
+        PPOTrainer(**{name: None})
+    with pytest.raises(TypeError, match="unexpected arguments: modell"):
+        PPOTrainer(modell=None)
+
+
+@pytest.mark.parametrize(
+    "given", [{"reward_model_path": "m"}, {"missing_eos_penalty": 1.0}, {"kl_coef": 0.1}, {"output_dir": "x"}]
+)
+def test_the_step_level_config_names_the_one_over_data_sets(given):
+    from trl import PPOConfig
+
+    with pytest.raises(TypeError, match=rf"got {next(iter(given))}, .* trl\.experimental\.ppo"):
+        PPOConfig(**given)
+
+
+def test_ppo_over_data_sets_takes_the_names_of_0_11(tmp_path):
+    """`PPOv2Trainer(config=, tokenizer=, policy=, ref_policy=)` trains as today's names do."""
+    from tests.experimental import ppo_runs
+    from trl import PPOv2Config, PPOv2Trainer
+
+    words = ppo_runs.tokenizer()
+    words.eos_token = ppo_runs.END
+    models = {
+        "ref_policy": tiny_model("gpt2", dtype=torch.float64),
+        "reward_model": None,
+        "value_model": tiny_classifier("gpt2", dtype=torch.float64, num_labels=1, seed=3),
+    }
+    config = PPOv2Config(str(tmp_path), **{**ppo_runs.SETTINGS, "max_steps": 1})
+    keep = ppo_runs.KeepGradients()
+    with pytest.warns(
+        FutureWarning, match="policy -> the argument model; ref_policy -> the argument ref_model"
+    ):
+        trainer = PPOv2Trainer(
+            config=config, tokenizer=words, policy=tiny_model("gpt2", dtype=torch.float64), **models,
+            train_dataset=ppo_runs.prompts(), reward_funcs=ppo_runs.even_tokens, callbacks=[keep],
+        )  # fmt: skip
+    trainer.train()
+    _, expected = ppo_runs.run(max_steps=1, ref_model=tiny_model("gpt2", dtype=torch.float64))
+    for name, gradient in expected.steps[0].items():
+        torch.testing.assert_close(keep.steps[0][name], gradient, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ref_polcy'"):
+        PPOv2Trainer(config, ref_polcy=None)
+
+
+@pytest.mark.parametrize("name", ["gfpo.GFPOTrainer", "papo.PAPOTrainer"])
+def test_signatures_are_written_out(name):
+    module, _, name = name.rpartition(".")
+    trainer = getattr(importlib.import_module(f"trl.experimental.{module}"), name)
+    expected = ["model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"]
+    expected += ["reward_processing_classes", *(["group_filter_func"] if module == "gfpo" else [])]
+    expected += ["callbacks", "optimizers", "peft_config"]
+    assert list(inspect.signature(trainer).parameters)[: len(expected)] == expected
+
+
+def test_papo_has_the_defaults_of_0_26(tmp_path):
+    from trl.experimental.papo import PAPOConfig
+
+    assert PAPOConfig(str(tmp_path)).loss_type == "dapo"
+    assert PAPOConfig(str(tmp_path), mask_type="grid").mask_type == "grid"
+
+
+def test_a_reward_model_by_name_comes_before_the_functions(monkeypatch):
+    from trl import GRPOConfig, ModelConfig
+    from trl.rewards import think_format_reward
+    from trl.scripts import rewarding
+    from trl.scripts.arguments import GRPOScriptArguments
+
+    monkeypatch.setattr(rewarding, "load_inputs", lambda *given: None)
+    monkeypatch.setattr(rewarding, "make_trainer", lambda *given, reward_funcs: reward_funcs)
+
+    def rewards(**given):
+        script = GRPOScriptArguments("data", **given)
+        return rewarding.make_rewarded_trainer(list, script, GRPOConfig, ModelConfig(), None)
+
+    assert rewards(reward_model_name_or_path="my/model") == ["my/model"]
+    both = rewards(reward_model_name_or_path="my/model", reward_funcs=["think_format_reward"])
+    assert both == ["my/model", think_format_reward]
+    with pytest.raises(ValueError, match="reward_funcs is missing"):
+        rewards()

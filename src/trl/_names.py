@@ -6,325 +6,184 @@ A path without a file of its own is served from here by the finder in `trl._lazy
 
 Row = dict[str, str]
 
-_JUDGES: Row = {
-    "trl.rewards.judges.bases": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge RandomPairwiseJudge "
-    "RandomRankJudge",
+# fmt: off
+_JUDGES: Row = {"trl.rewards.judges.bases": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge "
+    "BaseRankJudge RandomPairwiseJudge RandomRankJudge",
     "trl.rewards.judges.chat": "HfPairwiseJudge OpenAIPairwiseJudge",
-    "trl.rewards.judges.pair_rm": "PairRMJudge",
-}
+    "trl.rewards.judges.pair_rm": "PairRMJudge"}
 _JUDGE_PROMPT: Row = {
-    "trl.rewards.judges.chat": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge"
-}
-_CALLBACKS: Row = {
-    "trl.trainer.callbacks.bema": "BEMACallback",
+    "trl.rewards.judges.chat": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge"}
+_CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.log_completions": "LogCompletionsCallback",
     "trl.trainer.callbacks.rich_progress": "RichProgressCallback",
     "trl.trainer.callbacks.sync_ref_model": "SyncRefModelCallback",
-    "trl.trainer.callbacks.weave": "WeaveCallback",
-}
-_TRAINERS: Row = {
-    "trl.trainer.bco_config": "BCOConfig",
-    "trl.trainer.bco_trainer": "BCOTrainer",
-    "trl.trainer.cpo_config": "CPOConfig",
-    "trl.trainer.cpo_trainer": "CPOTrainer",
+    "trl.trainer.callbacks.weave": "WeaveCallback"}
+_UPPER = ("bco", "cpo", "dpo", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
+_METHODS = {**{name: name.upper() for name in _UPPER}, "iterative_sft": "IterativeSFT", "reward": "Reward"}
+_TRAINERS: Row = {**{f"trl.trainer.{name}_config": f"{method}Config" for name, method in _METHODS.items()},
+    **{f"trl.trainer.{name}_trainer": f"{method}Trainer" for name, method in _METHODS.items()},
     "trl.trainer.dpo_config": "DPOConfig FDivergenceConstants FDivergenceType",
-    "trl.trainer.dpo_trainer": "DPOTrainer",
-    "trl.trainer.grpo_config": "GRPOConfig",
-    "trl.trainer.grpo_trainer": "GRPOTrainer",
-    "trl.trainer.iterative_sft_config": "IterativeSFTConfig",
-    "trl.trainer.iterative_sft_trainer": "IterativeSFTTrainer",
-    "trl.trainer.kto_config": "KTOConfig",
-    "trl.trainer.kto_trainer": "KTOTrainer",
-    "trl.trainer.orpo_config": "ORPOConfig",
-    "trl.trainer.orpo_trainer": "ORPOTrainer",
-    "trl.trainer.ppo_config": "PPOConfig",
-    "trl.trainer.ppo_trainer": "PPOTrainer",
     "trl.experimental.ppo.ppo_config": "PPOv2Config=PPOConfig",
-    "trl.experimental.ppo.ppo_trainer": "PPOv2Trainer=PPOTrainer",
-    "trl.trainer.prm_config": "PRMConfig",
-    "trl.trainer.prm_trainer": "PRMTrainer",
-    "trl.trainer.reward_config": "RewardConfig",
-    "trl.trainer.reward_trainer": "RewardTrainer",
-    "trl.trainer.rloo_config": "RLOOConfig",
-    "trl.trainer.rloo_trainer": "RLOOTrainer",
-    "trl.trainer.sft_config": "SFTConfig",
-    "trl.trainer.sft_trainer": "SFTTrainer",
-    "trl.options.model": "ModelConfig",
-}
+    "trl.experimental.ppo.ppo_trainer": "PPOv2Trainer=PPOTrainer", "trl.options.model": "ModelConfig"}
 _VALUE_HEADS: Row = {
     "trl.models.value_head": "AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead",
     "trl.models.value_wrapper": "PreTrainedModelWrapper",
-    "trl.models.reference_copies": "create_reference_model",
-}
-_MODEL_SETUP: Row = {
-    "trl.models.chat_setup": "clone_chat_template setup_chat_format",
+    "trl.models.reference_copies": "create_reference_model"}
+_MODEL_SETUP: Row = {"trl.models.chat_setup": "clone_chat_template setup_chat_format",
     "trl.models.distributed": "prepare_deepspeed prepare_fsdp unwrap_model_for_generation",
-    "trl.models.peft": "prepare_model_for_kbit_training prepare_peft_model",
-}
-_ROWS: Row = {
-    "trl.data.formats": "extract_prompt is_conversational is_conversational_from_value maybe_convert_to_chatml "
-    "maybe_extract_prompt maybe_unpair_preference_dataset unpair_preference_dataset",
+    "trl.models.peft": "prepare_model_for_kbit_training prepare_peft_model"}
+_ROWS: Row = {"trl.data.formats": "extract_prompt is_conversational is_conversational_from_value "
+    "maybe_convert_to_chatml maybe_extract_prompt maybe_unpair_preference_dataset unpair_preference_dataset",
     "trl.data.multimodal": "prepare_multimodal_messages prepare_multimodal_messages_vllm",
-    "trl.data.packing": "pack_dataset",
-    "trl.data.templates": "apply_chat_template maybe_apply_chat_template",
-    "trl.data.truncation": "truncate_dataset",
-}
-_SCRIPTS: Row = {
-    "trl.data.mixtures": "DatasetMixtureConfig get_dataset",
-    "trl.scripts.arguments": "ScriptArguments",
-    "trl.scripts.parser": "TrlParser",
-    "trl.scripts.quiet": "init_zero_verbose",
-}
-_COMMANDS: Row = {
-    "trl.scripts.arguments": "DPOScriptArguments RewardScriptArguments SFTScriptArguments",
-    "trl.scripts.config_file": "YamlConfigParser",
-    "trl.scripts.parser": "TrlParser",
-    "trl.scripts.quiet": "init_zero_verbose",
-}
-_PROFILING: Row = {"trl.reporting.profiling": "profiling_context profiling_decorator"}
-_MODEL_OPTIONS: Row = {
-    "trl.models.peft": "get_peft_config",
-    "trl.models.quantization": "get_kbit_device_map get_quantization_config",
-}
+    "trl.data.packing": "pack_dataset", "trl.data.templates": "apply_chat_template maybe_apply_chat_template",
+    "trl.data.truncation": "truncate_dataset"}
+_SCRIPTS: Row = {"trl.data.mixtures": "DatasetMixtureConfig get_dataset",
+    "trl.scripts.arguments": "ScriptArguments", "trl.scripts.parser": "TrlParser",
+    "trl.scripts.quiet": "init_zero_verbose"}
+_COMMANDS: Row = {"trl.scripts.arguments": "DPOScriptArguments RewardScriptArguments SFTScriptArguments",
+    "trl.scripts.config_file": "YamlConfigParser", "trl.scripts.parser": "TrlParser",
+    "trl.scripts.quiet": "init_zero_verbose"}
+_MODEL_OPTIONS: Row = {"trl.models.peft": "get_peft_config",
+    "trl.models.quantization": "get_kbit_device_map get_quantization_config"}
 _DATA_SET_PPO: Row = {"trl.models.policy_value": "INVALID_LOGPROB PolicyAndValueWrapper"}
-_WHITENING: Row = {"trl.tensors.statistics": "masked_mean masked_var masked_whiten"}
-_GRPO_PARTS: Row = {
-    "trl.rewards.source": "RewardFunc",
-    "trl.rollouts.repeat_sampler": "RepeatSampler",
-    "trl.tensors.statistics": "nanmax nanmin nanstd",
-}
+_GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.repeat_sampler": "RepeatSampler",
+    "trl.tensors.statistics": "nanmax nanmin nanstd"}
 
 NAMES: dict[str, Row] = {
-    "trl": {
-        **_TRAINERS,
-        **_JUDGES,
-        **_CALLBACKS,
-        **_VALUE_HEADS,
-        "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES",
-        **_ROWS,
-        **_MODEL_OPTIONS,
-        "trl.models.chat_setup": "clone_chat_template setup_chat_format",
+    "trl": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_VALUE_HEADS,
+        "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES", **_ROWS,
+        **_MODEL_OPTIONS, "trl.models.chat_setup": "clone_chat_template setup_chat_format",
         "trl.data.mixtures": "DatasetMixtureConfig get_dataset",
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
-        "trl.scripts.parser": "TrlParser",
-        "trl.scripts.quiet": "init_zero_verbose",
+        "trl.scripts.parser": "TrlParser", "trl.scripts.quiet": "init_zero_verbose",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
-        "trl.rollouts.best_of_n": "BestOfNSampler",
-        "trl.rollouts.text_environment": "TextEnvironment",
-        "trl.rollouts.text_history": "TextHistory",
-        "trl.options.packages": "is_diffusers_available is_liger_kernel_available is_llmblender_available is_peft_available "
-        "is_wandb_available",
-        "transformers.trainer_utils": "set_seed",
-    },
-    "trl.chat_template_utils": {
-        "trl.data.templates": "add_response_schema apply_chat_template get_training_chat_template "
-        "is_chat_template_prefix_preserving parse_response qwen3_schema=QWEN_RESPONSE_TEMPLATE",
+        "trl.rollouts.best_of_n": "BestOfNSampler", "trl.rollouts.text_environment": "TextEnvironment",
+        "trl.rollouts.text_history": "TextHistory", "trl.options.packages": "is_diffusers_available "
+        "is_liger_kernel_available is_llmblender_available is_peft_available is_wandb_available",
+        "transformers.trainer_utils": "set_seed"},
+    "trl.chat_template_utils": {"trl.data.templates": "add_response_schema apply_chat_template "
+        "get_training_chat_template is_chat_template_prefix_preserving parse_response "
+        "qwen3_schema=QWEN_RESPONSE_TEMPLATE",
         "trl.data.training_templates": "qwen3_chat_template=QWEN3_TEMPLATE "
-        "qwen3_training_chat_template=QWEN3_TRAINING_TEMPLATE",
-    },
+        "qwen3_training_chat_template=QWEN3_TRAINING_TEMPLATE"},
     "trl.commands": _COMMANDS,
     "trl.commands.cli": {"trl.cli.main": "SUPPORTED_COMMANDS=COMMANDS main"},
     "trl.commands.cli_utils": {**_COMMANDS, "trl.scripts.chat": "ChatArguments"},
-    "trl.core": {
-        "trl.collators.rows": "build_bert_batch_from_txt",
+    "trl.core": {"trl.collators.rows": "build_bert_batch_from_txt",
         "trl.generation.length_sampler": "LengthSampler",
         "trl.generation.padded_queries": "respond_to_batch top_k_top_p_filtering",
-        "trl.models.device_cache": "PPODecorators",
-        "trl.reporting.step_statistics": "WANDB_PADDING add_suffix average_torch_dicts convert_to_scalar flatten_dict "
-        "stack_dicts stats_to_np",
-        "trl.tensors.padding": "listify_batch pad_to_size",
-        "trl.tensors.statistics": "clip_by_value entropy_from_logits logprobs_from_logits masked_mean masked_var "
-        "masked_whiten randn_tensor whiten",
-        "transformers.trainer_utils": "set_seed",
-    },
+        "trl.models.device_cache": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING "
+        "add_suffix average_torch_dicts convert_to_scalar flatten_dict stack_dicts stats_to_np",
+        "trl.tensors.padding": "listify_batch pad_to_size", "trl.tensors.statistics": "clip_by_value "
+        "entropy_from_logits logprobs_from_logits masked_mean masked_var masked_whiten randn_tensor whiten",
+        "transformers.trainer_utils": "set_seed"},
     "trl.data_utils": {**_ROWS, "trl.data.formats": f"{_ROWS['trl.data.formats']} DatasetType"},
     "trl.env_utils": {"accelerate.utils": "strtobool=str_to_bool"},
-    "trl.environment": {
-        "trl.rollouts.text_environment": "TextEnvironment",
-        "trl.rollouts.text_history": "TextHistory",
-    },
-    "trl.environment.base_environment": {
-        "trl.generation.stopping": "StringStoppingCriteria",
-        "trl.rollouts.text_environment": "TextEnvironment",
-        "trl.rollouts.text_history": "TextHistory",
-    },
+    "trl.environment": {"trl.rollouts.text_environment": "TextEnvironment",
+        "trl.rollouts.text_history": "TextHistory"},
+    "trl.environment.base_environment": {"trl.generation.stopping": "StringStoppingCriteria",
+        "trl.rollouts.text_environment": "TextEnvironment", "trl.rollouts.text_history": "TextHistory"},
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
-    "trl.experimental.bco": {"trl.trainer.bco_config": "BCOConfig", "trl.trainer.bco_trainer": "BCOTrainer"},
-    "trl.experimental.bco.bco_config": {"trl.trainer.bco_config": "BCOConfig"},
-    "trl.experimental.bco.bco_trainer": {
-        "trl.tensors.moments": "RunningMoments",
-        "trl.models.prompt_density": "CLF_NAME=CLASSIFIER_FILE",
-        "trl.trainer.bco_trainer": "BCOTrainer",
-    },
-    "trl.experimental.bema_for_ref_model": {
-        "trl.experimental.bema_for_ref_model.callback": "BEMACallback",
-        "trl.trainer.dpo_trainer": "DPOTrainer",
-    },
+    "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",
+        "trl.trainer.dpo_trainer": "DPOTrainer"},
     "trl.experimental.bema_for_ref_model.dpo_trainer": {"trl.trainer.dpo_trainer": "DPOTrainer"},
-    "trl.experimental.cpo": {"trl.trainer.cpo_config": "CPOConfig", "trl.trainer.cpo_trainer": "CPOTrainer"},
-    "trl.experimental.cpo.cpo_config": {"trl.trainer.cpo_config": "CPOConfig"},
-    "trl.experimental.cpo.cpo_trainer": {"trl.trainer.cpo_trainer": "CPOTrainer"},
-    "trl.experimental.gfpo": {
-        "trl.experimental.gfpo.gfpo_config": "GFPOConfig",
-        "trl.experimental.gfpo.gfpo_trainer": "GFPOTrainer",
-    },
+    "trl.experimental.gfpo": {"trl.experimental.gfpo.gfpo_config": "GFPOConfig",
+        "trl.experimental.gfpo.gfpo_trainer": "GFPOTrainer"},
     "trl.experimental.grpo_with_replay_buffer": {
-        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config": "GRPOWithReplayBufferConfig",
-        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_trainer": "GRPOWithReplayBufferTrainer",
-        "trl.rollouts.replay": "ReplayBuffer",
-    },
+        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config":
+        "GRPOWithReplayBufferConfig",
+        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_trainer":
+        "GRPOWithReplayBufferTrainer", "trl.rollouts.replay": "ReplayBuffer"},
     "trl.experimental.gspo_token": {"trl.trainer.grpo_trainer": "GRPOTrainer"},
     "trl.experimental.gspo_token.grpo_trainer": {"trl.trainer.grpo_trainer": "GRPOTrainer"},
     "trl.experimental.judges": _JUDGES,
     "trl.experimental.judges.judges": {**_JUDGES, **_JUDGE_PROMPT},
-    "trl.experimental.kto": {"trl.trainer.kto_config": "KTOConfig", "trl.trainer.kto_trainer": "KTOTrainer"},
-    "trl.experimental.kto.kto_config": {"trl.trainer.kto_config": "KTOConfig"},
-    "trl.experimental.kto.kto_trainer": {"trl.trainer.kto_trainer": "KTOTrainer"},
-    "trl.experimental.orpo": {
-        "trl.trainer.orpo_config": "ORPOConfig",
-        "trl.trainer.orpo_trainer": "ORPOTrainer",
-    },
-    "trl.experimental.orpo.orpo_config": {"trl.trainer.orpo_config": "ORPOConfig"},
-    "trl.experimental.orpo.orpo_trainer": {"trl.trainer.orpo_trainer": "ORPOTrainer"},
-    "trl.experimental.papo": {
-        "trl.experimental.papo.papo_config": "PAPOConfig",
-        "trl.experimental.papo.papo_trainer": "PAPOTrainer",
-    },
-    "trl.experimental.ppo": {
-        "trl.experimental.ppo.ppo_config": "PPOConfig",
-        "trl.experimental.ppo.ppo_trainer": "PPOTrainer",
-    },
-    "trl.experimental.ppo.ppo_trainer": {
-        **_DATA_SET_PPO,
-        **_WHITENING,
-        "trl.reporting.tables": "print_rich_table",
-    },
-    "trl.experimental.prm": {"trl.trainer.prm_config": "PRMConfig", "trl.trainer.prm_trainer": "PRMTrainer"},
-    "trl.experimental.prm.prm_config": {"trl.trainer.prm_config": "PRMConfig"},
-    "trl.experimental.prm.prm_trainer": {"trl.trainer.prm_trainer": "PRMTrainer"},
+    "trl.experimental.papo": {"trl.experimental.papo.papo_config": "PAPOConfig",
+        "trl.experimental.papo.papo_trainer": "PAPOTrainer"},
+    "trl.experimental.ppo": {"trl.experimental.ppo.ppo_config": "PPOConfig",
+        "trl.experimental.ppo.ppo_trainer": "PPOTrainer"},
+    "trl.experimental.ppo.ppo_trainer": {**_DATA_SET_PPO, "trl.reporting.tables": "print_rich_table",
+        "trl.tensors.statistics": "masked_mean masked_var masked_whiten"},
     "trl.extras": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.best_of_n_sampler": {"trl.rollouts.best_of_n": "BestOfNSampler"},
-    "trl.extras.dataset_formatting": {
-        "trl.data.formatting": "FORMAT_MAPPING conversations_formatting_function get_formatting_func_from_dataset "
-        "instructions_formatting_function"
-    },
-    "trl.extras.profiling": _PROFILING,
+    "trl.extras.dataset_formatting": {"trl.data.formatting": "FORMAT_MAPPING "
+        "conversations_formatting_function get_formatting_func_from_dataset "
+        "instructions_formatting_function"},
+    "trl.extras.profiling": {"trl.reporting.profiling": "profiling_context profiling_decorator"},
     "trl.extras.vllm_client": {"trl.generation.vllm_client": "VLLMClient pil_to_base64"},
-    "trl.import_utils": {
-        "trl.options.packages": "LIGER_KERNEL_MIN_VERSION OptionalDependencyNotAvailable TRLExperimentalWarning "
-        "is_accelerate_greater_20_0 is_bitsandbytes_available is_deepspeed_available is_diffusers_available "
-        "is_fastapi_available is_jmespath_available is_joblib_available is_liger_kernel_available "
-        "is_llm_blender_available is_llmblender_available is_math_verify_available is_mergekit_available "
-        "is_peft_available is_pydantic_available is_requests_available is_rich_available is_torch_greater_2_0 "
-        "is_torchvision_available is_transformers_greater_than is_unsloth_available is_uvicorn_available "
-        "is_vllm_ascend_available is_vllm_available is_wandb_available is_weave_available "
-        "suppress_experimental_warning suppress_warning"
-    },
-    "trl.models": {
-        **_VALUE_HEADS,
-        **_MODEL_SETUP,
+    "trl.import_utils": {"trl.options.packages": "LIGER_KERNEL_MIN_VERSION OptionalDependencyNotAvailable "
+        "TRLExperimentalWarning is_accelerate_greater_20_0 is_bitsandbytes_available is_deepspeed_available "
+        "is_diffusers_available is_fastapi_available is_jmespath_available is_joblib_available "
+        "is_liger_kernel_available is_llm_blender_available is_llmblender_available is_math_verify_available "
+        "is_mergekit_available is_peft_available is_pydantic_available is_requests_available "
+        "is_rich_available is_torch_greater_2_0 is_torchvision_available is_transformers_greater_than "
+        "is_unsloth_available is_uvicorn_available is_vllm_ascend_available is_vllm_available "
+        "is_wandb_available is_weave_available suppress_experimental_warning suppress_warning"},
+    "trl.models": {**_VALUE_HEADS, **_MODEL_SETUP,
         "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES",
         "trl.models.activation_offloading": "get_act_offloading_ctx_manager",
         "trl.models.geometric_mixture": "GeometricMixtureWrapper",
-        "trl.options.packages": "is_diffusers_available",
-    },
-    "trl.models.modeling_base": {
-        "trl.models.geometric_mixture": "GeometricMixtureWrapper",
+        "trl.options.packages": "is_diffusers_available"},
+    "trl.models.modeling_base": {"trl.models.geometric_mixture": "GeometricMixtureWrapper",
         "trl.models.reference_copies": "LAYER_PATTERNS create_reference_model",
-        "trl.models.value_wrapper": "PreTrainedModelWrapper",
-    },
-    "trl.models.modeling_value_head": {
-        "trl.models.value_head": "AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead ValueHead"
-    },
-    "trl.models.utils": {
-        **_MODEL_SETUP,
-        "trl.models.chat_setup": "ChatMlSpecialTokens FORMAT_MAPPING=CHAT_FORMATS clone_chat_template setup_chat_format",
+        "trl.models.value_wrapper": "PreTrainedModelWrapper"},
+    "trl.models.modeling_value_head": {"trl.models.value_head": "AutoModelForCausalLMWithValueHead "
+        "AutoModelForSeq2SeqLMWithValueHead ValueHead"},
+    "trl.models.utils": {**_MODEL_SETUP, "trl.models.chat_setup": "ChatMlSpecialTokens "
+        "FORMAT_MAPPING=CHAT_FORMATS clone_chat_template setup_chat_format",
         "trl.models.checkpointing": "disable_gradient_checkpointing enable_gradient_checkpointing",
-        "trl.models.distributed": "add_hooks get_all_parameters iter_params prepare_deepspeed prepare_fsdp remove_hooks "
-        "unwrap_model_for_generation",
+        "trl.models.distributed": "add_hooks get_all_parameters iter_params prepare_deepspeed prepare_fsdp "
+        "remove_hooks unwrap_model_for_generation",
         "trl.models.peft": "peft_module_casting_to_bf16 prepare_model_for_kbit_training prepare_peft_model",
-        "trl.models.value_head": "SUPPORTED_ARCHITECTURES",
-    },
-    "trl.rewards": {
-        "trl.rewards.accuracy": "accuracy_reward reasoning_accuracy_reward",
-        "trl.rewards.answers": "RewardError",
-        "trl.rewards.formats": "think_format_reward",
-        "trl.rewards.functions": "FunctionSource",
-        "trl.rewards.inputs": "RewardInputs",
-        "trl.rewards.judge_source": "JudgeSource",
-        "trl.rewards.lengths": "get_soft_overlong_punishment",
-        "trl.rewards.models": "ModelSource",
-        "trl.rewards.resolving": "resolve_reward_funcs",
-        "trl.rewards.result": "RewardResult",
-        "trl.rewards.source": "RewardSources",
-    },
+        "trl.models.value_head": "SUPPORTED_ARCHITECTURES"},
+    "trl.rewards": {"trl.rewards.accuracy": "accuracy_reward reasoning_accuracy_reward",
+        "trl.rewards.answers": "RewardError", "trl.rewards.formats": "think_format_reward",
+        "trl.rewards.functions": "FunctionSource", "trl.rewards.inputs": "RewardInputs",
+        "trl.rewards.judge_source": "JudgeSource", "trl.rewards.lengths": "get_soft_overlong_punishment",
+        "trl.rewards.models": "ModelSource", "trl.rewards.resolving": "resolve_reward_funcs",
+        "trl.rewards.result": "RewardResult", "trl.rewards.source": "RewardSources"},
     "trl.rewards.accuracy_rewards": {"trl.rewards.accuracy": "accuracy_reward reasoning_accuracy_reward"},
     "trl.rewards.format_rewards": {"trl.rewards.formats": "think_format_reward"},
     "trl.rewards.other_rewards": {"trl.rewards.lengths": "get_soft_overlong_punishment"},
     "trl.scripts": _SCRIPTS,
     "trl.scripts.grpo": {"trl.rewards.resolving": "reward_funcs_registry"},
     "trl.scripts.rloo": {"trl.rewards.resolving": "reward_funcs_registry"},
-    "trl.scripts.vllm_serve": {
-        "trl.generation.vllm_calls": "chunk_list sanitize_logprob",
-        "trl.generation.vllm_worker": "WeightSyncWorkerExtension",
-        "trl.models.rendezvous": "get_open_port",
-        "trl.scripts.vllm_serve": "ScriptArguments=ServeArguments",
-    },
-    "trl.scripts.utils": {
-        **_SCRIPTS,
-        "trl.data.mixtures": "DatasetConfig DatasetMixtureConfig get_dataset",
-        "trl.scripts.checkout": "get_git_commit_hash",
-    },
-    "trl.trainer": {
-        **_TRAINERS,
-        **_JUDGES,
-        **_CALLBACKS,
-        **_MODEL_OPTIONS,
+    "trl.scripts.vllm_serve": {"trl.generation.vllm_calls": "chunk_list sanitize_logprob",
+        "trl.generation.vllm_worker": "WeightSyncWorkerExtension", "trl.models.rendezvous": "get_open_port",
+        "trl.scripts.vllm_serve": "ScriptArguments=ServeArguments"},
+    "trl.scripts.utils": {**_SCRIPTS, "trl.data.mixtures": "DatasetConfig DatasetMixtureConfig get_dataset",
+        "trl.scripts.checkout": "get_git_commit_hash"},
+    "trl.trainer": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_MODEL_OPTIONS,
         "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
-        "trl.models.device_cache": "empty_cache",
-        "trl.models.dropout": "disable_dropout_in_model",
+        "trl.models.device_cache": "empty_cache", "trl.models.dropout": "disable_dropout_in_model",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
         "trl.data.constant_length": "ConstantLengthDataset",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
-        "trl.options.packages": "is_diffusers_available",
-        "trl.reporting.accuracy": "compute_accuracy",
-        "trl.tensors.moments": "RunningMoments",
-        "trl.trainer.base_trainer": "BaseTrainer",
-        "trl.trainer.preference_trainer": "PreferenceTrainer",
-    },
+        "trl.options.packages": "is_diffusers_available", "trl.reporting.accuracy": "compute_accuracy",
+        "trl.tensors.moments": "RunningMoments", "trl.trainer.base_trainer": "BaseTrainer",
+        "trl.trainer.preference_trainer": "PreferenceTrainer"},
     "trl.trainer.base": {"trl.trainer.base_trainer": "BaseTrainer"},
     "trl.trainer.bco_trainer": {"trl.models.prompt_density": "CLF_NAME=CLASSIFIER_FILE"},
     "trl.trainer.callbacks": _CALLBACKS,
-    "trl.trainer.dpo_trainer": {
-        "trl.collators.preference": "DataCollatorForPreference",
-        "trl.models.seq2seq": "shift_tokens_right",
-    },
+    "trl.trainer.dpo_trainer": {"trl.collators.preference": "DataCollatorForPreference",
+        "trl.models.seq2seq": "shift_tokens_right"},
     "trl.trainer.grpo_trainer": _GRPO_PARTS,
     "trl.trainer.judges": {**_JUDGES, **_JUDGE_PROMPT},
     "trl.trainer.model_config": {"trl.options.model": "ModelConfig"},
     "trl.trainer.ppo_trainer": _DATA_SET_PPO,
     "trl.trainer.ppov2_config": {"trl.experimental.ppo.ppo_config": "PPOv2Config=PPOConfig"},
-    "trl.trainer.ppov2_trainer": {
-        **_DATA_SET_PPO,
-        "trl.experimental.ppo.ppo_trainer": "PPOv2Trainer=PPOTrainer",
-    },
-    "trl.trainer.reward_trainer": {
-        "trl.collators.reward": "DataCollatorForPreference",
-        "trl.models.loading": "suppress_from_pretrained_warning",
-    },
-    "trl.trainer.rloo_trainer": {
-        "trl.models.policy_value": "INVALID_LOGPROB",
-        "trl.rewards.source": "RewardFunc",
-    },
-    "trl.trainer.sft_trainer": {
-        "trl.data.formats": "TListOrMapping get_dataset_column_names=column_names",
+    "trl.trainer.ppov2_trainer": {**_DATA_SET_PPO,
+        "trl.experimental.ppo.ppo_trainer": "PPOv2Trainer=PPOTrainer"},
+    "trl.trainer.reward_trainer": {"trl.collators.reward": "DataCollatorForPreference",
+        "trl.models.loading": "suppress_from_pretrained_warning"},
+    "trl.trainer.rloo_trainer": {"trl.models.policy_value": "INVALID_LOGPROB",
+        "trl.rewards.source": "RewardFunc"},
+    "trl.trainer.sft_trainer": {"trl.data.formats": "TListOrMapping get_dataset_column_names=column_names",
         "trl.models.attention": "FLASH_ATTENTION_VARIANTS",
         "transformers.integrations.neftune": "neftune_post_forward_hook",
-        "trl.objectives.language_modelling": "dft_loss",
-    },
+        "trl.objectives.language_modelling": "dft_loss"},
     "trl.trainer.training_configs": {"trl.trainer.reward_config": "RewardConfig"},
-    "trl.trainer.utils": {
-        "trl.collators.chatml": "DataCollatorForChatML",
+    "trl.trainer.utils": {"trl.collators.chatml": "DataCollatorForChatML",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
         "trl.collators.preference": "DPODataCollatorWithPadding",
         "trl.collators.reward": "RewardDataCollatorWithPadding",
@@ -334,8 +193,7 @@ NAMES: dict[str, Row] = {
         "trl.data.training_templates": "SIMPLE_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE",
         "trl.data.truncation": "truncate_with_protected_tokens",
         "trl.generation.padded_queries": "batch_generation decode_and_strip_padding generate",
-        "trl.models.device_cache": "empty_cache",
-        "trl.models.dropout": "disable_dropout_in_model",
+        "trl.models.device_cache": "empty_cache", "trl.models.dropout": "disable_dropout_in_model",
         "transformers.integrations.neftune": "neftune_post_forward_hook",
         "trl.models.frozen_deepspeed": "prepare_deepspeed",
         "trl.models.loading": "create_model_from_path get_config_model_id",
@@ -351,14 +209,25 @@ NAMES: dict[str, Row] = {
         "trl.rollouts.repeat_sampler": "RepeatSampler",
         "trl.tensors.images": "split_pixel_values_by_grid unsplit_pixel_values_by_grid",
         "trl.tensors.masking": "first_true_indices truncate_response truncate_right",
-        "trl.tensors.moments": "RunningMoments get_global_statistics",
-        "trl.tensors.padding": "exact_div flush_left flush_right pad pad_to_length shuffle_sequence_dict split_tensor_dict",
-        "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity nanmax nanmin nanstd selective_log_softmax",
-        "trl.trainer.callbacks.peft_saving": "PeftSavingCallback",
-        "trl.trainer.on_policy_config": "OnPolicyConfig",
-        "trl.trainer.online_state": "OnlineTrainerState",
-    },
+        "trl.tensors.moments": "RunningMoments get_global_statistics", "trl.tensors.padding": "exact_div "
+        "flush_left flush_right pad pad_to_length shuffle_sequence_dict split_tensor_dict",
+        "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity nanmax nanmin nanstd "
+        "selective_log_softmax", "trl.trainer.callbacks.peft_saving": "PeftSavingCallback",
+        "trl.trainer.on_policy_config": "OnPolicyConfig", "trl.trainer.online_state": "OnlineTrainerState"},
 }
+
+for _name in ("bco", "cpo", "kto", "orpo", "prm"):  # methods whose 0.26 path holds the classes of trl.trainer
+    _config = {f"trl.trainer.{_name}_config": f"{_METHODS[_name]}Config"}
+    _trainer = {f"trl.trainer.{_name}_trainer": f"{_METHODS[_name]}Trainer"}
+    NAMES[f"trl.experimental.{_name}"] = {**_config, **_trainer}
+    NAMES[f"trl.experimental.{_name}.{_name}_config"] = _config
+    NAMES[f"trl.experimental.{_name}.{_name}_trainer"] = {
+        **NAMES.get(f"trl.trainer.{_name}_trainer", {}),
+        **_trainer,
+    }
+NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMoments"
+
+# fmt: on
 
 # Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
 NOT_YET: dict[str, str] = {

@@ -138,6 +138,13 @@ PRM_ARGUMENTS: Mapping[str, Older] = {
     "train_on_last_step_only": Older("config", "train_on_last_step_only"),
 }
 
+PPO_V2_ARGUMENTS: Mapping[str, Older] = {
+    "config": Older("argument", "args"),
+    "tokenizer": Older("argument", "processing_class"),
+    "policy": Older("argument", "model"),
+    "ref_policy": Older("argument", "ref_model"),
+}
+
 RLOO_ARGUMENTS: Mapping[str, Older] = {
     "config": Older("argument", "args"),
     "policy": Older("argument", "model"),

@@ -24,6 +24,15 @@ def test_shares(ratio):
     assert hidden("blackout", ratio).all()
 
 
+def test_a_grid_is_regular():
+    """A checkerboard at half; about the share of the squares otherwise; nothing is drawn."""
+    found = hidden("grid", 0.5)[::14, ::14]
+    assert found.tolist() == [[False, True, False], [True, False, True]]
+    large = Image.fromarray(np.full((280, 280, 3), 255, dtype=np.uint8))
+    assert hidden("grid", 0.3, image=large).mean() == pytest.approx(0.3, abs=0.02)
+    assert (hidden("grid", 0.3, seed=1) == hidden("grid", 0.3, seed=2)).all() and hidden("grid", 1.0).all()
+
+
 def test_draws_decide_and_something_is_always_hidden():
     assert (hidden("patch", 0.5, seed=1) == hidden("patch", 0.5, seed=1)).all()
     assert (hidden("patch", 0.5, seed=1) != hidden("patch", 0.5, seed=3)).any()

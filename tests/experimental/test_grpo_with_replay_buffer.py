@@ -12,7 +12,7 @@ from tests.trainer.one_step import launch
 from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferConfig
 from trl.rollouts.experience import Experience
 from trl.rollouts.ledger import REPLAYED, TOOL_OUTPUT
-from trl.rollouts.replay import ReplayBuffer
+from trl.rollouts.replay import GroupBuffer
 from trl.tensors.ragged import Ragged
 from trl.trainer.group_trainer import ADVANTAGE, WINDOW_SHARE
 from trl.trainer.online_trainer import OLD, SCORES
@@ -24,13 +24,13 @@ def groups(*tokens):
 
 
 def test_the_buffer_keeps_the_best_and_of_equal_ones_the_newest(tmp_path):
-    buffer = ReplayBuffer(size=2, group_size=2)
+    buffer = GroupBuffer(size=2, group_size=2)
     buffer.add(groups(10, 11, 20, 21), torch.tensor([0.5, 0.9]))
     buffer.add(groups(30, 31), torch.tensor([0.5]))
     buffer.add(groups(40, 41), torch.tensor([0.1]))
     assert buffer.rows([0, 1]).completions.values.tolist() == [30, 31, 20, 21]
     buffer.save(tmp_path)
-    again = ReplayBuffer(size=2, group_size=2)
+    again = GroupBuffer(size=2, group_size=2)
     again.load(tmp_path)
     assert again.rows([1, 0]).completions.values.tolist() == [20, 21, 30, 31]
     again.add(groups(50, 51), torch.tensor([0.7]))
@@ -40,10 +40,10 @@ def test_the_buffer_keeps_the_best_and_of_equal_ones_the_newest(tmp_path):
 
 
 def test_groups_of_another_size_are_not_taken_from_a_checkpoint(tmp_path, caplog):
-    buffer = ReplayBuffer(size=2, group_size=2)
+    buffer = GroupBuffer(size=2, group_size=2)
     buffer.add(groups(10, 11, 20, 21), torch.tensor([0.5, 0.9]))
     buffer.save(tmp_path)
-    again = ReplayBuffer(size=2, group_size=4)
+    again = GroupBuffer(size=2, group_size=4)
     again.load(tmp_path)
     assert len(again) == 0 and "groups of 2 completions, expected groups of num_generations=4" in caplog.text
 

@@ -28,7 +28,9 @@ def run(**settings):
 
 
 def test_a_step_hides_half_of_each_image_and_adds_the_divergence_and_the_entropies():
-    trainer, _ = make(dtype="float64", beta=0.0, perception_loss_weight=0.2, der_loss_weight2=0.5)
+    trainer, _ = make(
+        dtype="float64", loss_type="grpo", beta=0.0, perception_loss_weight=0.2, der_loss_weight2=0.5
+    )
     experience = trainer.make_window(0)
     batch = trainer.micro_batch(experience)
     whole, masked = batch["pixel_values"].chunk(2)
@@ -53,7 +55,7 @@ def test_a_step_hides_half_of_each_image_and_adds_the_divergence_and_the_entropi
 
 def test_weights_of_zero_leave_grpo():
     none = {"perception_loss_weight": 0.0, "der_loss_weight1": 0.0, "der_loss_weight2": 0.0}
-    _, found = run(dtype="float64", max_steps=2, **none)
+    _, found = run(dtype="float64", max_steps=2, loss_type="grpo", **none)
     trainer, keep = make_run(dtype="float64", max_steps=2, loss_type="grpo", max_completion_length=4)
     trainer.train()
     assert_same_steps(found.steps, keep.steps)

@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.training_args import OptimizerNames
 
+from trl.options.older import OlderTrainingArguments
 from trl.trainer.sft_config import SFTConfig
 
 # The whole table of level 0.26: field -> default, as declared.
@@ -35,12 +37,7 @@ DEFAULTS = {
     "activation_offloading": False,
     "resume_without": None,
 }
-OLDER = dict.fromkeys(
-    [
-        "max_seq_length", "warmup_ratio", "evaluation_strategy", "no_cuda", "group_by_length", "overwrite_output_dir",
-        "save_safetensors", "logging_dir",
-    ]
-)  # fmt: skip
+OLDER = dict.fromkeys(["max_seq_length", *OlderTrainingArguments.__annotations__])
 
 
 def declared(kind):
@@ -69,6 +66,14 @@ def test_every_default():
         ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
         ({"evaluation_strategy": "epoch"}, "eval_strategy", "epoch"),
         ({"group_by_length": True}, "train_sampling_strategy", "group_by_length"),
+        ({"adafactor": True}, "optim", OptimizerNames.ADAFACTOR),
+        ({"include_inputs_for_metrics": True}, "include_for_metrics", ["inputs"]),
+        ({"push_to_hub_model_id": "me/model"}, "hub_model_id", "me/model"),
+        ({"push_to_hub_model_id": "model", "push_to_hub_organization": "us"}, "hub_model_id", "us/model"),
+        ({"push_to_hub_token": "secret"}, "hub_token", "secret"),
+        ({"per_gpu_train_batch_size": 3}, "per_device_train_batch_size", 3),
+        ({"half_precision_backend": "auto", "fp16_opt_level": "O1"}, None, None),
+        ({"fsdp_min_num_params": 10, "past_index": -1, "ray_scope": "last"}, None, None),
         ({"overwrite_output_dir": True}, None, None),
         ({"save_safetensors": True, "logging_dir": "logs"}, None, None),
     ],

@@ -17,7 +17,8 @@ def masked_image(image: Any, kind: str, ratio: float, draws: np.random.Generator
     """An image of the same size in RGB whose hidden part is black.
 
     "random" hides single pixels, "patch" squares of 14 x 14 pixels (cut off at the right and lower edge), each drawn at random
-    without repeats until a share of `ratio` of them is hidden, at least one; "blackout" hides all.
+    without repeats until a share of `ratio` of them is hidden, at least one; "grid" hides squares at regular places, the same in
+    every image; "blackout" hides all.
     Source: Wang et al. 2025, PAPO (arXiv:2507.06448), whose random masking is "patch".
     """
     from PIL import Image
@@ -39,6 +40,12 @@ def _patches(size: tuple[int, int], ratio: float, draws: np.random.Generator) ->
     return chosen.repeat(PATCH, axis=0).repeat(PATCH, axis=1)[: size[0], : size[1]]
 
 
+def _grid(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np.ndarray:
+    """Squares on every n-th diagonal: a checkerboard for a ratio of 0.5."""
+    row, column = np.indices(size) // PATCH
+    return np.floor((row + column + 1) * ratio) > np.floor((row + column) * ratio)
+
+
 def _everything(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np.ndarray:
     return np.ones(size, dtype=bool)
 
@@ -54,5 +61,6 @@ def _chosen(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> 
 MASKS: dict[str, Callable[[tuple[int, int], float, np.random.Generator], np.ndarray]] = {
     "random": _pixels,
     "patch": _patches,
+    "grid": _grid,
     "blackout": _everything,
 }

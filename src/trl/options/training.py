@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
@@ -12,6 +12,8 @@ from trl.options.checks import json_object, warn_caller
 from trl.options.groups import changed_default
 from trl.options.older import OlderTrainingArguments
 from trl.options.precision import default_bf16
+
+Config = TypeVar("Config")
 
 
 @dataclass
@@ -129,13 +131,13 @@ def wrong_config(args: Any, config_class: type) -> TypeError:
     )
 
 
-def config_or_default(args: Any, config_class: Any, output_dir: str) -> Any:
+def config_or_default(args: Any, config_class: type[Config], output_dir: str) -> Config:
     """`args`, or where None a config with this output directory.
 
     Raises: TypeError for a config of another method, whose defaults would pass for the user's settings.
     """
     if args is None:
-        return config_class(output_dir)
+        return config_class(output_dir)  # pyright: ignore[reportCallIssue]
     if not isinstance(args, config_class):
         raise wrong_config(args, config_class)
     return args

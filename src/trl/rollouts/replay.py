@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,11 +22,37 @@ _SCORES = "replay_scores"
 
 
 class ReplayBuffer:
+    """The `max_size` entries with the largest scores so far, for loops of a user's own; `heap` holds `(score, entry)`, best first.
+
+    >>> buffer = ReplayBuffer(max_size=2)
+    >>> buffer.add([0.1, 0.3, 0.2], ["a", "b", "c"])
+    >>> buffer.heap
+    [(0.3, 'b'), (0.2, 'c')]
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size, self.heap = max_size, list[tuple[float, Any]]()
+
+    def add(self, scores: Sequence[float], data: Sequence[Any]) -> None:
+        """Keep entries where their scores are among the largest; of equal ones the earlier stay."""
+        found = [*self.heap, *zip(scores, data, strict=True)]
+        self.heap = sorted(found, key=lambda entry: -entry[0])[: self.max_size]
+
+    def sample(self, num_samples: int) -> list[Any]:
+        """Entries drawn with replacement, each as often as its score says, from torch's generator; none of an empty buffer."""
+        if not self.heap:
+            return []
+        weights = torch.tensor([score for score, _ in self.heap], dtype=torch.float64)
+        drawn = torch.multinomial(weights, num_samples, replacement=True)
+        return [self.heap[place][1] for place in drawn.tolist()]
+
+
+class GroupBuffer:
     """The `size` groups of `group_size` completions with the largest scores so far; of equal ones the newest stay.
 
     >>> from trl.tensors.ragged import Ragged
     >>> rows = Experience(Ragged.of([[1]] * 4), Ragged.of([[2], [3], [4], [5]]))
-    >>> buffer = ReplayBuffer(size=1, group_size=2)
+    >>> buffer = GroupBuffer(size=1, group_size=2)
     >>> buffer.add(rows, torch.tensor([0.5, 0.7]))
     >>> len(buffer), buffer.rows([0]).completions.values.tolist()
     (1, [4, 5])

@@ -150,6 +150,11 @@ class RewardFunctions(ColumnMapping, ScriptArguments):
         },
     )
 
+    reward_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "A reward model's folder or name on the Hub, beside reward_funcs; it comes first."},
+    )
+
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str):
             self.reward_funcs = [self.reward_funcs]

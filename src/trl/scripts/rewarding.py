@@ -24,12 +24,14 @@ def make_rewarded_trainer(
     """
     from trl.rewards import resolve_reward_funcs
 
-    if not script_args.reward_funcs:
+    model = script_args.reward_model_name_or_path
+    names = script_args.reward_funcs or []
+    if not (model or names):
         raise ValueError(
             "reward_funcs is missing: nothing judges the completions. Give one or several with --reward_funcs: a function of "
             "trl.rewards such as think_format_reward, a dotted path such as my_module.my_function, or a reward model's folder "
             "or name on the Hub."
         )
-    rewards = resolve_reward_funcs(script_args.reward_funcs)
+    rewards = [*([model] if model else []), *resolve_reward_funcs(names)]
     datasets = load_inputs(script_args, training_args, model_args, dataset_args)
     return make_trainer(trainer_class, script_args, training_args, model_args, datasets, reward_funcs=rewards)

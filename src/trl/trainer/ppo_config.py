@@ -19,7 +19,15 @@ from trl.options.policy_gradient import (
     check_positive,
 )
 from trl.reporting.step_statistics import flatten_dict
+from trl.trainer.on_policy_config import OnPolicyConfig
 
+_OF_DATA_SETS = {
+    "num_ppo_epochs",
+    "reward_model_path",
+    "kl_coef",
+    "kl_estimator",
+    "ds3_gather_for_generation",
+}
 JSONDict = dict[str, Any] | str | None
 _DICTS = ("tracker_kwargs", "accelerator_kwargs", "project_kwargs", "push_to_hub_if_best_kwargs")
 
@@ -45,7 +53,9 @@ class PPOConfig(AdvantageEstimation, ClippedLosses, KLControl, ScoreScaling):
 
     def __new__(cls, *args: Any, **given: Any) -> PPOConfig:
         """Raise TypeError for the arguments of the PPO that is given a data set."""
-        if elsewhere := sorted({"output_dir", "total_episodes", "num_ppo_epochs"} & given.keys()):
+        own = {entry.name for entry in dataclasses.fields(cls)}
+        of_data_sets = {entry.name for entry in dataclasses.fields(OnPolicyConfig)} | _OF_DATA_SETS
+        if elsewhere := sorted(of_data_sets & given.keys() - own):
             raise TypeError(
                 f"PPOConfig got {', '.join(elsewhere)}, which the trainer over data sets takes; this one belongs to PPO step by "
                 "step. Use PPOConfig and PPOTrainer of trl.experimental.ppo."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,29 @@ from trl.trainer.ppo_inputs import TokenLimits
 logger = logging.getLogger(__name__)
 
 
-def check_parts(config: Any, model: Any, tokenizer: Any) -> None:
-    """Raise TypeError for a config, model or tokenizer that is missing or of another kind."""
+_OF_DATA_SETS = {
+    "args",
+    "callbacks",
+    "eval_dataset",
+    "optimizers",
+    "peft_config",
+    "processing_class",
+    "reward_model",
+    "value_model",
+}
+
+
+def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError for a config, model or tokenizer that is missing or of another kind, and for `unknown` arguments."""
+    if elsewhere := sorted(unknown.keys() & _OF_DATA_SETS):
+        raise TypeError(
+            f"PPOTrainer got {', '.join(elsewhere)}, which the trainer over data sets takes; this one belongs to PPO step by step. "
+            "Use PPOConfig and PPOTrainer of trl.experimental.ppo."
+        )
+    if unknown:
+        raise TypeError(
+            f"PPOTrainer got unexpected arguments: {', '.join(sorted(unknown))}. Correct or remove them."
+        )
     if not isinstance(config, PPOConfig):
         raise TypeError(
             f"config must be a trl.PPOConfig, got {type(config).__name__}. The trainer over data sets, which takes `args`, is "

@@ -64,8 +64,9 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         training_data_collator: Callable | None = None,
         *,
         train_dataset: Any = None,
+        **unknown: Any,
     ) -> None:
-        ppo_setup.check_parts(config, model, tokenizer)
+        ppo_setup.check_parts(config, model, tokenizer, unknown)
         if type(self).prepare_model_inputs is not PPOTrainer.prepare_model_inputs:
             raise TypeError(
                 f"{type(self).__name__} overrides prepare_model_inputs, which step does not call: it scores queries and "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
 from trl.experimental.gfpo.group_filter import GroupFilterFunc, filter_scores
@@ -54,9 +54,15 @@ class GFPOTrainer(GRPOTrainer):
         model: str | nn.Module | PreTrainedModel,
         reward_funcs: Any | Sequence[Any],
         args: GFPOConfig | None = None,
-        *more: Any,
+        train_dataset: Any | None = None,
+        eval_dataset: Any | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
         group_filter_func: GroupFilterFunc | None = None,
-        **named: Any,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+        **more: Any,
     ) -> None:
         args = config_or_default(args, GFPOConfig, "gfpo")
         if (group_filter_func is None) != (args.num_remains_in_group is None):
@@ -71,7 +77,10 @@ class GFPOTrainer(GRPOTrainer):
             )
         self._filter, self._filters = group_filter_func, True
         self._kept_sizes = args.kept_sizes()
-        super().__init__(model, reward_funcs, args, *more, **named)
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
+            callbacks, optimizers, peft_config, **more,
+        )  # fmt: skip
 
     def roll_out(
         self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int], learning: bool

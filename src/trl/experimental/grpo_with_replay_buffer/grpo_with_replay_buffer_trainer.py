@@ -18,7 +18,8 @@ from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import rows_of_groups
 from trl.rollouts.ledger import REPLAYED
-from trl.rollouts.replay import ReplayBuffer
+from trl.rollouts.replay import GroupBuffer
+from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups
 from trl.tensors.reduce import Weighted
 from trl.trainer.group_measures import sampled_lengths
@@ -58,7 +59,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     ) -> None:
         args = config_or_default(args, GRPOWithReplayBufferConfig, "grpo-with-replay-buffer")
         super().__init__(model, reward_funcs, args, *more, **named)
-        self.buffer = ReplayBuffer(args.replay_buffer_size, self.sizes.group)
+        self.buffer = GroupBuffer(args.replay_buffer_size, self.sizes.group)
 
     def columns(self, experience: Experience) -> tuple[str, ...]:
         """The old policy's log-probs always: a group may be learned from long after."""

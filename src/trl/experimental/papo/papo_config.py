@@ -6,7 +6,6 @@ from trl.data.image_masks import MASKS
 from trl.objectives.perception import PerceptionOptions
 from trl.options.checks import check_one_of
 from trl.options.docs import documented
-from trl.options.groups import changed_default
 from trl.trainer.grpo_config import GRPOConfig
 
 
@@ -19,10 +18,9 @@ class PAPOConfig(GRPOConfig):
         >>> from trl.experimental.papo import PAPOConfig
         >>> args = PAPOConfig("my-model", mask_type="patch", mask_ratio=0.6, use_cpu=True)
         >>> args.loss_type, args.perception_loss_weight, args.der_loss_weight1
-        ('grpo', 0.1, 0.03)
+        ('dapo', 0.1, 0.03)
     """
 
-    loss_type: str = changed_default(GRPOConfig, "loss_type", "grpo")
     perception_loss_weight: float = field(
         default=0.1,
         metadata={
@@ -39,8 +37,8 @@ class PAPOConfig(GRPOConfig):
     mask_type: str = field(
         default="random",
         metadata={
-            "help": "What is hidden: single pixels ('random'), squares of 14 x 14 pixels ('patch', the paper's), or everything "
-            "('blackout').",
+            "help": "What is hidden: single pixels ('random'), squares of 14 x 14 pixels ('patch', the paper's), the same at regular "
+            "places ('grid'), or everything ('blackout').",
             "choices": tuple(MASKS),
         },
     )

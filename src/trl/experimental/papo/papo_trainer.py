@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.data.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
@@ -55,9 +55,14 @@ class PAPOTrainer(GRPOTrainer):
         model: str | nn.Module | PreTrainedModel,
         reward_funcs: Any | Sequence[Any],
         args: PAPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        *more: Any,
-        **named: Any,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+        **more: Any,
     ) -> None:
         if not has_images(train_dataset):
             raise ValueError(
@@ -66,7 +71,10 @@ class PAPOTrainer(GRPOTrainer):
             )
         args = config_or_default(args, PAPOConfig, "papo")
         self._perception = args.perception_options()
-        super().__init__(model, reward_funcs, args, train_dataset, *more, **named)
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
+            callbacks, optimizers, peft_config, **more,
+        )  # fmt: skip
 
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
         """Some rows, and the same rows once more with masked images: one forward scores both."""

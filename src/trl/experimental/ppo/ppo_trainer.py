@@ -46,6 +46,7 @@ from trl.experimental.ppo.setup import (
 )
 from trl.generation.engine import Sampling
 from trl.generation.transformers_engine import TransformersEngine
+from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
 from trl.models.forward import Scored
 from trl.models.lending import without_ddp
 from trl.models.policy_value import PolicyValueScorer
@@ -123,8 +124,12 @@ class PPOTrainer(SavesBoth):
         peft_config: Any | None = None,
         reward_funcs: Any | Sequence[Any] | None = None,
         reward_processing_classes: Any | None = None,
+        **older: Any,
     ) -> None:
-        args = own_copy(args)
+        named = {"args": args, "processing_class": processing_class, "model": model, "ref_model": ref_model}
+        moved = move_arguments(PPO_V2_ARGUMENTS, PPOConfig, named, older)
+        model, ref_model, processing_class = moved["model"], moved["ref_model"], moved["processing_class"]
+        args = own_copy(moved["args"])
         use_one_device(args)
         put_aside_of_rollouts(args)
         self.sizes = check_sizes(args)
