@@ -137,7 +137,7 @@ REFUSED = {
     ),
     "coefficient": ({"f_alpha_divergence_coef": float("nan")}, "f_alpha_divergence_coef must be a finite"),
     "ld_alpha": ({"ld_alpha": 1.5}, r"ld_alpha must be in \[0, 1\] or None, got 1\.5"),
-    "rpo_alpha": ({"rpo_alpha": -1.0}, "rpo_alpha must be >= 0 or None, got -1"),
+    "rpo_alpha": ({"rpo_alpha": -1.0}, "rpo_alpha must be >= 0, got -1"),
     "sync and precompute": (
         {"sync_ref_model": True, "precompute_ref_log_probs": True},
         "sync_ref_model=True changes the reference while training",

@@ -158,8 +158,6 @@ class DPOConfig(
             raise ValueError(
                 f"ld_alpha must be in [0, 1] or None, got {self.ld_alpha}. Use None for plain log-probabilities."
             )
-        if self.rpo_alpha is not None and not self.rpo_alpha >= 0:
-            raise ValueError(f"rpo_alpha must be >= 0 or None, got {self.rpo_alpha}. The paper uses 1.0.")
         check_at_least("precompute_ref_batch_size", self.precompute_ref_batch_size, minimum=1)
         self._check_reference()
         self._warn_of_ignored()

@@ -52,11 +52,3 @@ class RewardConfig(
             "0.01 is recommended (arXiv:2312.09244). None: none."
         },
     )
-
-    def check(self) -> None:
-        super().check()
-        coefficient = self.center_rewards_coefficient
-        if coefficient is not None and not coefficient >= 0:
-            raise ValueError(
-                f"center_rewards_coefficient must be >= 0 or None, got {coefficient}. 0.01 is recommended."
-            )
