@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -23,8 +22,6 @@ from trl.rollouts.tool_loop import CALLS
 from trl.trainer import group_setup
 from trl.trainer.group_trainer import REF
 from trl.trainer.online_trainer import OLD, TRAINED
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def window(trainer, number=0):
