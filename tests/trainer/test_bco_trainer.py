@@ -239,3 +239,37 @@ def test_it_learns(seed):
     assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert after["eval_rewards/margins"] > 1
     assert after["eval_loss"] < before["eval_loss"] - 0.05
+
+
+# ---- methods of 0.11-0.26
+
+
+def test_older_methods():
+    trainer = make(beta=0.3)
+    _, log = step(make(beta=0.3))
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    chosen = batch["label"]
+    ref_logps = trainer.compute_reference_log_probs(batch)
+    logps, rejected_logps, logits, rejected_logits = trainer.forward(trainer.model, batch)
+    assert logits.shape[0] == len(logps) == 4 and rejected_logits.shape[0] == 4
+    found = trainer.bco_loss(logps, rejected_logps, ref_logps[chosen], ref_logps[~chosen], None, None)
+    losses, chosen_rewards, rejected_rewards, delta = found
+    assert losses.mean().item() == pytest.approx(log["loss"], rel=1e-6)
+    assert delta.item() == pytest.approx(log["delta"], rel=1e-6)
+    assert chosen_rewards.mean().item() == pytest.approx(log["rewards/chosen"], rel=1e-6)
+    assert rejected_rewards.mean().item() == pytest.approx(log["rewards/rejected"], rel=1e-6)
+    loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch, do_train=False)
+    assert loss.item() == pytest.approx(log["loss"], rel=1e-6)
+    assert metrics["delta"] == pytest.approx(log["delta"], rel=1e-6) and trainer._rewards.count == 8
+    trainer.get_batch_loss_metrics(trainer.model.train(), batch)
+    assert trainer._rewards.count == 16
+    loss.backward()
+    assert not trainer.match_underlying_distribution
+    with trainer.null_ref_context() as same:
+        assert same is trainer.model
+    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    trainer.args.max_length = 12
+    asked = {"prompt_input_ids": prompts, "prompt_attention_mask": torch.ones_like(prompts)}
+    policy, reference = trainer.generate_from_model_and_ref(trainer.model, asked)
+    assert len(policy) == len(reference) == 2
+    assert type(trainer).get_batch_logps(logits[:1], torch.full(logits.shape[1:2], 3)[None]).shape == (1,)

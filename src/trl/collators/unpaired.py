@@ -129,8 +129,8 @@ def as_unpaired_batch(
 
     Raises: ValueError for anything else, with the names it has.
     """
-    if "rows" in batch and isinstance(batch.get("label"), Tensor):
-        return batch
+    if "rows" in batch and "label" in batch:
+        return {**batch, "label": torch.as_tensor(batch["label"], device=batch["rows"].device)}
     names = ["prompt_input_ids", *completion_columns(mismatched=mismatched)]
     wanted = [*names, *(_mask_of(name) for name in names), "label"]
     if not all(name in batch for name in wanted):

@@ -35,6 +35,7 @@ from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
+from trl.trainer.overrides import Overridable
 from trl.trainer.progress import (
     CheckpointWriter,
     Run,
@@ -45,11 +46,12 @@ from trl.trainer.progress import (
     save_progress,
 )
 from trl.trainer.row_loaders import RowLoaders
+from trl.trainer.views import Views
 
 logger = logging.getLogger(__name__)
 
 
-class BaseTrainer(RowLoaders, Trainer):
+class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
     """`transformers.Trainer` with exact normalisation over the optimiser step, weighted metrics and exact resume.
 
     A method's trainer overrides `compute_loss` (through `self.score` and `self.scale`) and `count_units`.
@@ -69,11 +71,11 @@ class BaseTrainer(RowLoaders, Trainer):
                 f"data_collator is a tokenizer ({type(collator).__name__}), expected a function that makes batches of rows. "
                 "Give a tokenizer as processing_class=."
             )
+        self.check_overrides()
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
-        self._tokens_seen: Tensor | int = 0
-        self._uncounted_steps = 0
         super().__init__(*args, **kwargs)
         chosen_metric(self)  # whose set must exist
+        self.settle_views()
         at_step_ends(self.callback_handler.callbacks)
         # The loss comes back divided by the count over the whole step: the parent must not divide it again.
         self.model_accepts_loss_kwargs = True
@@ -84,16 +86,29 @@ class BaseTrainer(RowLoaders, Trainer):
             self.args.dataloader_pin_memory = False  # there is no device to pin for; torch would warn
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)  # type: ignore[operator,union-attr]
-        self._offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
         if getattr(self.args, "activation_offloading", False):
             offloading = get_act_offloading_ctx_manager(self.model)  # type: ignore[arg-type]
             self._offloading = lambda: offloading
+
+    _tokens_seen: Tensor | int = 0
+    _uncounted_steps = 0
+    _offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def adopt(self) -> None:
+        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours, before it trains or evaluates."""
+        raise TypeError(
+            f"{type(self).__name__}.__init__ did not call the constructor of its trainer. Call super().__init__(...)."
+        )
 
     # ---- one optimiser step
 
     def take_batch(self, batch: Any) -> Any:
         """A batch in the form that this method works on; a user's own collator may make another."""
         return batch
+
+    def handed_out(self, own: Any, given: Any) -> Any:
+        """What `compute_loss` is given for a batch, which `take_batch` made from the collator's `given` one."""
+        return own
 
     def prepare_step(self, batches: list[Any]) -> None:
         """Called with all micro-batches of an optimiser step before the first is trained on: for what a loss needs to
@@ -125,13 +140,15 @@ class BaseTrainer(RowLoaders, Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The micro-batches of one optimiser step and their count over all of them and all processes, at least 1."""
-        batches = []
+        batches, counts = [], []
         for _ in range(num_batches):
             batch = next(epoch_iterator, None)
             if batch is None:
                 break
-            batches.append(self.take_batch(batch))
-        count = sum((self.count_units(batch).to(device) for batch in batches), torch.zeros((), dtype=torch.int64, device=device))  # fmt: skip
+            own = self.take_batch(batch)
+            counts.append(self.count_units(own).to(device))
+            batches.append(self.handed_out(own, batch))
+        count = sum(counts, torch.zeros((), dtype=torch.int64, device=device))
         if self.accelerator.num_processes > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         assert isinstance(count, Tensor)
@@ -265,6 +282,8 @@ class BaseTrainer(RowLoaders, Trainer):
         Raises: FileNotFoundError where there is nothing to resume from; CheckpointError where the checkpoint lost a part or
         is of another method, model or data, and where another run is active in `output_dir`.
         """
+        if "_sums" not in vars(self):
+            self.adopt()
         trial = kwargs.get("trial", args[0] if args else None)
         with ExitStack() as stack:
             stack.callback(setattr, self, "_run", None)
@@ -303,6 +322,12 @@ class BaseTrainer(RowLoaders, Trainer):
         if self._goes_on_from is not None:  # nothing was left to train: its sums are still to be read
             self._load_rng_state(self._goes_on_from)
         return super()._finalize_training(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate; see `transformers.Trainer.evaluate`."""
+        if "_sums" not in vars(self):
+            self.adopt()
+        return super().evaluate(*args, **kwargs)
 
     def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
         """Called before the first batch of an evaluation, whose metrics are named with the prefix."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,9 @@ from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.bco_config import BCOConfig
+from trl.trainer.overrides import call_with
 from trl.trainer.pairs import row_count
+from trl.trainer.row_loaders import holding
 from trl.trainer.step_scores import RunningMean
 from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
 
@@ -71,6 +74,8 @@ class BCOTrainer(UnpairedTrainer):
     }
     _config_class: ClassVar[type] = BCOConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = BCO_ARGUMENTS
+    _loss_method: ClassVar[str] = "bco_loss"
+    _point: ClassVar[str] = "delta"
     args: BCOConfig
 
     def __init__(
@@ -96,7 +101,6 @@ class BCOTrainer(UnpairedTrainer):
     ) -> None:
         self._density = _prompt_density(embedding_func, embedding_tokenizer, train_dataset)
         self._rewards = RunningMean()
-        self._counts_own_batch = False
         super().__init__(
             model, ref_model, args, train_dataset, eval_dataset, processing_class, data_collator, model_init, callbacks,
             optimizers, preprocess_logits_for_metrics, peft_config, compute_metrics, model_adapter_name, ref_adapter_name,
@@ -118,13 +122,23 @@ class BCOTrainer(UnpairedTrainer):
 
     def prepare_step(self, batches: list[Any]) -> None:
         """Count the rewards of the whole step, on all processes; those of a single micro-batch come with its loss."""
-        self._counts_own_batch = len(batches) == 1
-        if self._counts_own_batch:
+        self._counted = 0
+        if len(batches) == 1:
             return
         model: Any = self.model_wrapped
         sums = [reward_sum(self._scores_so_far(model, batch), self.args.beta) for batch in batches]
         total = Weighted(*(torch.stack(part).sum() for part in zip(*sums, strict=True)))
         self._rewards.add(self.over_processes(total))
+        self._counted = len(batches)
+
+    _counted = 0  # micro-batches to come whose rewards count already
+
+    def _delta(self, scores: UnpairedScores, *, moves: bool) -> Tensor:
+        if moves and self._counted:
+            self._counted -= 1
+        elif moves:
+            self._rewards.add(self.over_processes(reward_sum(scores, self.args.beta)))
+        return scores.logps.new_tensor(self._rewards.value)
 
     def _scores_so_far(self, model: nn.Module, batch: dict[str, Any]) -> UnpairedScores:
         self.ask_reference(model, batch)
@@ -133,11 +147,8 @@ class BCOTrainer(UnpairedTrainer):
 
     def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
         """BCO's loss of each completion; delta is the run's, also in an evaluation, which does not move it."""
-        if self.mode == "train" and self._counts_own_batch:
-            self._rewards.add(self.over_processes(reward_sum(scores, self.args.beta)))
-            self._counts_own_batch = False
-        delta = scores.logps.new_tensor(self._rewards.value)
-        weights = self._undesirable_weights(batch)
+        delta = self._delta(scores, moves=self.mode == "train")
+        weights = self._undesirable_weights(self._embeddings(batch))
         return bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights)
 
     def method_state(self) -> dict[str, Any]:
@@ -152,16 +163,74 @@ class BCOTrainer(UnpairedTrainer):
 
     # ---- underlying-distribution matching
 
-    def _undesirable_weights(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """The density ratio `(B,)` of each row's prompt."""
+    def _embeddings(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The embedding `(B, H)` of each row's prompt."""
         if self._density is None:
             return None
         rows = row_count(batch)
         prompts = zip(batch[EMBEDDING_COLUMN][:rows], batch[EMBEDDING_MASK][:rows].bool(), strict=True)
-        probability = self._density.probability([ids[real].tolist() for ids, real in prompts], batch["label"].device)  # fmt: skip
+        return self._density.embed([ids[real].tolist() for ids, real in prompts], batch["label"].device)
+
+    def _undesirable_weights(self, embeddings: Tensor | None) -> Tensor | None:
+        """The density ratio `(B,)` of embedded prompts."""
+        if embeddings is None or self._density is None:
+            return None
+        assert self._density.classifier is not None
+        probability = self._density.classifier.probability(embeddings)
         return udm_weights(
             probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio
         )
+
+    # ---- methods of 0.11-0.26
+
+    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, and their logits `(C, T, V)` and `(R, T, V)`."""
+        return super().forward(model, batch)[:4]
+
+    def compute_reference_log_probs(self, padded_batch: Mapping[str, Any]) -> Tensor:
+        """The reference's log-probs `(B,)` of a batch's completions."""
+        return super().compute_reference_log_probs(padded_batch)[0]
+
+    def get_batch_loss_metrics(
+        self, model: nn.Module, batch: Mapping[str, Any], do_train: bool = True
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
+        move delta."""
+        with nullcontext() if do_train else holding(self, "_counted", 1):
+            return super().get_batch_loss_metrics(model, batch)
+
+    def bco_loss(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+        chosen_embeddings: Tensor | None = None,
+        rejected_embeddings: Tensor | None = None,
+        do_train: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Losses of the chosen, then the rejected completions, the rewards of either, and delta, 0-dim.
+
+        Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions are
+        matched. With `do_train` the rewards move delta, unless they count already as part of a step.
+        """
+        logps = torch.cat([policy_chosen_logps, policy_rejected_logps])
+        ref_logps = torch.cat([reference_chosen_logps, reference_rejected_logps])
+        desirable = torch.arange(len(logps), device=logps.device) < len(policy_chosen_logps)
+        scores = UnpairedScores(logps, ref_logps, desirable)
+        delta = self._delta(scores, moves=do_train)
+        weights = self._undesirable_weights(rejected_embeddings)
+        if weights is not None:
+            weights = torch.cat([weights.new_ones(len(policy_chosen_logps)), weights])
+        losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values
+        rewards = (self.args.beta * scores.ratios).detach()
+        return losses, rewards[desirable], rewards[~desirable], delta
+
+    def call_loss_method(self, model: nn.Module, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
+        """What an overridden `bco_loss` gives for a batch."""
+        found, kinds = self._embeddings(batch), (batch["label"], ~batch["label"])
+        embeddings = [None if found is None else found[kind] for kind in kinds]
+        return call_with(self.bco_loss, *policy, *reference, *embeddings, do_train=self.mode == "train")
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

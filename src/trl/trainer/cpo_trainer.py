@@ -50,6 +50,7 @@ class CPOTrainer(ReferenceFreeTrainer):
     }
     _config_class: ClassVar[type] = CPOConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = CPO_ARGUMENTS
+    _loss_method: ClassVar[str] = "cpo_loss"
     args: CPOConfig
 
     @property

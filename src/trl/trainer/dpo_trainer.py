@@ -22,14 +22,23 @@ from trl._lazy import attach
 from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, as_pair_batch
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.preference_tokens import OWN_PROMPT
+from trl.data.rendering import text_tokenizer
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
-from trl.models.reference import Reference, do_without_reference, make_reference
+from trl.models.peft import is_peft_model
+from trl.models.reference import FrozenModel, Reference, do_without_reference, make_reference
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
-from trl.objectives.preference import NEEDS_STEP, PER_TOKEN, chosen_nll, nll_coefficient, preference_terms
-from trl.tensors.reduce import Unit, Weighted, weighted
+from trl.objectives.preference import (
+    NEEDS_STEP,
+    PAIR_LOSSES,
+    PER_TOKEN,
+    chosen_nll,
+    nll_coefficient,
+    preference_terms,
+)
+from trl.tensors.reduce import Unit, weighted
 from trl.tensors.sequences import (
     alignment_by_sequence,
     length_desensitized,
@@ -40,9 +49,10 @@ from trl.tensors.sequences import (
 )
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, collator_for_image_pairs, image_pair_sets
-from trl.trainer.older_dpo import OlderDPOMethods
+from trl.trainer.older_dpo import OlderDPOMethods, ScoredPairs
+from trl.trainer.overrides import FORWARDS
 from trl.trainer.pair_data import pair_collator, pair_sets
-from trl.trainer.pairs import pair_units, row_count, shares_prefix
+from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.trainer.policy import Policy, make_scorer, set_up_policy
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
@@ -112,15 +122,10 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
         )
         assert isinstance(args, DPOConfig)
         policy = set_up_policy(model, args, processing_class, peft_config)
-        self.scorer = policy.scorer
-        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
+        self._take_policy(policy, args)
         self.reference = self._make_reference(
             policy, ref_model, model_path=model if isinstance(model, str) else None, args=args
         )
-        self._compares_pairs = bool(NEEDS_STEP & set(args.loss_type))
-        self._step_statistics: deque[StepStatistics] = deque()
-        self._rewards = RunningMean()
         self.with_images = isinstance(data_collator, DataCollatorForVisionPreference) or has_images(
             train_dataset, eval_dataset
         )
@@ -148,6 +153,33 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
         self.take_reference(
             REFERENCE_COLUMNS, self._reference_pass() if args.precompute_ref_log_probs else None
         )
+
+    with_images: bool = False
+
+    def _take_policy(self, policy: Policy, args: DPOConfig) -> None:
+        self.scorer = policy.scorer
+        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
+        self._compares_pairs = bool(NEEDS_STEP & set(args.loss_type))
+        self._step_statistics: deque[StepStatistics] = deque()
+        self._rewards = RunningMean()
+
+    def adopt(self) -> None:
+        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours: attributes that were set (`beta`,
+        `ref_model`, ...) are its settings, a `loss_type` that is not ours is its own affair."""
+        args = self.adopted_args(DPOConfig)
+        names = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
+        args.loss_type = [name for name in names if name in PAIR_LOSSES] or ["sigmoid"]
+        self.args, model, ref_model = args, self.model, vars(self).get("ref_model")
+        tokenizer: Any = text_tokenizer(self.processing_class)  # type: ignore[arg-type]
+        policy = Policy(model, self.processing_class, tokenizer, make_scorer(model, tokenizer))  # type: ignore[arg-type]
+        self._take_policy(policy, args)
+        if ref_model is not None:
+            self.reference = FrozenModel(ref_model, make_scorer(ref_model, tokenizer))
+        elif is_peft_model(model):
+            self.reference = self._make_reference(policy, None, model_path=None, args=args)
+        self._sets = pair_sets(args, policy)
+        super().adopt()
 
     # ---- the reference
 
@@ -211,7 +243,7 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
     def prepare_step(self, batches: list[Any]) -> None:
         """Score a step of several micro-batches without gradient where a loss compares its pairs with each other."""
         self._step_statistics.clear()
-        if self._compares_pairs and len(batches) > 1:
+        if self._compares_pairs and len(batches) > 1 and not self.overridden(*FORWARDS):
             model: Any = self.model_wrapped
             with torch.no_grad(), undisturbed(model):
                 found = [self._compared(self.pair_scores(model, batch)[0]) for batch in batches]
@@ -273,8 +305,19 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
 
     def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the loss."""
-        args = self.args
+        if self.overridden(*FORWARDS, "dpo_loss"):
+            return self.outcome_of(self.recorded_pairs(model, batch))
         logged, scored = self.pair_scores(model, batch)
+        nll = None
+        if self._nll_coefficient:
+            is_chosen = scored.positions.sequence % 2 == 0
+            nll = chosen_nll(scored.logps, is_chosen, coefficient=self._nll_coefficient)
+        weights = self.pair_weights(scored, len(logged.chosen))
+        return self.outcome_of(ScoredPairs(logged, nll, weights, mean_logits(scored), scored.aux_loss))
+
+    def outcome_of(self, found: ScoredPairs) -> Outcome:
+        """The same from what was scored."""
+        args, logged = self.args, found.scores
         scores = self._compared(logged)
         scores = replace(scores, step=self._step_of(scores))
         terms = preference_terms(
@@ -282,16 +325,17 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
             args.loss_type,
             args.pair_options(),
             loss_weights=args.loss_weights,
-            pair_weights=self.pair_weights(scored, len(scores.chosen)),
+            pair_weights=found.weights,
             logged=logged,
         )
-        parts = [terms._replace(metrics={**terms.metrics, **self.mean_logits(scored)})]
-        if self._nll_coefficient:
-            is_chosen = scored.positions.sequence % 2 == 0
-            parts.append(chosen_nll(scored.logps, is_chosen, coefficient=self._nll_coefficient))
+        if self.overridden("dpo_loss"):
+            terms = self.recorded_terms(terms, found)
+        parts = [terms._replace(metrics={**terms.metrics, **found.metrics})]
+        if found.nll is not None:
+            parts.append(found.nll)
         rewards = args.beta * torch.stack(logged.ratios, dim=1)
         labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
-        return Outcome(parts, rewards, labels, scored.aux_loss)
+        return Outcome(parts, rewards, labels, found.aux_loss)
 
     def _compared(self, scores: PairScores) -> PairScores:
         """The scores that the loss sees: with `reference_free`, against a reference of 0."""
@@ -320,11 +364,3 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
             scored.logps, scored.log_collision, scored.positions.sequence, 2 * pairs
         )
         return wpo_weights(*split_pairs(alignment))
-
-    @staticmethod
-    def mean_logits(scored: Scored) -> dict[str, Weighted]:
-        """The mean logit over vocabulary and scored positions, of each kind of completion."""
-        assert scored.mean_logits is not None
-        is_chosen = scored.positions.sequence % 2 == 0
-        masks = {"chosen": is_chosen, "rejected": ~is_chosen}
-        return {f"logits/{name}": weighted(scored.mean_logits, mask) for name, mask in masks.items()}

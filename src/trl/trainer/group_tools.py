@@ -36,6 +36,7 @@ class GroupTools:
     """The tools of a run."""
 
     def __init__(self, tools: Mapping[str, Tool], args: GroupTraining, policy: Policy) -> None:
+        self.functions = [tool.function for tool in tools.values()]
         self.schemas = [dict(tool.schema) for tool in tools.values()]
         self.template_kwargs: Mapping[str, Any] = args.chat_template_kwargs or {}  # type: ignore[assignment]
         check_tool_template(policy.processing_class, self.schemas, template_kwargs=self.template_kwargs)

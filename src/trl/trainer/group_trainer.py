@@ -17,7 +17,7 @@ from trl.models.lending import without_ddp
 from trl.models.parts import causal_core, check_decoder_only
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
-from trl.objectives.group_policy import GroupTokens
+from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import check_evaluation
@@ -51,6 +51,7 @@ from trl.trainer.group_setup import (
 from trl.trainer.group_tools import group_tools, tool_metrics, with_messages
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED, OnlineTrainer, evaluation_streams
+from trl.trainer.overrides import NOT_CALLED_OF_GROUPS
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import set_up_policy
 from trl.trainer.prompt_sets import training_prompts
@@ -72,6 +73,7 @@ class GroupTrainer(OnlineTrainer):
     A method overrides `judged_groups` (rewards and advantages), `objective` and `divisor` (what its loss is divided by).
     """
 
+    _not_called = NOT_CALLED_OF_GROUPS
     args: GroupTraining
     repeats_metrics: ClassVar[bool] = False
     reward_scale: Scale = "group"
@@ -104,11 +106,11 @@ class GroupTrainer(OnlineTrainer):
         check_decoder_only(causal_core(policy.model))
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self.options, self._rollout_func = args.group_options(), rollout_func
+        self._rollout_func = rollout_func
         self.sampling = sampling_of(args, policy)
         self.rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
-        self.tools = group_tools(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
-        schemas = self.tools.schemas if self.tools else None
+        self._tools = group_tools(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
+        schemas = self._tools.schemas if self._tools else None
         self._sets = prompt_sets(args, policy, train_dataset, eval_dataset, tools=schemas, own=own)
         self.images = images_of(self._sets, args, rollout_func)
         self.reference = reference_of(args, policy, model)
@@ -131,6 +133,11 @@ class GroupTrainer(OnlineTrainer):
         self.engine = engine_of(args, self.model, policy, self.accelerator, own=own, served=served)
         place_reward_models(self.rewards, self.accelerator)
         self.settle_reference()
+
+    @property
+    def options(self) -> GroupOptions:
+        """The settings of the loss, as the config has them now."""
+        return self.args.group_options()
 
     # ---- the hooks of a method
 
@@ -163,8 +170,8 @@ class GroupTrainer(OnlineTrainer):
         """Completions by the policy, or by the user's function, whose further fields become columns."""
         if self.images is not None:
             return self.images.completed(self.complete, self.engine, rows, streams), rows
-        if self.tools is not None:
-            return self.tools.completed(self, rows, streams=streams)
+        if self._tools is not None:
+            return self._tools.completed(self, rows, streams=streams)
         if self._rollout_func is None:
             return super().completed(rows, streams=streams)
         ids: Any = rows["input_ids"]

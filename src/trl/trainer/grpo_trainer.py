@@ -192,8 +192,10 @@ class GRPOTrainer(GroupTrainer):
             return
         entropies = [self._entropies(batch) for batch in batches]
         masks = [batch["experience"].per_token[TRAINED] for batch in batches]
-        threshold = self._threshold(torch.cat(entropies), torch.cat(masks), self.args.top_entropy_quantile)
-        chosen = [own >= threshold for own in entropies]
+        found = self.get_high_entropy_mask(
+            torch.cat(entropies), torch.cat(masks), 1 - self.args.top_entropy_quantile
+        )
+        chosen = found.split([len(own) for own in entropies])
         self.count_masked(batches, chosen)
         for batch, own in zip(batches, chosen, strict=True):
             batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own})

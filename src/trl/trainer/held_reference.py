@@ -25,10 +25,7 @@ class HoldsReference(_Trainer):
     reference: Any = None
     _moved_reference: FrozenModel | None = None
 
-    @property
-    def ref_model(self) -> nn.Module | None:
-        """The reference, where it is a model of its own."""
-        return self.reference.module if isinstance(self.reference, FrozenModel) else None
+    ref_model: nn.Module | None  # the reference, where it is a model of its own
 
     def settle_reference(self) -> None:
         """Bring the reference to the device, and let a callback move it (`sync_ref_model` adds one).

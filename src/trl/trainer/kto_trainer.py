@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,11 @@ from trl.models.kept_keys import KeptKeys, can_keep_keys
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kl_sum, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.kto_config import KTOConfig
-from trl.trainer.older_unpaired import OlderUnpairedMethods
 from trl.trainer.pairs import row_count
 from trl.trainer.unpaired import UnpairedTrainer
 
 
-class KTOTrainer(OlderUnpairedMethods, UnpairedTrainer):
+class KTOTrainer(UnpairedTrainer):
     """Trainer of Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306) and of unpaired APO-zero.
 
     Args:
@@ -60,6 +59,8 @@ class KTOTrainer(OlderUnpairedMethods, UnpairedTrainer):
     }
     _config_class: ClassVar[type] = KTOConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = KTO_ARGUMENTS
+    _loss_method: ClassVar[str] = "kto_loss"
+    _point: ClassVar[str] = "kl"
     _kls: deque[Tensor] | None = None  # one for each micro-batch of the step that is not judged yet
     _judges_step: bool = (
         False  # the next micro-batch to train on is a whole step, whose KL comes with its loss
@@ -83,7 +84,7 @@ class KTOTrainer(OlderUnpairedMethods, UnpairedTrainer):
         """
         self._kls = None
         self._judges_step = self.mismatched and len(batches) == 1 and can_keep_keys(self.scorer)
-        if not self.mismatched or self._judges_step:
+        if not self.mismatched or self._judges_step or self.overridden("kto_loss"):
             return
         model: Any = self.model_wrapped
         sums = [self.kl_of(model, batch) for batch in batches]
@@ -139,3 +140,38 @@ class KTOTrainer(OlderUnpairedMethods, UnpairedTrainer):
         if self.mode == "eval" or self._judges_step:
             own, self._judges_step = self.over_processes(own), False
         return kl_estimate(own)
+
+    # ---- methods of 0.8-0.26
+
+    def kto_loss(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        policy_KL_logps: Tensor | None,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+        reference_KL_logps: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Losses of the chosen, then the rejected completions, the rewards of either, and the KL estimate, 0-dim.
+
+        Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired" does
+        not read.
+        """
+        logps = torch.cat([policy_chosen_logps, policy_rejected_logps])
+        ref_logps = torch.cat([reference_chosen_logps, reference_rejected_logps])
+        desirable = torch.arange(len(logps), device=logps.device) < len(policy_chosen_logps)
+        kl = logps.new_zeros(())
+        if self.mismatched:
+            assert policy_KL_logps is not None and reference_KL_logps is not None
+            kl = kl_estimate(kl_sum(policy_KL_logps, reference_KL_logps))
+        scores = UnpairedScores(logps, ref_logps, desirable)
+        losses = kto_terms(scores, self.args.kto_options(), kl=kl).values
+        rewards = (self.args.beta * scores.ratios).detach()
+        return losses, rewards[desirable], rewards[~desirable], kl
+
+    def call_loss_method(self, model: nn.Module, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
+        """What an overridden `kto_loss` gives for a batch, with the mismatched completions of that batch."""
+        logps, method = batch.pop("kl_logps", None), cast(Any, self.kto_loss)
+        if self.mismatched and logps is None:
+            logps = self.policy_logps(model, batch, 1)
+        return method(*policy, logps, *reference, batch.get("ref_kl_logps"))

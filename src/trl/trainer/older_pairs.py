@@ -15,7 +15,7 @@ from trl.models.layout import padded_rows, scored_sequences
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.preference import chosen_nll
 from trl.tensors.padding import pad_to_length
-from trl.tensors.reduce import Weighted, count_units, reduce_terms
+from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms
 from trl.tensors.sequences import tokens_by_sequence
 
 IGNORED = -100
@@ -52,26 +52,49 @@ def concatenated_inputs(
     return {name: value.to(device) for name, value in found.items()}
 
 
+def sequences_of(batch: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of each sequence of a batch of one of the trainers' own collators, in whatever layout."""
+    if "decoder_labels" in batch:
+        masked = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        prompts = [ids[mask].tolist() for ids, mask in masked]
+        answers = [labels[labels != IGNORED].tolist() for labels in batch["decoder_labels"]]
+        return [
+            (prompts[at], answer)
+            for at, answer in zip(batch["decoder_prompt"].tolist(), answers, strict=True)
+        ]
+    padded, sequence = padded_rows(batch, pad_token_id=0), scored_sequences(batch)
+    scored = tokens_by_sequence(sequence, len(padded["input_ids"]))
+    if "prompt_tokens" in batch:  # of the chosen sequences the prompts are scored, too
+        scored[::2] -= batch["prompt_tokens"]
+    real = zip(padded["input_ids"], padded["attention_mask"].bool(), scored.tolist(), strict=True)
+    return [(ids[mask][:-count].tolist(), ids[mask][-count:].tolist()) for ids, mask, count in real]
+
+
 def pairs_of(batch: Mapping[str, Any]) -> list[dict[str, list[int]]]:
     """The tokenised pairs of a batch of one of the trainers' own collators, in whatever layout."""
-    if "decoder_labels" in batch:
-        prompts = [
-            ids[mask] for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-        ]
-        heads = [prompt for prompt in prompts for _ in SIDES]
-        answers = [labels[labels != IGNORED] for labels in batch["decoder_labels"]]
-    else:
-        padded, sequence = padded_rows(batch, pad_token_id=0), scored_sequences(batch)
-        scored = tokens_by_sequence(sequence, len(padded["input_ids"]))
-        if "prompt_tokens" in batch:  # of the chosen sequences the prompts are scored, too
-            scored[::2] -= batch["prompt_tokens"]
-        real = zip(padded["input_ids"], padded["attention_mask"].bool(), scored.tolist(), strict=True)
-        heads, answers = zip(
-            *((ids[mask][:-count], ids[mask][-count:]) for ids, mask, count in real), strict=True
-        )
     names = ("prompt_input_ids", "chosen_input_ids", "rejected_prompt_input_ids", "rejected_input_ids")
-    each = zip(heads[::2], answers[::2], heads[1::2], answers[1::2], strict=True)
-    return [{name: ids.tolist() for name, ids in zip(names, parts, strict=True)} for parts in each]
+    found = sequences_of(batch)
+    each = zip(found[::2], found[1::2], strict=True)
+    return [dict(zip(names, (*chosen, *rejected), strict=True)) for chosen, rejected in each]
+
+
+def mean_nll(mean: Tensor, tokens: Tensor, *, coefficient: float) -> LossTerms:
+    """The terms of a likelihood of which only the mean over a batch's tokens is known, 0-dim."""
+    values = (coefficient * mean).reshape(1).expand(int(tokens))
+    metrics = {"nll_loss": Weighted(mean.detach() * tokens, tokens)}
+    return LossTerms(values, torch.ones_like(values), "token", metrics)
+
+
+def with_losses(terms: LossTerms, losses: Tensor) -> LossTerms:
+    """Terms with the losses of an overridden method in the place of their values: one for each, or the mean.
+
+    Raises: ValueError for any other number of them.
+    """
+    if losses.numel() not in (1, len(terms.values)):
+        raise ValueError(
+            f"an overridden loss gave {losses.numel()} losses, expected {len(terms.values)}, one per {terms.per}, or their mean."
+        )
+    return terms._replace(values=losses.reshape(-1).expand_as(terms.values))
 
 
 def get_batch_logps(
@@ -135,7 +158,7 @@ def whole_sequences(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict
 
 
 class OlderPairMethods:
-    """The methods of CPO's and ORPO's trainers at 0.8-0.26 that today's training does not call."""
+    """The methods of CPO's and ORPO's trainers at 0.8-0.26, which training calls where they are overridden."""
 
     concatenated_inputs = staticmethod(concatenated_inputs)
     get_batch_logps = staticmethod(get_batch_logps)
@@ -166,11 +189,16 @@ class OlderPairMethods:
             reduce_terms(nll, count_units(nll)),
         )
 
+    def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole sequences with labels, and the prompts, of a batch of pairs; padded."""
+        rows = [whole_sequences(row, is_encoder_decoder=self.is_encoder_decoder) for row in pairs_of(batch)]
+        return DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows)
+
     def get_batch_loss_metrics(
         self: Any, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
-        batch = self.take_batch(batch)
+        batch = self.handed_out(self.take_batch(batch), batch)
         own, found = self.count_units(batch), self.outcome(model, batch)
         values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
         prefix = "eval_" if train_eval == "eval" else ""
@@ -182,9 +210,17 @@ class OlderPairMethods:
     def store_metrics(
         self: Any, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train"
     ) -> None:
-        """Add numbers to the metrics that the next log averages; each counts once."""
+        """Add numbers to the metrics that the next log averages: each counts once, those of an overridden
+        `get_batch_loss_metrics` as often as their batch has rows.
+
+        A subclass with `_stored_metrics` of its own, lists by mode and name, logs by itself: they are added there.
+        """
+        own, rows = vars(self).get("_stored_metrics"), self._rows_stored
         for name, value in metrics.items():
-            pair = Weighted(torch.as_tensor(float(value)), torch.tensor(1.0))
+            if own is not None:
+                own[train_eval][name].append(value)
+                continue
+            pair = Weighted(torch.as_tensor(rows * float(value)), torch.tensor(rows))
             self._sums[train_eval].add(name.removeprefix("eval_") if train_eval == "eval" else name, pair)
 
     def tokenize_row(self: Any, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:

@@ -1,60 +1,32 @@
-"""Methods that programs of 0.8-0.26 call on a `KTOTrainer`, over the scoring and the objectives of today."""
+"""Methods that programs of 0.8-0.26 call on trainers of unpaired completions, over today's scoring and objectives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trl.collators.preference import DPODataCollatorWithPadding
+from trl.collators.unpaired import REFERENCE_NAMES
 from trl.models.reference import DisabledAdapter, NamedAdapter
 from trl.models.scored_head import ScoreOptions
-from trl.objectives.unpaired import UnpairedScores, kl_estimate, kl_sum, kto_terms
+from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
+from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.older_pairs import OlderPairMethods, get_batch_logps
+from trl.trainer.older_pairs import IGNORED, OlderPairMethods, get_batch_logps, sequences_of, with_losses
 from trl.trainer.pairs import row_count
 
 
 class OlderUnpairedMethods:
-    """The methods of KTO's trainer at 0.8-0.26 that today's training does not call."""
+    """The methods of KTO's and BCO's trainers at 0.8-0.26, which training calls where they are overridden."""
 
     get_batch_logps = staticmethod(get_batch_logps)
     store_metrics = OlderPairMethods.store_metrics
     generate_from_model = OlderPairMethods.generate_from_model
-
-    def get_batch_loss_metrics(
-        self: Any, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
-        return OlderPairMethods.get_batch_loss_metrics(self, model, dict(self.take_batch(batch)), train_eval)
-
-    def kto_loss(
-        self: Any,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        policy_KL_logps: Tensor | None,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-        reference_KL_logps: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Losses of the chosen, then the rejected completions, the rewards of either, and the KL estimate, 0-dim.
-
-        Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired" does
-        not read.
-        """
-        logps = torch.cat([policy_chosen_logps, policy_rejected_logps])
-        ref_logps = torch.cat([reference_chosen_logps, reference_rejected_logps])
-        desirable = torch.arange(len(logps), device=logps.device) < len(policy_chosen_logps)
-        kl = logps.new_zeros(())
-        if self.mismatched:
-            assert policy_KL_logps is not None and reference_KL_logps is not None
-            kl = kl_estimate(kl_sum(policy_KL_logps, reference_KL_logps))
-        scores = UnpairedScores(logps, ref_logps, desirable)
-        losses = kto_terms(scores, self.args.kto_options(), kl=kl).values
-        rewards = (self.args.beta * scores.ratios).detach()
-        return losses, rewards[desirable], rewards[~desirable], kl
+    get_batch_loss_metrics = OlderPairMethods.get_batch_loss_metrics
 
     def forward(
         self: Any, model: nn.Module, batch: Mapping[str, Any]
@@ -81,9 +53,43 @@ class OlderUnpairedMethods:
         self: Any, padded_batch: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """The reference's log-probs `(B,)` of a batch's completions and, for loss_type "kto", of its mismatched ones."""
-        batch = dict(self.take_batch(padded_batch))
-        self.ask_reference(self.model, batch)
-        return batch["ref_logps"], batch.get("ref_kl_logps")
+        batch = self.take_batch(padded_batch)
+        if "ref_logps" in batch:
+            return batch["ref_logps"], batch.get("ref_kl_logps")
+        logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)
+        logps = logps.view(-1, self.completions_per_row)
+        return logps[:, 0], logps[:, 1] if self.mismatched else None
+
+    # ---- overridden methods
+
+    def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Prompts, and sequences of prompts and completions with labels, padded; `label` is a list of booleans."""
+        step, found = self.completions_per_row, sequences_of(batch)
+        rows: list[dict[str, Any]] = [{"label": bool(label)} for label in batch["label"]]
+        for place, prefix in enumerate(("", "KL_")[:step]):
+            for row, (prompt, answer) in zip(rows, found[place::step], strict=True):
+                head = [] if self.is_encoder_decoder else prompt
+                row[f"{prefix}prompt_input_ids"] = prompt
+                row[f"{prefix}completion_input_ids"] = head + answer
+                row[f"{prefix}completion_labels"] = [IGNORED] * len(head) + answer
+        known = {column: batch[name] for column, name in REFERENCE_NAMES.items() if name in batch}
+        return {**DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows), **known}
+
+    def recorded_terms(
+        self: Any, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores
+    ) -> LossTerms:
+        """The terms with losses and rewards of an overridden `kto_loss` or `bco_loss`."""
+        kinds = scores.desirable, ~scores.desirable
+        policy, reference = ([logps[kind] for kind in kinds] for logps in (scores.logps, scores.ref_logps))
+        losses, chosen, rejected, point, *_ = self.call_loss_method(model, batch, policy, reference)
+        if losses.numel() == len(scores.logps):
+            losses = in_rows(scores.desirable, losses)
+        metrics = {"rewards/chosen": weighted(chosen), "rewards/rejected": weighted(rejected)}
+        metrics[self._point] = weighted(torch.as_tensor(point).reshape(-1))
+        metrics = unpaired_metrics(scores, self.args.beta) | metrics
+        return with_losses(
+            LossTerms(scores.logps, torch.ones_like(scores.logps), "sequence", metrics), losses
+        )
 
     def null_ref_context(self: Any) -> AbstractContextManager[Any]:
         """A block in which the policy is its own reference: its adapter switched off, or the reference's switched on."""
@@ -103,3 +109,8 @@ class OlderUnpairedMethods:
 
         reference: Any = self.reference
         return self.generate_from_model(model, batch), reference.score(model, batch, generate)
+
+
+def in_rows(label: Tensor, values: Tensor) -> Tensor:
+    """Values `(B,)` of the desirable completions and then the others, in the order of the rows of `label` `(B,)`."""
+    return values[torch.cat([label.nonzero(), (~label).nonzero()])[:, 0].argsort()]

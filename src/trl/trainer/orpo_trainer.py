@@ -51,6 +51,8 @@ class ORPOTrainer(ReferenceFreeTrainer):
     }
     _config_class: ClassVar[type] = ORPOConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = ORPO_ARGUMENTS
+    _loss_method: ClassVar[str] = "odds_ratio_loss"
+    _loss_sign: ClassVar[int] = -1
     args: ORPOConfig
 
     @property

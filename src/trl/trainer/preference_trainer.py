@@ -13,15 +13,18 @@ from torch.utils.data import DataLoader
 
 from trl.models.layout import first_rows, tokens_of_sequences
 from trl.models.reference import Reference
+from trl.reporting.metrics import MetricSums
+from trl.tensors.reduce import LossTerms
 from trl.trainer.base_trainer import BaseTrainer, use_one_device
 from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.foreign_settings import put_aside_of_rows, settle_distribution
 from trl.trainer.held_reference import HoldsReference
+from trl.trainer.overrides import CALLED, FORWARDS, GIVEN, NOT_CALLED, WHOLE_BATCH, call_with, takes
 from trl.trainer.pairs import row_count
 from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
-from trl.trainer.row_loaders import check_order
+from trl.trainer.row_loaders import check_order, holding
 from trl.trainer.terms import LossOfTerms
 from trl.trainer.terms import Outcome as Outcome
 
@@ -37,9 +40,11 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     The order of a step: the micro-batches are drawn and counted, `prepare_step` finds what a loss must know of all of
     them, and each then gives its `outcome`: terms, which are divided by the step's counts and added.
 
-    A method's trainer says what its loss is counted in (`units`, `count_units`) and overrides `outcome`.
+    A method's trainer says what its loss is counted in (`units`, `count_units`) and overrides `outcome`. Where a subclass
+    overrides `get_batch_loss_metrics`, that gives the loss.
     """
 
+    _not_called = NOT_CALLED
     _columns: ClassVar[tuple[str, ...]] = ()
     reference: Reference | AskedInAdvance | None = None
 
@@ -59,6 +64,14 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         `given` are further arguments of `transformers.Trainer`.
         """
         self._sets = sets
+        settings = [
+            name for name in ("precompute_ref_log_probs", "neftune_noise_alpha") if getattr(args, name, None)
+        ]
+        if settings and self.overridden(*FORWARDS):
+            raise ValueError(
+                f"{settings[0]}={getattr(args, settings[0])} does not act on a forward that {type(self).__name__} overrides. Leave "
+                f"{settings[0]} out."
+            )
         if train_dataset is not None:
             train_dataset = (train_sets or sets).train(train_dataset)
         if eval_dataset is not None:
@@ -87,21 +100,66 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
         Rows that accelerate repeats at the end count nowhere; their predictions are zeros, which the caller drops.
         """
-        given, inputs = inputs, self.take_batch(self._prepare_inputs(inputs))
+        given = self._prepare_inputs(inputs)
+        batch: Any = self.take_batch(given)
         if "inputs" in self.args.include_for_metrics:  # the caller looks for them in the batch that it gave
-            given["input_ids"] = self.tokens_of_rows(inputs)
+            inputs["input_ids"] = self.tokens_of_rows(batch)
         own, rows = self.own_rows(), self.evaluated_at_once()
         if own < rows:
-            inputs = first_rows(inputs, max(own, 1), of=rows)
+            given = batch = first_rows(batch, max(own, 1), of=rows)
+        batch = self._prepare_inputs(self.handed_out(batch, given))
         with torch.no_grad(), nullcontext() if own else self.unrecorded():
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        if prediction_loss_only:
-            return loss.detach(), None, None
+            if prediction_loss_only:
+                return self.compute_loss(model, batch).detach(), None, None
+            loss, outputs = self.compute_loss(model, batch, return_outputs=True)
+        if "predictions" not in outputs:  # of an overridden method, which gives metrics
+            with torch.no_grad(), self.unrecorded():
+                found = self.outcome(model, self.take_batch(batch))
+            outputs = {"predictions": found.predictions, "labels": found.labels}
         whole = [
             _filled_up(outputs[name].detach(), rows if own < rows else 0)
             for name in ("predictions", "labels")
         ]
         return loss.detach(), whole[0], whole[1]
+
+    def adopt(self) -> None:
+        """Begin to count, and check what is overridden."""
+        if not isinstance(getattr(self, "_sets", None), PreparedSets):
+            super().adopt()
+        self.check_overrides()
+        self._sums = {"train": MetricSums(), "eval": MetricSums()}
+
+    # ---- overridden methods
+
+    def handed_out(self, own: Any, given: Any) -> Any:
+        """The batch, where methods are overridden with the columns that these read."""
+        if not self.overridden(*CALLED):
+            return own
+        columns = self.recorded_columns(own) if "rows" in given else given
+        return {**columns, **own, GIVEN: {**own, **columns} if "rows" in given else given}
+
+    def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that the method's batches had at 0.26, padded, of a batch of the trainer's own collator."""
+        return {}
+
+    def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
+        """The outcome that is trained with: that of an overridden `get_batch_loss_metrics`, which logs through
+        `store_metrics`, or the trainer's."""
+        if not self.overridden(*WHOLE_BATCH):
+            return self.outcome(model, batch)
+        name = next((name for name in WHOLE_BATCH if self.overridden(name)), "")
+        name = name if name in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
+        mode: dict[str, Any] = {"train_eval": self.mode}
+        if takes(self._own_methods[name], "do_train"):  # BCO's
+            mode = {"do_train": self.mode == "train"}
+        loss, metrics = call_with(getattr(self, name), model, batch.get(GIVEN, batch), **mode)
+        rows = self.count_units(batch)[:1]
+        with holding(self, "_rows_stored", float(rows)):
+            self.store_metrics(metrics, train_eval=self.mode)  # type: ignore[attr-defined]
+        values = loss.reshape(1).expand(int(rows))
+        return Outcome([LossTerms(values, torch.ones_like(values), self.units[0], {})], None, None)
+
+    _rows_stored = 1.0  # of what `store_metrics` is given
 
     def tokens_of_rows(self, batch: Mapping[str, Any]) -> Tensor:
         """What `compute_metrics` is given of each row as `inputs`: its tokens `(B, T)`, of a pair those of chosen and rejected

@@ -21,11 +21,12 @@ from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
 from trl.legacy import Older, move_onto_config
 from trl.models.forward import Scored
 from trl.models.scored_head import ScoreOptions
-from trl.objectives.pairs import PairScores
+from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
-from trl.trainer.older_pairs import OlderPairMethods
+from trl.trainer.older_pairs import OlderPairMethods, with_losses
+from trl.trainer.overrides import NOT_CALLED, NotCalled, not_called_alone
 from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.trainer.policy import Policy, is_encoder_decoder, set_up_policy
@@ -49,11 +50,14 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
     negative log-likelihood, a mean over all their scored tokens in that step.
     """
 
+    _not_called: ClassVar[NotCalled] = {**NOT_CALLED, **not_called_alone("concatenated_forward")}
     units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
     args: Any
     _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
     _config_class: ClassVar[type]
     _older_arguments: ClassVar[Mapping[str, Older]]
+    _loss_method: ClassVar[str]
+    _loss_sign: ClassVar[int] = 1  # -1 for a method that gives what is subtracted
 
     def __init__(
         self,
@@ -160,7 +164,13 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
         nll = nll._replace(metrics={**nll.metrics, **mean_logits(scored, ~tokens.prompt)})
         rewards = torch.stack([self.rewards(scores.chosen), self.rewards(scores.rejected)], dim=1)
         labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
-        return Outcome([self.judge(scores), nll], rewards, labels, scored.aux_loss)
+        terms = self.judge(scores)
+        if self.overridden(self._loss_method):
+            losses, chosen, rejected, *_ = getattr(self, self._loss_method)(scores.chosen, scores.rejected)
+            logps = {"chosen_logps": scores.chosen, "rejected_logps": scores.rejected}
+            terms = with_losses(terms, self._loss_sign * losses)
+            terms = terms._replace(metrics={**terms.metrics, **pair_metrics(chosen, rejected, **logps)})
+        return Outcome([terms, nll], rewards, labels, scored.aux_loss)
 
     def pair_scores(self, scored: Scored, batch: Mapping[str, Any]) -> PairScores:
         """Log-probs of a batch's completions: sums, or means where the loss is of those."""

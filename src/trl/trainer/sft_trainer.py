@@ -112,7 +112,7 @@ class SFTTrainer(BaseTrainer):
         policy = set_up_policy(model, args, processing_class, peft_config)
         self.check_model(policy.scorer.core)
         loaded, processing_class, self.scorer = policy.model, policy.processing_class, policy.scorer
-        self.padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
+        self._padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
         self.with_images = isinstance(data_collator, DataCollatorForVisionLanguageModeling) or has_images(
             train_dataset, eval_dataset
         )
@@ -161,7 +161,7 @@ class SFTTrainer(BaseTrainer):
         return DataCollatorForLanguageModeling(
             pad_token_id=self.scorer.pad_token_id,
             completion_only_loss=args.completion_only_loss is not False,
-            padding_free=self.padding_free,
+            padding_free=self._padding_free,
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
 

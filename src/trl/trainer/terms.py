@@ -30,13 +30,13 @@ class Outcome(NamedTuple):
     """What a batch came to.
 
     `terms` add up to the loss, each divided by the step's number of its own units. `predictions` `(B, ...)` and `labels`
-    `(B, ...)` are what `compute_metrics` is given. `local`: the sum of the losses of the terms' tokens whose gradient was taken
+    `(B, ...)` are what `compute_metrics` is given; None where nobody knows them. `local`: the sum of the losses of the terms' tokens whose gradient was taken
     in the scoring forward; the terms know their value alone.
     """
 
     terms: Sequence[LossTerms]
-    predictions: Tensor
-    labels: Tensor
+    predictions: Any
+    labels: Any
     aux_loss: Tensor | None = None
     local: Tensor | None = None
 
@@ -53,6 +53,22 @@ class LossOfTerms(_Trainer):
         """Score a batch and judge it."""
         raise TypeError(f"{type(self).__name__} must override outcome.")
 
+    def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
+        """The outcome that is trained with."""
+        return self.outcome(model, batch)
+
+    _units_of_step: Tensor | int | None = None  # of the step that is trained on
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One micro-batch; the loss of a `compute_loss` that does not call ours is divided by the number of micro-batches."""
+        self._units_of_step, self.loss_is_scaled_for_ga = num_items_in_batch, False
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._units_of_step = None
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -65,18 +81,23 @@ class LossOfTerms(_Trainer):
         `num_items_in_batch` holds the step's number of each kind of unit (all micro-batches, all processes); without it
         the loss is that of this batch alone. `return_outputs` also gives predictions and labels.
         """
+        if num_items_in_batch is None:
+            num_items_in_batch = self._units_of_step
+        self.loss_is_scaled_for_ga = num_items_in_batch is not None
         inputs = self.take_batch(inputs)
         self.count_seen(inputs)
         own = self.count_units(inputs)
         step = own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-        found = self.outcome(model, inputs)
+        found = self.judged_batch(model, inputs)
         loss = self.loss_of(found, own, step)
         if found.local is not None:
             loss = loss + share_of_step(found.local - found.local.detach(), step.view(-1)[0])
         self._record(found, own)
         if num_items_in_batch is not None:
             loss = self.scale(loss)
-        outputs = {"predictions": found.predictions, "labels": found.labels}
+        outputs = (
+            {} if found.predictions is None else {"predictions": found.predictions, "labels": found.labels}
+        )
         return (loss, {"loss": loss, **outputs}) if return_outputs else loss
 
     def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:

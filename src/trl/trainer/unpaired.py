@@ -38,6 +38,8 @@ from trl.models.setup import pad_token_id
 from trl.objectives.unpaired import UnpairedScores
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
+from trl.trainer.older_unpaired import OlderUnpairedMethods
+from trl.trainer.overrides import GIVEN, NOT_CALLED, NotCalled, not_called_alone
 from trl.trainer.pairs import row_count, shares_prefix
 from trl.trainer.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
 from trl.trainer.precompute import ReferencePass
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 AnyDataset = Dataset | IterableDataset
 
 
-class UnpairedTrainer(PreferenceTrainer):
+class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
     """Base of `KTOTrainer` and `BCOTrainer`; a method says how completions are `judged`.
 
     Rows are visited in their order (`train_sampling_strategy="sequential"`) unless the config says otherwise. With
@@ -57,6 +59,7 @@ class UnpairedTrainer(PreferenceTrainer):
     batch the first is row i's own.
     """
 
+    _not_called: ClassVar[NotCalled] = {**NOT_CALLED, **not_called_alone("forward")}
     units: ClassVar[tuple[Unit, ...]] = ("sequence",)
     _columns: ClassVar[tuple[str, ...]] = (
         *UNPAIRED_COLUMNS,
@@ -67,6 +70,8 @@ class UnpairedTrainer(PreferenceTrainer):
     )
     _config_class: ClassVar[type]
     _older_arguments: ClassVar[Mapping[str, Older]]
+    _loss_method: ClassVar[str]
+    _point: ClassVar[str]  # the metric of what rewards are compared with
     args: Any
     scorer: Scorer
 
@@ -102,6 +107,7 @@ class UnpairedTrainer(PreferenceTrainer):
         policy = set_up_policy(model, args, processing_class, peft_config)
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
+        self.model_adapter_name, self.ref_adapter_name = model_adapter_name, ref_adapter_name
         self.reference = unpaired_reference(
             policy,
             ref_model,
@@ -188,11 +194,10 @@ class UnpairedTrainer(PreferenceTrainer):
         names = list(REFERENCE_NAMES.values())[: self.completions_per_row]
         if all(name in batch for name in names):
             return
-        assert self.reference is not None
-        logps = self.reference.score(model, batch, self._logps).view(-1, len(names))
-        batch.update(zip(names, logps.unbind(dim=1), strict=True))
+        found = self.compute_reference_log_probs(batch.get(GIVEN, batch))
+        batch.update(zip(names, found if isinstance(found, tuple) else (found,), strict=False))
 
-    def _logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def completion_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Log-probs of all completions of a batch."""
         with self.accelerator.autocast():
             scored = scorer.score(model, batch, ScoreOptions())
@@ -237,7 +242,8 @@ class UnpairedTrainer(PreferenceTrainer):
     def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         """The losses of a batch's completions; predictions are their rewards `(B,)`, labels 1 where desirable."""
         scores, scored = self.completion_scores(model, batch)
-        terms = self.judge(model, batch, scores)
+        judge = self.recorded_terms if self.overridden(self._loss_method) else self.judge
+        terms = judge(model, batch, scores)
         if scored.mean_logits is not None:
             is_chosen = batch["label"][scored.positions.sequence]
             for name, mask in (("chosen", is_chosen), ("rejected", ~is_chosen)):

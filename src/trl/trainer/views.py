@@ -1,0 +1,186 @@
+"""Public attributes that the trainers of 0.4-0.26 had: views of the config and of the parts that hold the values."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig, TrainingArguments
+
+from trl.data.rendering import text_tokenizer
+from trl.models.peft import is_peft_model
+
+OTHER_NAMES = {
+    "epsilon_low": "epsilon",
+    "guided_decoding_regex": "vllm_guided_decoding_regex",
+    "use_liger_kernel": "use_liger_kernel",
+}
+"""Attributes that are fields of the config under another name, or of `TrainingArguments`. Fields that a method's config adds go
+by their own."""
+
+LIVE = frozenset((
+    "alpha", "beta", "cpo_alpha", "desirable_weight", "epsilon", "epsilon_high", "f_divergence_type", "generate_during_eval",
+    "label_smoothing", "ld_alpha", "log_completions", "normalize_advantages", "num_completions_to_print", "simpo_gamma",
+    "undesirable_weight",
+))  # fmt: skip
+"""Fields that are read in every step: setting the attribute sets the field. The others are read when the trainer is built."""
+
+
+def _generation(trainer: Any) -> dict[str, Any]:
+    args, tokenizer = trainer.args, trainer._tokenizer
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {
+        "max_new_tokens": args.max_completion_length,
+        "do_sample": True,
+        **{name: getattr(args, name) for name in names},
+    }
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    return {**found, **ids, "pad_token_id": trainer.scorer.pad_token_id, **(args.generation_kwargs or {})}
+
+
+def _of_model(name: str, default: Any) -> Callable[[Any], Any]:
+    return lambda trainer: getattr(trainer.scorer.core.config.get_text_config(), name, default)
+
+
+def _of_sources(*names: str) -> Callable[[Any], list[Any]]:
+    def read(trainer: Any) -> list[Any]:
+        sources = trainer.rewards.sources
+        return [next((getattr(each, n) for n in names if hasattr(each, n)), None) for each in sources]
+
+    return read
+
+
+PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
+    "BaseTrainer": {
+        "aux_loss_coef": _of_model("router_aux_loss_coef", 0.0),
+        "aux_loss_enabled": _of_model("output_router_logits", False),
+        "decoder_start_token_id": _of_model("decoder_start_token_id", None),
+        "is_encoder_decoder": _of_model("is_encoder_decoder", False),
+        "is_peft_model": lambda trainer: is_peft_model(trainer.model),
+        "maybe_activation_offload_context": lambda trainer: trainer._offloading(),
+        "pad_token_id": "scorer.pad_token_id",
+        "ref_model": lambda trainer: getattr(trainer.reference, "module", None),
+        "tokenizer": lambda trainer: text_tokenizer(trainer.processing_class),
+    },
+    "SFTTrainer": {
+        "num_virtual_tokens": lambda trainer: getattr(
+            getattr(trainer.model, "active_peft_config", None), "num_virtual_tokens", 0
+        ),
+        "padding_free": "_padding_free",
+    },
+    "DPOTrainer": {
+        "f_divergence_params": lambda trainer: {"alpha_divergence_coef": trainer.args.f_alpha_divergence_coef},
+        "is_vision_model": "with_images",
+    },
+    "KTOTrainer": {"calculate_KL": "mismatched"},
+    "BCOTrainer": {
+        "clf": lambda trainer: getattr(trainer._density, "classifier", None),
+        "embedding_func": lambda trainer: getattr(trainer._density, "embedding_func", None),
+        "embedding_tokenizer": lambda trainer: getattr(trainer._density, "embedding_tokenizer", None),
+        "match_underlying_distribution": lambda trainer: trainer._density is not None,
+    },
+    "GroupTrainer": {
+        "chat_template": "_tokenizer.chat_template",
+        "eos_token_id": "_tokenizer.eos_token_id",
+        "epsilon_high": "options.high",
+        "generation_config": lambda trainer: GenerationConfig(**_generation(trainer)),
+        "generation_kwargs": _generation,
+        "num_generations_eval": "evaluation_group",
+        "pad_token": "_tokenizer.pad_token",
+        "reward_func_names": lambda trainer: list(trainer.rewards.names),
+        "reward_funcs": _of_sources("function", "model", "judge"),
+        "reward_processing_classes": _of_sources("processing_class"),
+        "reward_weights": lambda trainer: trainer.rewards.weights.float(),
+        "rollout_func": "_rollout_func",
+        "shuffle_dataset": "shuffles",
+        "tools": lambda trainer: trainer._tools and trainer._tools.functions,
+    },
+    "PPOTrainer": {"policy_model": "model"},
+    "GFPOTrainer": {"group_filter_func": "_filter"},
+    "GRPOWithReplayBufferTrainer": {"replay_buffer": "buffer"},
+}  # fmt: skip
+"""Attributes that are parts, by trainer: the path to them, or how they are made."""
+
+
+@cache
+def _fields(config: type) -> dict[str, str]:
+    """The attributes that are fields of a method's config, not of `TrainingArguments`, with the fields."""
+    names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    own = names - {field.name for field in dataclasses.fields(TrainingArguments)}
+    others = {name: field for name, field in OTHER_NAMES.items() if field in names}
+    return {**{name: name for name in own}, **others}
+
+
+@cache
+def _parts(kind: type) -> dict[str, Callable[[Any], Any]]:
+    found = {
+        name: read for each in reversed(kind.__mro__) for name, read in PARTS.get(each.__name__, {}).items()
+    }
+    return {name: attrgetter(read) if isinstance(read, str) else read for name, read in found.items()}
+
+
+class Views:
+    """Mixin of trainers: what the table names is read where it stands; setting it sets a field that is `LIVE`, or raises.
+
+    What is set before the trainer's constructor, or without it, is an attribute as any other.
+    """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in (parts := _parts(type(self))):
+                return parts[name](self)
+            args = vars(self).get("args")
+            if args is not None and name in (fields := _fields(type(args))):
+                return getattr(args, fields[name])
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        fields = _fields(type(vars(self)["args"])) if "_sums" in vars(self) and "args" in vars(self) else {}
+        if fields.get(name) in LIVE:
+            setattr(vars(self)["args"], fields[name], value)
+        elif not fields or not (name in fields or name in _parts(type(self))):
+            super().__setattr__(name, value)
+        elif not _same(value, getattr(self, name)):
+            place = (
+                f"Set {type(vars(self)['args']).__name__}.{fields[name]}" if name in fields else "Choose it"
+            )
+            raise AttributeError(
+                f"{name} of {type(self).__name__} is read when the trainer is built and cannot be set to {value!r} after that. "
+                f"{place} before."
+            )
+
+    def settle_views(self) -> None:
+        """After the constructor of transformers: the config's values count, with a warning where another was set before."""
+        args = vars(self)["args"]
+        for name in _parts(type(self)).keys() & vars(self).keys():
+            del vars(self)[name]
+        for name, field in _fields(type(args)).items():
+            if name in vars(self) and not _same(value := vars(self).pop(name), found := getattr(args, field)):
+                warnings.warn(
+                    f"{name}={value!r} was set before the constructor of {type(self).__name__}, which takes {found!r} from its "
+                    f"config. Set {type(args).__name__}.{field}.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+
+    def adopted_args(self, config: type) -> Any:
+        """The arguments of a trainer that was built without our constructor, as such a config: its attributes are settings."""
+        found: Any = object.__new__(config)
+        made = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+        defaults = {
+            n: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            for n, f in made.items()
+        }
+        own = {field: vars(self)[name] for name, field in _fields(config).items() if name in vars(self)}
+        vars(found).update({**defaults, **vars(vars(self)["args"]), **own})
+        return found
+
+
+def _same(value: Any, other: Any) -> bool:
+    plain = isinstance(value, (str, int, float, list, tuple, dict)) and isinstance(other, type(value))
+    return value is other or (plain and value == other)

@@ -1,0 +1,540 @@
+"""Subclasses that override a method of 0.4-0.26: its loss is trained with, however the step is cut, or it is refused."""
+
+import tempfile
+from types import MethodType
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.nn.functional import logsigmoid, softplus
+
+from tests.tiny import tiny_model
+from tests.trainer import bco_runs, dpo_runs, grpo_runs, kto_runs, reward_runs
+from tests.trainer.kto_runs import SPLITS, assert_same_gradient, step
+from tests.trainer.one_step import trainer_of
+from tests.trainer.resume_worker import tokenizer
+from trl import (
+    BCOConfig,
+    BCOTrainer,
+    CPOConfig,
+    CPOTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
+
+CUT = SPLITS["2x4"]
+
+
+def make(trainer_class, config_class, rows, **settings):
+    """A trainer of a subclass on the eight rows of its method."""
+    if "model" not in settings:
+        settings["model"], reference = dpo_runs.policy_and_reference()
+        if config_class not in (CPOConfig, ORPOConfig):
+            settings.setdefault("ref_model", reference)
+    return trainer_of(trainer_class, config_class, None, settings, train_dataset=Dataset.from_list(rows))
+
+
+def dpo(trainer_class=DPOTrainer, **settings):
+    return make(trainer_class, DPOConfig, dpo_runs.pairs(), **{"beta": 0.3, **settings})
+
+
+def times(gradients, factor):
+    return {name: factor * gradient for name, gradient in gradients.items()}
+
+
+def forward_of_0_26(trainer, model, batch):
+    """Log-probs of chosen and rejected as programs of 0.12-0.26 find them: a padded batch through the model itself."""
+    found = trainer.concatenated_inputs(batch, padding_value=0)
+    prompts, completions = found["prompt_input_ids"], found["completion_input_ids"]
+    ids = torch.cat([prompts, completions], dim=1)
+    mask = torch.cat([found["prompt_attention_mask"], found["completion_attention_mask"]], dim=1)
+    loss_mask = torch.cat([torch.zeros_like(prompts), found["completion_attention_mask"]], dim=1)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, :-1]
+    logps = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    totals = (logps * loss_mask[:, 1:]).sum(dim=1)
+    half = batch["prompt_input_ids"].shape[0]
+    return totals[:half], totals[half:], logits
+
+
+class Twice(DPOTrainer):
+    def dpo_loss(self, *args, **kwargs):
+        losses, chosen, rejected = super().dpo_loss(*args, **kwargs)
+        return 2 * losses, chosen, rejected
+
+
+class OlderHinge(DPOTrainer):
+    """The signature of 0.8-0.11."""
+
+    def dpo_loss(
+        self, policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
+    ):
+        chosen = self.beta_of_mine * (policy_chosen_logps - reference_chosen_logps)
+        rejected = self.beta_of_mine * (policy_rejected_logps - reference_rejected_logps)
+        return torch.relu(1 - (chosen - rejected)), chosen.detach(), rejected.detach()
+
+    beta_of_mine = 0.3
+
+
+class OwnForward(DPOTrainer):
+    def concatenated_forward(self, model, batch, is_ref_model=False):
+        chosen, rejected, logits = forward_of_0_26(self, model, batch)
+        self.calls = [*getattr(self, "calls", []), is_ref_model]
+        return {
+            "chosen_logps": chosen, "rejected_logps": rejected, "mean_chosen_logits": logits.mean(),
+            "mean_rejected_logits": logits.mean(),
+        }  # fmt: skip
+
+
+class OlderForward(DPOTrainer):
+    """A tuple, from the columns of 0.4-0.11."""
+
+    def concatenated_forward(self, model, batch):
+        found = self.concatenated_inputs(
+            batch, is_encoder_decoder=False, label_pad_token_id=-100, padding_value=0
+        )
+        half = batch["chosen_labels"].shape[0]
+        logits = model(
+            found["concatenated_input_ids"], attention_mask=found["concatenated_attention_mask"]
+        ).logits
+        logps = self.get_batch_logps(logits, found["concatenated_labels"])
+        return logps[:half], logps[half:], logits[:half], logits[half:]
+
+
+class NoReference(DPOTrainer):
+    def compute_ref_log_probs(self, batch):
+        zeros = torch.zeros(batch["prompt_input_ids"].shape[0], dtype=torch.float64)
+        return zeros, zeros
+
+
+class OlderNoReference(DPOTrainer):
+    compute_reference_log_probs = NoReference.compute_ref_log_probs
+
+
+class WholeBatch(DPOTrainer):
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        chosen, rejected, _ = forward_of_0_26(self, model, batch)
+        prefix = "eval_" if train_eval == "eval" else ""
+        return softplus(rejected - chosen).mean(), {f"{prefix}mine": (chosen - rejected).mean().item()}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return step(dpo())
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_dpo_loss(plain, cut):
+    gradients, log = step(dpo(Twice, **cut))
+    assert_same_gradient(gradients, times(plain[0], 2))
+    assert log["loss"] == pytest.approx(2 * plain[1]["loss"], rel=1e-6)
+    assert log["rewards/margins"] == pytest.approx(plain[1]["rewards/margins"], rel=1e-9)
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_dpo_loss_of_0_11(cut):
+    gradients, log = step(dpo(OlderHinge, **cut))
+    expected = step(dpo(loss_type="hinge"))
+    assert_same_gradient(gradients, expected[0])
+    assert log["rewards/chosen"] == pytest.approx(expected[1]["rewards/chosen"], rel=1e-9)
+
+
+def test_dpo_loss_of_a_mixture():
+    settings = {
+        "loss_type": ["sigmoid", "hinge"],
+        "loss_weights": [0.5, 2.0],
+        "rpo_alpha": 0.4,
+        "use_weighting": True,
+    }
+
+    class Same(DPOTrainer):
+        def dpo_loss(
+            self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, loss_type, model_output
+        ):
+            assert "nll_loss" in model_output
+            logps = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
+            return super().dpo_loss(*logps, loss_type, model_output)
+
+    found, expected = step(dpo(Same, **settings, **CUT)), step(dpo(**settings))
+    assert_same_gradient(found[0], expected[0])
+    assert found[1]["nll_loss"] == pytest.approx(expected[1]["nll_loss"], rel=1e-9)
+    assert found[1]["rewards/chosen"] == pytest.approx(expected[1]["rewards/chosen"], rel=1e-9)
+
+
+@pytest.mark.parametrize("patch", ["class", "instance"])
+def test_a_replaced_method(plain, patch, monkeypatch):
+    def dpo_loss(self, *args, **kwargs):
+        losses, chosen, rejected = original(self, *args, **kwargs)
+        return 3 * losses, chosen, rejected
+
+    original = DPOTrainer.dpo_loss
+    if patch == "class":
+        monkeypatch.setattr(DPOTrainer, "dpo_loss", dpo_loss)
+    trainer = dpo()
+    if patch == "instance":
+        trainer.dpo_loss = MethodType(dpo_loss, trainer)
+    assert_same_gradient(step(trainer)[0], times(plain[0], 3))
+
+
+@pytest.mark.parametrize("kind", [OwnForward, OlderForward])
+@pytest.mark.parametrize("cut", [{}, {**CUT, "prefix_sharing": False}], ids=["whole", "cut"])
+def test_concatenated_forward(plain, kind, cut):
+    trainer = dpo(kind, **cut)
+    gradients, log = step(trainer)
+    assert_same_gradient(gradients, plain[0])
+    assert log["logps/chosen"] == pytest.approx(plain[1]["logps/chosen"], rel=1e-9)
+    if kind is OwnForward:
+        assert trainer.calls == [False, True] * (2 if cut else 1)
+
+
+@pytest.mark.parametrize("kind", [NoReference, OlderNoReference])
+def test_compute_ref_log_probs(kind):
+    model = dpo_runs.policy_and_reference()[0]
+    expected = step(dpo(model=model, reference_free=True))
+    assert_same_gradient(step(dpo(kind, **CUT))[0], expected[0])
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_get_batch_loss_metrics(cut):
+    trainer = dpo(
+        WholeBatch, eval_dataset=Dataset.from_list(dpo_runs.pairs()[:3]), per_device_eval_batch_size=2, **cut
+    )
+    gradients, log = step(trainer)
+    model = dpo_runs.policy_and_reference()[0]
+    expected = step(dpo(model=model, reference_free=True, beta=1.0))
+    assert_same_gradient(gradients, expected[0])
+    margins = expected[1]["logps/chosen"] - expected[1]["logps/rejected"]
+    assert log["mine"] == pytest.approx(margins, rel=1e-6)
+    metrics = trainer.evaluate()
+    batch = trainer.data_collator(dpo_runs.pairs()[:3])
+    chosen, rejected, _ = forward_of_0_26(trainer, trainer.model, trainer.handed_out(batch, batch))
+    assert metrics["eval_loss"] == pytest.approx(softplus(rejected - chosen).mean().item(), rel=1e-6)
+    assert metrics["eval_mine"] == pytest.approx((chosen - rejected).mean().item(), rel=1e-6)
+    assert trainer.predict(Dataset.from_list(dpo_runs.pairs()[:3])).predictions.shape == (3, 2)
+
+
+def test_store_metrics():
+    class Stores(DPOTrainer):
+        def store_metrics(self, metrics, train_eval="train"):
+            self.stored = [*getattr(self, "stored", []), (train_eval, dict(metrics))]
+
+    trainer = dpo(Stores)
+    gradients, log = step(trainer)
+    assert_same_gradient(gradients, step(dpo())[0])
+    ((mode, metrics),) = trainer.stored
+    assert mode == "train" and "rewards/margins" in metrics and "rewards/margins" not in log
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_compute_loss(plain, whole):
+    """One of its own is the mean over its micro-batch; ours is a share of the step, also where the count is not handed on."""
+
+    class Own(DPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if whole:
+                chosen, rejected, _ = forward_of_0_26(self, model, inputs)
+                loss = softplus(rejected - chosen).mean()
+                return (loss, {"mine": 1.0}) if return_outputs else loss
+            return 2 * super().compute_loss(model, inputs)
+
+    trainer = dpo(Own, **CUT)
+    model = dpo_runs.policy_and_reference()[0]
+    expected = step(dpo(model=model, reference_free=True, beta=1.0))[0] if whole else times(plain[0], 2)
+    assert_same_gradient(step(trainer)[0], expected)
+    assert trainer.evaluate(Dataset.from_list(dpo_runs.pairs()[:2]))["eval_loss"] > 0
+
+
+def test_losses_of_another_number():
+    class Wrong(DPOTrainer):
+        def dpo_loss(self, *args, **kwargs):
+            losses, chosen, rejected = super().dpo_loss(*args, **kwargs)
+            return losses[:3], chosen, rejected
+
+    with pytest.raises(ValueError, match="gave 3 losses, expected 8, one per pair, or their mean"):
+        dpo(Wrong).train()
+
+
+# ---- CPO and ORPO
+
+
+def cpo(trainer_class=CPOTrainer, **settings):
+    return make(trainer_class, CPOConfig, dpo_runs.pairs(), **{"beta": 0.3, "cpo_alpha": 0.5, **settings})
+
+
+def orpo(trainer_class=ORPOTrainer, **settings):
+    return make(trainer_class, ORPOConfig, dpo_runs.pairs(), **{"beta": 0.5, **settings})
+
+
+def whole_sequences(trainer, model, batch, average):
+    found = trainer.concatenated_inputs(batch, padding_value=0)
+    half = batch["chosen_labels"].shape[0]
+    ids, mask = found["concatenated_input_ids"], found["concatenated_attention_mask"]
+    logits = model(ids, attention_mask=mask).logits
+    logps = CPOTrainer.get_batch_logps(logits, found["concatenated_labels"], average_log_prob=average)
+    return (
+        logps[:half],
+        logps[half:],
+        logits[:half],
+        logits[half:],
+        ids[:half],
+        mask[:half],
+        found["concatenated_labels"][:half],
+    )
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_cpo_loss(cut):
+    class Hinge(CPOTrainer):
+        def cpo_loss(self, policy_chosen_logps, policy_rejected_logps):
+            losses = torch.relu(1 - 0.3 * (policy_chosen_logps - policy_rejected_logps))
+            return losses, 5 * policy_chosen_logps.detach(), 5 * policy_rejected_logps.detach()
+
+    found, expected = step(cpo(Hinge, **cut)), step(cpo(loss_type="hinge"))
+    assert_same_gradient(found[0], expected[0])
+    assert found[1]["rewards/chosen"] == pytest.approx(5 / 0.3 * expected[1]["rewards/chosen"], rel=1e-9)
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_odds_ratio_loss(cut):
+    class Twice(ORPOTrainer):
+        def odds_ratio_loss(self, policy_chosen_logps, policy_rejected_logps):
+            losses, *rest = super().odds_ratio_loss(policy_chosen_logps, policy_rejected_logps)
+            return 2 * losses, *rest
+
+    assert_same_gradient(step(orpo(Twice, **cut))[0], step(orpo(beta=1.0))[0])
+
+
+@pytest.mark.parametrize("make_one", [cpo, orpo])
+def test_get_batch_loss_metrics_without_a_reference(make_one):
+    base = CPOTrainer if make_one is cpo else ORPOTrainer
+
+    class Own(base):
+        def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+            chosen, rejected, *_ = whole_sequences(self, model, batch, False)
+            return -logsigmoid(chosen - rejected).mean(), {"mine": torch.tensor(2.0)}
+
+    gradients, log = step(make_one(Own, **CUT))
+    expected = step(cpo(beta=1.0, cpo_alpha=0.0))
+    assert_same_gradient(gradients, expected[0])
+    assert log["mine"] == 2.0
+
+
+# ---- KTO and BCO
+
+
+def kto(trainer_class=KTOTrainer, **settings):
+    return make(trainer_class, KTOConfig, kto_runs.rows(), **{"beta": 0.3, **settings})
+
+
+def bco(trainer_class=BCOTrainer, **settings):
+    return make(trainer_class, BCOConfig, kto_runs.rows(), **{"beta": 0.3, **settings})
+
+
+def forward_of_rows(model, batch, prefix=""):
+    """Log-probs of each row's sequence as programs of 0.8-0.26 find them, and its logits."""
+    ids, labels = batch[f"{prefix}completion_input_ids"], batch[f"{prefix}completion_labels"]
+    logits = model(ids, attention_mask=batch[f"{prefix}completion_attention_mask"]).logits
+    return KTOTrainer.get_batch_logps(logits, labels), logits
+
+
+def by_label(batch, *values):
+    kinds = [[row for row, label in enumerate(batch["label"]) if label is wanted] for wanted in (True, False)]
+    return [value[kind] for value in values for kind in kinds]
+
+
+def assert_as_plain(trainer, expected, *names):
+    gradients, log = step(trainer)
+    assert_same_gradient(gradients, expected[0])
+    for name in ("loss", *names):
+        assert log[name] == pytest.approx(expected[1][name], rel=1e-6, abs=1e-9), name
+
+
+def test_kto_loss():
+    class Twice(KTOTrainer):
+        def kto_loss(self, policy_chosen_logps, policy_rejected_logps, policy_KL_logps, *reference):
+            found = super().kto_loss(policy_chosen_logps, policy_rejected_logps, policy_KL_logps, *reference)
+            assert policy_KL_logps.shape == reference[2].shape
+            return 2 * found[0], *found[1:]
+
+    gradients, log = step(kto(Twice))
+    expected = step(kto())
+    assert_same_gradient(gradients, times(expected[0], 2))
+    for name in ("kl", "rewards/chosen", "rewards/margins", "logps/rejected"):
+        assert log[name] == pytest.approx(expected[1][name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_kto_loss_without_a_kl(cut):
+    """The mean alone counts for each row; without a KL estimate a step does not depend on its cut."""
+
+    class Mean(KTOTrainer):
+        def kto_loss(self, *logps):
+            assert logps[2] is logps[5] is None
+            losses, *rest = super().kto_loss(*logps)
+            return losses.mean(), *rest
+
+    assert_as_plain(
+        kto(Mean, loss_type="apo_zero_unpaired", **cut),
+        step(kto(loss_type="apo_zero_unpaired")),
+        "rewards/chosen",
+    )
+
+
+@pytest.mark.parametrize("make_one", [kto, bco])
+def test_compute_reference_log_probs(make_one):
+    base = KTOTrainer if make_one is kto else BCOTrainer
+
+    class Zero(base):
+        def compute_reference_log_probs(self, padded_batch):
+            zeros = torch.zeros(len(padded_batch["completion_input_ids"]), dtype=torch.float64)
+            return (zeros, zeros) if base is KTOTrainer else zeros
+
+    trainer = make_one(Zero)
+    gradients, log = step(trainer)
+    assert log["rewards/chosen"] == pytest.approx(0.3 * log["logps/chosen"], rel=1e-6)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-6
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_bco_loss(cut):
+    class Twice(BCOTrainer):
+        def bco_loss(self, *logps, **named):
+            losses, *rest = super().bco_loss(*logps, **named)
+            return 2 * losses, *rest
+
+    gradients, log = step(bco(Twice, **cut))
+    expected = step(bco())
+    assert_same_gradient(gradients, times(expected[0], 2))
+    assert log["delta"] == pytest.approx(expected[1]["delta"], rel=1e-6)
+
+
+def test_bco_loss_with_matching():
+    class Same(BCOTrainer):
+        def bco_loss(self, pc, pr, rc, rr, chosen_embeddings, rejected_embeddings):
+            assert len(chosen_embeddings) == len(pc) and len(rejected_embeddings) == len(pr)
+            return super().bco_loss(pc, pr, rc, rr, chosen_embeddings, rejected_embeddings)
+
+    matched = {"embedding_func": bco_runs.embed, "embedding_tokenizer": tokenizer()}
+    rows = Dataset.from_list(bco_runs.embedded_rows())
+    assert_as_plain(
+        bco(Same, train_dataset=rows, **matched), step(bco_runs.make(**bco_runs.MATCHED)), "delta"
+    )
+
+
+@pytest.mark.parametrize("make_one", [kto, bco])
+def test_get_batch_loss_metrics_of_rows(make_one):
+    base = KTOTrainer if make_one is kto else BCOTrainer
+
+    class Own(base):
+        def get_batch_loss_metrics(self, model, batch, **given):
+            assert given == ({"train_eval": "train"} if base is KTOTrainer else {"do_train": True})
+            logps, _ = forward_of_rows(model, batch)
+            signs = torch.tensor([1 if label is True else -1 for label in batch["label"]])
+            return -logsigmoid(signs * logps / 10).mean(), {"mine": 3.0}
+
+    gradients, log = step(make_one(Own, **CUT))
+    model = dpo_runs.policy_and_reference()[0]
+    logps = torch.stack(
+        [
+            kto_runs.logps(model, row["prompt_input_ids"], row["completion_input_ids"])
+            for row in kto_runs.rows()
+        ]
+    )
+    signs = torch.tensor([1 if row["label"] else -1 for row in kto_runs.rows()])
+    assert_same_gradient(gradients, kto_runs.plain_gradient(model, -logsigmoid(signs * logps / 10).mean()))
+    assert log["mine"] == 3.0
+
+
+# ---- reward models
+
+
+@pytest.mark.parametrize("columns", ["0.26", "0.11", "ours"])
+def test_compute_loss_of_rewards(columns):
+    class Own(RewardTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if columns == "ours":
+                return 3 * super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            if columns == "0.26":
+                chosen, rejected = model(
+                    inputs["input_ids"], attention_mask=inputs["attention_mask"]
+                ).logits.chunk(2)
+            else:
+                chosen, rejected = (
+                    model(inputs[f"input_ids_{side}"], attention_mask=inputs[f"attention_mask_{side}"]).logits
+                    for side in ("chosen", "rejected")
+                )
+            return -3 * logsigmoid(chosen[:, 0] - rejected[:, 0] - inputs["margin"]).mean()
+
+    settings = {"train_dataset": Dataset.from_list(reward_runs.rows())}
+    trainer = trainer_of(Own, RewardConfig, None, {**settings, **CUT, "model": reward_runs.reward_model()})
+    assert_same_gradient(step(trainer)[0], times(step(reward_runs.make())[0], 3))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("make_one", "base", "name", "advice"),
+    [
+        (dpo, DPOTrainer, "get_batch_logps", "Override concatenated_forward"),
+        (dpo, DPOTrainer, "concatenated_inputs", "Override concatenated_forward"),
+        (orpo, ORPOTrainer, "concatenated_forward", "Override get_batch_loss_metrics"),
+        (kto, KTOTrainer, "null_ref_context", "Override concatenated_forward"),
+        (kto, KTOTrainer, "forward", "Override get_batch_loss_metrics"),
+        (cpo, CPOTrainer, "tokenize_row", "Tokenise the rows before"),
+        (bco, BCOTrainer, "get_batch_logps", "Override"),
+    ],
+)
+def test_what_training_does_not_call_is_refused(make_one, base, name, advice):
+    kind = type("Mine", (base,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(TypeError, match=f"Mine overrides {name}, which training does not call. {advice}"):
+        make_one(kind)
+    kind.get_batch_loss_metrics = lambda self, model, batch: (model, {})  # it may call the other
+    if name != "tokenize_row":
+        make_one(kind)
+
+
+@pytest.mark.parametrize("setting", [{"precompute_ref_log_probs": True}, {"neftune_noise_alpha": 5.0}])
+def test_settings_that_do_not_act_on_an_overridden_forward(setting):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* a forward that OwnForward overrides"):
+        dpo(OwnForward, **setting)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("_compute_loss", "Override objective"),
+        ("compute_liger_loss", "Override objective"),
+        ("_generate_and_score_completions", "Give rollout_func="),
+        ("_calculate_rewards", "Give reward_funcs="),
+        ("_get_per_token_logps_and_entropies", "Override score_rollout"),
+    ],
+)
+def test_what_groups_do_not_call_is_refused(name, advice):
+    kind = type("Mine", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(TypeError, match=f"Mine overrides {name}, which training does not call. {advice}"):
+        kind(tiny_model("gpt2"), grpo_runs.even_tokens, GRPOConfig(tempfile.mkdtemp(), **grpo_runs.SETTINGS),
+             train_dataset=grpo_runs.prompts(), processing_class=tokenizer())  # fmt: skip
+
+
+def test_get_high_entropy_mask():
+    """An overridden one chooses the tokens: with none, nothing is learned from."""
+    asked = []
+
+    def none(self, entropies, mask, threshold):
+        asked.append((entropies.shape == mask.shape, threshold))
+        return torch.zeros_like(mask)
+
+    trainer, keep = grpo_runs.make("grpo", top_entropy_quantile=0.4, max_steps=1, beta=0.0)
+    trainer.get_high_entropy_mask = MethodType(none, trainer)
+    trainer.train()
+    assert asked == [(True, 0.6)]
+    assert all(gradient.abs().max() == 0 for gradient in keep.steps[0].values())

@@ -1,0 +1,258 @@
+"""Attributes that the trainers of 0.26 set: each is there with its value, and setting one does something or is refused."""
+
+import tempfile
+from collections import defaultdict
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.nn.functional import softplus
+from transformers import Trainer, TrainingArguments
+
+from tests.tiny import tiny_model
+from tests.trainer import bco_runs, cpo_runs, dpo_runs, grpo_runs, kto_runs, orpo_runs, reward_runs
+from tests.trainer.kto_runs import assert_same_gradient, plain_gradient, step
+from tests.trainer.one_step import SETTINGS, KeepGradients, fixed_rows, trainer_of
+from tests.trainer.resume_worker import tokenizer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.collators.preference import DPODataCollatorWithPadding
+from trl.trainer.older_pairs import whole_sequences
+
+_PAIRS = (
+    "aux_loss_coef aux_loss_enabled beta generate_during_eval is_encoder_decoder label_pad_token_id max_completion_length "
+    "max_length max_prompt_length truncation_mode "
+)
+_REFERENCE = "is_peft_model model_adapter_name precompute_ref_log_probs ref_adapter_name ref_model "
+_GROUPS = (
+    "beta chat_template_kwargs eos_token_id epsilon_high epsilon_low generation_config generation_kwargs guided_decoding_regex "
+    "log_completions log_unique_prompts mask_truncated_completions max_completion_length min_p num_completions_to_print "
+    "num_generations num_generations_eval num_iterations pad_token pad_token_id ref_model repetition_penalty "
+    "reward_func_names reward_funcs reward_processing_classes reward_weights shuffle_dataset temperature top_k top_p "
+    "use_transformers_paged use_vllm vllm_gpu_memory_utilization vllm_mode vllm_tensor_parallel_size "
+)
+# Those of methods_0.26.2.json that have a meaning here; docs/deviations.md lists the others.
+RECORDED = {
+    "DPOTrainer": _PAIRS + _REFERENCE + "dataset_num_proc f_divergence_params f_divergence_type is_vision_model label_smoothing "
+    "loss_type loss_weights pad_token_id padding_free reference_free use_logits_to_keep use_weighting",
+    "KTOTrainer": _PAIRS + _REFERENCE + "calculate_KL desirable_weight loss_type padding_value undesirable_weight",
+    "BCOTrainer": _PAIRS + _REFERENCE + "clf embedding_func embedding_tokenizer match_underlying_distribution padding_value",
+    "CPOTrainer": _PAIRS + "alpha cpo_alpha decoder_start_token_id label_smoothing loss_type pad_token_id padding_value simpo_gamma",
+    "ORPOTrainer": _PAIRS + "decoder_start_token_id pad_token_id padding_value",
+    "GRPOTrainer": _GROUPS + "chat_template importance_sampling_level loss_type rollout_func scale_rewards tools "
+    "top_entropy_quantile use_liger_kernel vllm_importance_sampling_cap vllm_importance_sampling_correction "
+    "vllm_importance_sampling_mode",
+    "RLOOTrainer": _GROUPS + "max_prompt_length normalize_advantages reward_clip_range",
+    "SFTTrainer": "aux_loss_enabled completion_only_loss maybe_activation_offload_context num_virtual_tokens padding_free",
+    "RewardTrainer": "aux_loss_enabled maybe_activation_offload_context",
+}  # fmt: skip
+MAKERS = {
+    "DPOTrainer": lambda: dpo_runs.make(beta=0.3, f_alpha_divergence_coef=0.7),
+    "KTOTrainer": lambda: kto_runs.make(desirable_weight=1.5),
+    "BCOTrainer": lambda: bco_runs.make(**bco_runs.MATCHED),
+    "CPOTrainer": lambda: cpo_runs.make(simpo_gamma=0.7, loss_type="simpo"),
+    "ORPOTrainer": lambda: orpo_runs.make(beta=0.4),
+    "GRPOTrainer": lambda: grpo_runs.make("grpo", epsilon=0.3, reward_weights=[2.0], temperature=0.9)[0],
+    "RLOOTrainer": lambda: grpo_runs.make("rloo", reward_clip_range=[-1.0, 1.0])[0],
+    "SFTTrainer": lambda: trainer_of(
+        SFTTrainer, SFTConfig, None, {"completion_only_loss": False}, model=tiny_model("gpt2"),
+        train_dataset=Dataset.from_list(fixed_rows()),
+    ),
+    "RewardTrainer": reward_runs.make,
+}  # fmt: skip
+VALUES = {
+    "DPOTrainer": {
+        "beta": 0.3, "f_divergence_params": {"alpha_divergence_coef": 0.7}, "loss_type": ["sigmoid"], "is_peft_model": False,
+        "is_vision_model": False, "label_pad_token_id": -100, "pad_token_id": 0, "aux_loss_coef": 0.0,
+    },
+    "KTOTrainer": {"calculate_KL": True, "desirable_weight": 1.5, "is_encoder_decoder": False, "ref_adapter_name": None},
+    "BCOTrainer": {"embedding_func": bco_runs.embed, "match_underlying_distribution": True, "beta": 0.3},
+    "CPOTrainer": {"simpo_gamma": 0.7, "loss_type": "simpo", "decoder_start_token_id": None},
+    "ORPOTrainer": {"beta": 0.4, "aux_loss_enabled": False},
+    "GRPOTrainer": {
+        "beta": 0.1, "epsilon_low": 0.3, "epsilon_high": 0.3, "num_generations": 4, "num_generations_eval": 4, "tools": None,
+        "reward_func_names": ["even_tokens"], "reward_funcs": [grpo_runs.even_tokens], "reward_processing_classes": [None],
+        "rollout_func": None, "temperature": 0.9, "pad_token_id": 0, "use_vllm": False,
+    },
+    "RLOOTrainer": {"reward_clip_range": [-1.0, 1.0], "max_prompt_length": 512, "shuffle_dataset": True},
+    "SFTTrainer": {"num_virtual_tokens": 0, "padding_free": False, "completion_only_loss": False},
+    "RewardTrainer": {"aux_loss_enabled": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_attributes(name):
+    trainer = MAKERS[name]()
+    missing = [each for each in RECORDED[name].split() if not hasattr(trainer, each)]
+    assert not missing
+    assert {each: getattr(trainer, each) for each in VALUES[name]} == VALUES[name]
+    assert not hasattr(trainer, "no_such_attribute") and not hasattr(trainer, "per_device_train_batch_size")
+    if name == "GRPOTrainer":
+        assert trainer.reward_weights.tolist() == [2.0]
+        assert (trainer.generation_config.temperature, trainer.generation_config.max_new_tokens) == (0.9, 7)
+    if name in ("DPOTrainer", "KTOTrainer", "BCOTrainer"):
+        assert isinstance(trainer.ref_model, torch.nn.Module)
+
+
+def test_an_adapter_has_no_reference_model():
+    trainer = dpo_runs.make(copied_reference=True, peft_config=LoraConfig(r=2, target_modules=["c_attn"]))
+    assert trainer.is_peft_model and trainer.ref_model is None
+
+
+def test_setting_a_field_that_is_read_in_every_step():
+    trainer = dpo_runs.make(beta=0.1)
+    trainer.beta = 0.3
+    assert trainer.args.beta == trainer.beta == 0.3
+    assert_same_gradient(step(trainer)[0], step(dpo_runs.make(beta=0.3))[0])
+    group, _ = grpo_runs.make("grpo")
+    group.epsilon_low = 0.05
+    assert group.options.epsilon == group.args.epsilon == 0.05
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "place"),
+    [("max_length", 5, "Set DPOConfig.max_length before"), ("ref_model", None, "Choose it before")],
+)
+def test_setting_what_was_read_before(attribute, value, place):
+    trainer = dpo_runs.make()
+    setattr(trainer, attribute, getattr(trainer, attribute))
+    with pytest.raises(
+        AttributeError, match=f"{attribute} of DPOTrainer is read when the trainer is built.*{place}"
+    ):
+        setattr(trainer, attribute, value)
+    trainer.mine = 3
+    assert trainer.mine == 3
+
+
+def test_setting_before_the_constructor():
+    class Mine(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            self.beta, self.is_peft_model, self.max_length = 0.7, True, 1024
+            super().__init__(*args, **kwargs)
+            self.seen = self.beta, self.is_peft_model
+
+    with pytest.warns(
+        UserWarning, match=r"beta=0.7 was set before .* takes 0.1 from its config. Set DPOConfig.beta"
+    ):
+        rows = Dataset.from_list(dpo_runs.pairs())
+        trainer = trainer_of(Mine, DPOConfig, None, {}, model=tiny_model("gpt2"), train_dataset=rows)
+    assert trainer.seen == (0.1, False)
+
+
+# ---- a trainer that skips our constructor
+
+
+class WithoutOurs(DPOTrainer):
+    """The shape in which a well-known program subclasses it: attributes, the constructor of transformers, three methods."""
+
+    def __init__(self, model, ref_model, beta, loss_type, **given):
+        self.is_encoder_decoder, self.label_pad_token_id, self.padding_value = False, -100, 0
+        self.use_dpo_data_collator, self.generate_during_eval, self.reference_free = True, False, False
+        self.f_divergence_type, self.precompute_ref_log_probs, self.is_peft_model = "reverse_kl", False, False
+        self._precomputed_train_ref_log_probs = self._peft_has_been_casted_to_bf16 = False
+        self.ref_model, self._stored_metrics = ref_model, defaultdict(lambda: defaultdict(list))
+        self.beta, self.loss_type, self.label_smoothing, self.ftx_gamma = beta, loss_type, 0.0, 0.5
+        self.simpo_gamma, self.ld_alpha = 0.5, None
+        Trainer.__init__(self, model=model, **given)
+        self.model_accepts_loss_kwargs = False
+        if ref_model is not None:
+            self.ref_model = self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
+            self.ref_model.eval()
+
+    def get_batch_samples(self, *args, **kwargs):
+        return Trainer.get_batch_samples(self, *args, **kwargs)
+
+    def concatenated_forward(self, model, batch, is_ref_model=False):
+        logits = model(**batch, return_dict=True, use_cache=False).logits
+        logps = self.get_batch_logps(logits, batch["labels"])
+        half = len(logps) // 2
+        return (
+            logps[:half],
+            logps[half:],
+            logits[:half],
+            logits[half:],
+            logps[:half] / (batch["labels"][:half] != -100).sum(1),
+        )
+
+    def compute_reference_log_probs(self, model, batch):
+        if self.ref_model is None:
+            return None, None
+        with torch.no_grad():
+            return self.concatenated_forward(self.ref_model, batch)[:2]
+
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        chosen, rejected, _, _, averages = self.concatenated_forward(model, batch)
+        reference = self.compute_reference_log_probs(model, batch)
+        if self.loss_type == "simpo":
+            losses = softplus(-self.beta * (chosen - rejected - self.simpo_gamma))
+        else:
+            losses, *_ = self.dpo_loss(chosen, rejected, *reference)
+        losses = losses - self.ftx_gamma * averages
+        prefix = "eval_" if train_eval == "eval" else ""
+        return losses.mean(), {f"{prefix}rewards/margins": (chosen - rejected).mean().item()}
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs)
+
+    def log(self, logs, *args, **kwargs):
+        mode = "train" if "loss" in logs else "eval"
+        logs |= {name: sum(values) / len(values) for name, values in self._stored_metrics[mode].items()}
+        del self._stored_metrics[mode]
+        return Trainer.log(self, logs, *args, **kwargs)
+
+
+def all_chosen_first(rows):
+    """Chosen sequences, then rejected ones."""
+    found = DPODataCollatorWithPadding()([whole_sequences(row, is_encoder_decoder=False) for row in rows])
+    sides = DPOTrainer.concatenated_inputs(found, is_encoder_decoder=False)
+    return {name.removeprefix("concatenated_"): values for name, values in sides.items()}
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
+def test_a_trainer_that_skips_our_constructor(loss_type):
+    model, reference = dpo_runs.policy_and_reference()
+    keep = KeepGradients()
+    settings = {
+        **SETTINGS,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "remove_unused_columns": False,
+    }
+    args = TrainingArguments(tempfile.mkdtemp(), **settings)
+    rows = Dataset.from_list(dpo_runs.pairs())
+    trainer = WithoutOurs(
+        model, reference if loss_type == "sigmoid" else None, 0.3, loss_type, args=args, train_dataset=rows, eval_dataset=rows,
+        data_collator=all_chosen_first, processing_class=tokenizer(), callbacks=[keep],
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.beta == 0.3 and trainer.loss_type == loss_type and trainer.simpo_gamma == 0.5
+    model, reference = dpo_runs.policy_and_reference()
+    margins, averages = [], []
+    for row in dpo_runs.pairs():
+        prompt, chosen, rejected = row.values()
+        policy = [kto_runs.logps(model, prompt, each) for each in (chosen, rejected)]
+        ref = [kto_runs.logps(reference, prompt, each).detach() for each in (chosen, rejected)]
+        shift = ref[0] - ref[1] if loss_type == "sigmoid" else 0.5
+        margins.append(policy[0] - policy[1] - shift)
+        averages.append(policy[0] / len(chosen))
+    loss = (softplus(-0.3 * torch.stack(margins)) - 0.5 * torch.stack(averages)).mean()
+    (gradients,) = keep.steps
+    assert_same_gradient(gradients, plain_gradient(model, loss))
+    first = trainer.state.log_history[0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-6) and "rewards/margins" in first
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] != pytest.approx(loss.item(), rel=1e-6)
+    assert "eval_rewards/margins" in trainer.state.log_history[-1]
+
+
+def test_another_trainer_without_its_constructor_is_refused():
+    class Mine(kto_runs.KTOTrainer):
+        def __init__(self, model, args):
+            Trainer.__init__(self, model=model, args=args)
+
+    trainer = Mine(tiny_model("gpt2"), TrainingArguments(tempfile.mkdtemp(), **SETTINGS))
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(
+            TypeError, match=r"Mine.__init__ did not call the constructor.*super\(\).__init__"
+        ):
+            call()
