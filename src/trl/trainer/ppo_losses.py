@@ -121,17 +121,22 @@ class PPOLosses:
         )
         loss = (policy_loss + value_loss) * self._share_of_step(mask)
         self._require_finite("loss", float(loss.detach()))
-        if (
-            self._gradient_is_used
-        ):  # that of the last update stays in place until here, for those who look at it
-            self.model.zero_grad()
-            self._gradient_is_used = False
+        if self._gradient_is_used:  # only outside of `step`, which has cleared it
+            self._clear_gradient()
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
             self._limit_gradient()
             self.optimizer.step()
             self._gradient_is_used = True
         return stats
+
+    def _clear_gradient(self) -> None:
+        """Clear the gradient of the last update, which stays in place until the next begins: programs read it."""
+        self.model.zero_grad()
+        if self.accelerator.state.deepspeed_plugin is None:  # DeepSpeed clears its own
+            # Under FSDP2 the model may hold gathered parameters; those with gradients are the optimiser's.
+            getattr(self.optimizer, "optimizer", self.optimizer).zero_grad()
+        self._gradient_is_used = False
 
     def _share_of_step(self, mask: Tensor) -> float:
         """What turns the mean over a minibatch into its share of the mean over an optimiser step, before others divide.

@@ -249,7 +249,6 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
     def _optimise(self, rollout: Rollout) -> dict[str, Tensor]:
         """All epochs over a rollout; the statistics of its minibatches."""
         record, config = MinibatchRecord(), self.config
-        self.model.zero_grad()
         self.accelerator.step = 0  # of accumulation: an optimiser step begins here
         with ppo_setup.accumulating(self.accelerator, config), training(self.model):
             for _ in range(config.ppo_epochs):
@@ -268,6 +267,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         self, rollout: Rollout, minibatches: list[list[int]], record: MinibatchRecord
     ) -> None:
         record.begin()
+        self._clear_gradient()
         self._step_tokens = tokens_of_step(rollout.masks, minibatches, self.accelerator)
         try:
             for rows in minibatches:
