@@ -177,7 +177,7 @@ def test_a_stop_token_that_belongs_to_the_next_message():
         (TEMPLATES["chatml"], "reads no tools"),
         (TEMPLATES["qwen3_like"].replace("message.role == 'tool'", "false"), "leaves messages of the role 'tool' out"),
         (TEMPLATES["qwen3_like"].replace("message.tool_calls or []", "[]"), "leaves the arguments of tool calls out"),
-        (TEMPLATES["qwen3_like"].replace('{"name": "\' + call', '{"call": "\' + call'), "cannot be read back"),
+        (TEMPLATES["qwen3_like"].replace('{"name": "\' + function', '{"call": "\' + function'), "cannot be read back"),
         ("{{ tools | tojson }}{{ raise_exception('no tools here') if messages[-1].role == 'tool' }}" , "no tools here"),
     ],
     ids=["none", "reads no tools", "no answers", "no calls", "other form", "refuses"],

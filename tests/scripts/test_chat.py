@@ -154,9 +154,11 @@ def test_ctrl_c_ends_the_answer_and_then_the_chat(model_path):
     parent, child = pty.openpty()
     line = [sys.executable, "-m", "trl.cli", "chat", model_path, "--max_new_tokens", "90000"]
     line += ["--temperature", "0", "--eos_tokens", "<pad>", "--device", "cpu"]
+    # A suite in the background of a shell ignores SIGINT, and its children would inherit that.
     process = subprocess.Popen(
-        line, stdin=child, stdout=child, stderr=subprocess.PIPE, start_new_session=True
-    )
+        line, stdin=child, stdout=child, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     os.close(child)
     seen = ""
 

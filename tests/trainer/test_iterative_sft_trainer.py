@@ -55,7 +55,7 @@ def test_a_step_is_that_of_sft_however_it_is_cut(reference, cut):
     assert_same(keep.steps[0], reference[0])
     logged = trainer.state.log_history[0]
     for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
-        assert logged[name] == pytest.approx(reference[1][name], rel=1e-9), name
+        assert logged[name] == pytest.approx(reference[1][name], rel=1e-6), name  # transformers logs float32
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -103,7 +103,7 @@ def test_two_processes_share_a_step(reference, tmp_path):
     launch("tests.trainer.iterative_runs", str(out), '{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 9}')  # fmt: skip
     found = torch.load(out)
     assert_same(found["gradients"][0], reference[0])
-    assert found["logs"][0]["loss"] == pytest.approx(reference[1]["loss"], rel=1e-9)
+    assert found["logs"][0]["loss"] == pytest.approx(reference[1]["loss"], rel=1e-6)
     assert found["refusal"].startswith(
         "the processes have [1, 2] batches in this call, expected as many each."
     )
