@@ -20,6 +20,7 @@ from transformers import (
 from tests.experimental.ppo_runs import END, SETTINGS, even_tokens, logs, make, prompts, run
 from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from tests.trainer.resume_worker import tokenizer
+from trl.checkpoints.wholeness import CheckpointError
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 from trl.rewards.answers import RewardError
 
@@ -303,12 +304,17 @@ def test_checkpoint_and_saved_model(tmp_path):
     assert not (tmp_path / "checkpoint-2" / "rollout_0.safetensors").exists()  # the batch is done with
 
 
-def test_resuming_without_the_rollouts_is_said(tmp_path, caplog):
+def test_resuming_without_the_rollouts_is_asked_for_and_said(tmp_path, caplog):
     make(folder=tmp_path, save_strategy="steps", save_steps=1, **SHORT)[0].train()
-    (tmp_path / "checkpoint-1" / "rollout_0.safetensors").unlink()
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / "rollout_0.safetensors").unlink()
     trainer, _ = make(folder=tmp_path, **SHORT)
+    with pytest.raises(CheckpointError, match=r"rollout_0\.safetensors is missing"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer, _ = make(folder=tmp_path, resume_without=["progress"], **SHORT)
     with caplog.at_level(logging.WARNING):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step > 1
     assert "holds no rollouts that fit" in caplog.text
 
 
