@@ -1,7 +1,7 @@
 # Everything runs in .venv, made by plain venv and pip: pip's configuration decides which build of torch is installed.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALL := $(BIN)/python .ci/install.py
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 WORKERS ?= 2
 # glibc keeps freed tensors up to these sizes; otherwise the system zeroes the pages of each new tensor.
@@ -46,11 +46,11 @@ clean:
 
 # The stamps are older than what they were made from exactly when the environment has to be brought up to date.
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP_INSTALL) --editable '.[plot]'
+	$(INSTALL) '.[plot]'
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP_INSTALL) --editable '.[dev]'
+	$(INSTALL) '.[dev]'
 	touch $@ .venv/.installed
 
 # torchvision, torchaudio and torchcodec come along in builds that do not fit a CPU torch.

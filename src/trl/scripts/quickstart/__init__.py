@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from trl.scripts.allocator import keep_freed_memory
 from trl.scripts.plain_parser import PlainParser
 from trl.scripts.quickstart.methods import DEFAULT_METHOD, METHODS
 
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin while they wait; on a machine that is busy with other work that made this run ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     print("Loading PyTorch and transformers ...", flush=True)
+    keep_freed_memory()
     with _without_warnings(), _saying_how_to_go_on():
         from trl.scripts.quickstart.pipeline import run
 

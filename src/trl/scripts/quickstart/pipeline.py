@@ -102,7 +102,7 @@ def _run_stages(context: Context, method: str, stages: Sequence[Stage]) -> None:
         if stage in plan.kept:
             context.results.append(take_up(context, stage))
             continue
-        context.report.heading(f"Stage: {stage.name}")
+        context.report.heading(f"Stage {number} of {len(stages)}: {stage.name}")
         if stage is not plan.interrupted:
             remove_checkpoints(context, stage.name)
         begin_stage(context, stages[:number])

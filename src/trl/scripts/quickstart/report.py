@@ -1,5 +1,6 @@
 """What the user sees: progress, the loss as it falls, replies side by side, the table of stages, how to go on."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -204,7 +205,8 @@ class TrainingProgress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar."""
-        self._task = self._bar.add_task("training", total=state.max_steps, latest="")
+        self._began, self._first = time.perf_counter(), state.global_step
+        self._task = self._bar.add_task("training", total=state.max_steps, completed=self._first, latest="")
         self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -220,7 +222,12 @@ class TrainingProgress(TrainerCallback):
         tenth = state.global_step * PRINTED_LINES // state.max_steps
         if self._printed is None or tenth > self._printed:
             self._printed = tenth
+            texts.append(self._time_left(state))
             self.report.say("   ".join([f"step {state.global_step:>5} of {state.max_steps}", *texts]))
+
+    def _time_left(self, state: Any) -> str:
+        pace = (time.perf_counter() - self._began) / max(1, state.global_step - self._first)
+        return f"at most {pace * (state.max_steps - state.global_step):.0f} s left"
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the bar away."""
