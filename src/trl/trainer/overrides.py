@@ -42,6 +42,10 @@ NOT_CALLED_OF_GROUPS: NotCalled = {
     **dict.fromkeys(("_get_per_token_logps", "_get_per_token_logps_and_entropies"), _SCORING),
     "_calculate_rewards": (("rewarded",), "Give reward_funcs=, or override rewarded(experience, rows)"),
 }
+NOT_CALLED_OF_REPLAY: NotCalled = {**NOT_CALLED_OF_GROUPS, **dict.fromkeys(
+    ("slice_group_data", "update_replay_buffer", "sample_from_replay_buffer", "update_with_replay_buffer"),
+    (("make_window",), "Override make_window(number)"),
+)}  # fmt: skip
 
 
 class Overridable:

@@ -101,7 +101,6 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
     },
     "PPOTrainer": {"policy_model": "model"},
     "GFPOTrainer": {"group_filter_func": "_filter"},
-    "GRPOWithReplayBufferTrainer": {"replay_buffer": "buffer"},
 }  # fmt: skip
 """Attributes that are parts, by trainer: the path to them, or how they are made."""
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import (
     GRPOWithReplayBufferConfig,
 )
+from trl.experimental.grpo_with_replay_buffer.padded_methods import PaddedReplayMethods
 from trl.objectives.group_advantages import group_moments, has_no_variance
 from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience, concatenate
@@ -26,9 +27,10 @@ from trl.trainer.group_measures import sampled_lengths
 from trl.trainer.group_trainer import WINDOW_SHARE
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online_trainer import OLD, SCORES
+from trl.trainer.overrides import NOT_CALLED_OF_REPLAY
 
 
-class GRPOWithReplayBufferTrainer(GRPOTrainer):
+class GRPOWithReplayBufferTrainer(PaddedReplayMethods, GRPOTrainer):
     """`GRPOTrainer` with a buffer of earlier groups, which are learned from again where new ones teach nothing.
 
     A group whose rewards are all equal is replaced by one drawn from the buffer, with the log-probs, rewards and advantages
@@ -46,6 +48,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "grpo-with-replay-buffer"]
     _name: ClassVar[str] = "GRPO with replay buffer"
+    _not_called = NOT_CALLED_OF_REPLAY
     args: GRPOWithReplayBufferConfig
     _generated: Experience | None = None
 
@@ -60,6 +63,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         args = config_or_default(args, GRPOWithReplayBufferConfig, "grpo-with-replay-buffer")
         super().__init__(model, reward_funcs, args, *more, **named)
         self.buffer = GroupBuffer(args.replay_buffer_size, self.sizes.group)
+        self.replay_buffer = ReplayBuffer(args.replay_buffer_size)
 
     def columns(self, experience: Experience) -> tuple[str, ...]:
         """The old policy's log-probs always: a group may be learned from long after."""
