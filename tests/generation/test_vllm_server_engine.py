@@ -235,6 +235,7 @@ def test_weights_that_were_loaded_are_sent_again(group_port, monkeypatch):
         trainer.evaluate(rows)
         assert len(stand_in.received) == 1
         monkeypatch.setattr(Trainer, "_load_best_model", written)
+        trainer.state.best_model_checkpoint = "best"
         trainer._load_best_model()
         trainer.evaluate(rows)
         assert len(stand_in.received) == 2
