@@ -53,6 +53,21 @@ def test_a_run_does_not_start_beside_a_live_one(folder):
     assert not list(folder.glob(f"{PREFIX}*"))
 
 
+def test_a_callback_saves_in_a_run_that_was_not_to_save(tmp_path, caplog):
+    class Saves(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_save = True
+
+    make(ROWS, folder=tmp_path, max_steps=2, save_strategy="no", trainer={"callbacks": [Saves()]}).train()
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]  # no run folder
+    with caplog.at_level(logging.WARNING):
+        assert resume(tmp_path).state.global_step == 3
+    assert "another run" not in caplog.text
+
+
 def test_a_run_does_not_start_within_another(tmp_path):
     raised = []
 

@@ -380,7 +380,8 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         """
         args, output_dir = self.args, Path(super()._get_output_dir(trial))
         saves = saves or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
-        folder = output_dir / on_main(self.accelerator, run_folder_name)
+        known = None if self._run is None else self._run.folder
+        folder = known or output_dir / on_main(self.accelerator, run_folder_name)
         if saves and args.should_save:
             stack.enter_context(owned(folder, exclusive=alone))
         facts = self._facts if saves or resume else dict
@@ -405,9 +406,11 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
-        if self._run is None:  # called by a program, outside of a run
+        if self._run is None or not self._run.facts.get(
+            "method"
+        ):  # outside of a run, or in one that was not to save
             with ExitStack() as stack:
-                stack.callback(setattr, self, "_run", None)
+                stack.callback(setattr, self, "_run", self._run)
                 self._enter_run(stack, trial, saves=True)
                 self._save_checkpoint(model, trial)
             return
