@@ -4,8 +4,10 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer import dpo_runs, grpo_runs
-from tests.trainer.sft_runs import BLUE, USER, make
+from tests.trainer.sft_runs import BLUE, USER, config, make, model_for
+from trl import SFTTrainer
 
 ROWS = [{"messages": [USER, BLUE]}] * 6
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "per_device_eval_batch_size": 4}  # fmt: skip
@@ -34,6 +36,25 @@ def test_a_name_that_no_evaluation_has_is_refused_before_the_first_step():
     with pytest.raises(ValueError, match=r"metric_for_best_model='scoer' is not among .*'eval_score'"):
         trainer.train()
     assert trainer.state.global_step == 0 and counted.rows == [4]  # one batch
+
+
+class Plain(torch.utils.data.Dataset):
+    """A PyTorch data set of tokenised rows."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+
+
+def test_a_pytorch_data_set_is_checked_on_one_batch_too():
+    counted = Counting()
+    settings = config(**BEST, dataset_kwargs={"skip_prepare_dataset": True}, metric_for_best_model="score")
+    given = {"train_dataset": Plain(), "eval_dataset": Plain(), "compute_metrics": counted}
+    trainer = SFTTrainer(model_for(), settings, processing_class=tiny_tokenizer(), **given)
+    trainer.train()
+    assert counted.rows[0] == 4 and trainer.state.best_metric == 1.0
 
 
 def test_the_check_leaves_no_trace():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from torch.utils.data import Subset
 from transformers.trainer_utils import IntervalStrategy
 
 from trl.data.streams import is_stream
@@ -44,7 +45,11 @@ def check_best_metric(trainer: Any) -> None:
     name, metric = chosen
     args, own = trainer.args, trainer.eval_dataset
     rows, given = args.per_device_eval_batch_size * args.world_size, own if name is None else own[name]
-    part = given.take(rows) if is_stream(given) else given.select(range(min(rows, len(given))))
+    if is_stream(given):
+        part = given.take(rows)
+    else:
+        first = range(min(rows, len(given)))
+        part = given.select(first) if hasattr(given, "select") else Subset(given, first)
     prefix = "eval" if name is None else f"eval_{name}"
     with ExitStack() as stack:
         stack.enter_context(holding(trainer, "eval_dataset", part if name is None else {**own, name: part}))
