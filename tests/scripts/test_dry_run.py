@@ -69,7 +69,8 @@ def test_a_dry_run_shows_the_data_and_writes_nothing(run, name, tmp_path):
     out = run(name, "--learning_rate", "0.125")
     assert ROWS[name][1] in out
     assert re.search(r"^  learning_rate +0\.125$", out, re.MULTILINE)
-    assert "weight_decay" not in out and "model_init_kwargs" not in out
+    assert all(default not in out for default in ("weight_decay", "model_init_kwargs", "f_divergence_type"))
+    assert "KL_completion" not in out or re.search(r"KL_completion \(\d+ tokens, 0 trained\)", out)
     assert out.count("Row ") == 2 and "Dry run: nothing was trained or written." in out
     assert not (tmp_path / "out").exists()
     weights = sizes(out)["weights"]

@@ -35,7 +35,7 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
             made = field.default_factory is not dataclasses.MISSING
             default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
             value = getattr(config, field.name)
-            value = value.value if isinstance(value, Enum) else value
+            value, default = (each.value if isinstance(each, Enum) else each for each in (value, default))
             filled = field.name in _FILLED_IN or (default in (None, "", "none") and not value)
             if not filled and value != default:
                 changed[field.name] = value
@@ -70,7 +70,10 @@ def sequences(trainer: Any, row: dict[str, Any]) -> list[Shown]:
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:
         title = {name: name.removesuffix("_input_ids") for name in parts}
-        return [Shown(title[name], ids, [title[name] != "prompt"] * len(ids)) for name, ids in parts.items()]
+        trained = {
+            name: title[name] not in ("prompt", "KL_completion") for name in parts
+        }  # KTO's KL is a constant
+        return [Shown(title[name], ids, [trained[name]] * len(ids)) for name, ids in parts.items()]
     if "input_ids" not in row:
         return []
     batch = trainer.data_collator([row])
