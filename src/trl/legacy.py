@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import TrainingArguments
 
-from trl.options.training import TrainingDefaults, wrong_config
+from trl.options.training import TrainingDefaults, require_set_up, wrong_config
 
 
 class Older(NamedTuple):
@@ -231,6 +231,7 @@ def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model:
     if args is None:
         return config_class(output_dir=default_output_dir(model, config_class), **changes)
     if isinstance(args, config_class):
+        require_set_up(args)
         return dataclasses.replace(args, **changes) if changes else args
     of_another_method = isinstance(args, TrainingDefaults) and not issubclass(config_class, type(args))
     if of_another_method or not isinstance(

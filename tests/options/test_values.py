@@ -1,6 +1,10 @@
 """Numbers and booleans given as text are read as on the command line; numbers out of range are refused by one table."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -23,6 +27,9 @@ from trl import (
 )
 from trl.experimental.ppo import PPOConfig as DataSetPPOConfig
 from trl.options.values import number_fields
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 TRAINING = (
     BCOConfig, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, RLOOConfig, SFTConfig,
@@ -128,3 +135,30 @@ def test_sentinels_and_limits_without_end_stay(tmp_path):
 def test_no_trackers_by_none(tmp_path):
     """transformers takes None for a name and fails on it."""
     assert SFTConfig(str(tmp_path), report_to=None).report_to == []
+
+
+@dataclass
+class OwnFields(SFTConfig):
+    """A program's config."""
+
+    shift: float = -1.0
+    unknown: float = math.nan
+    steps: int | None = None
+    mode: bool | Literal["auto"] = False
+
+
+@dataclass
+class OwnType(SFTConfig):
+    """A program's config with a type that is not there at run time."""
+
+    exact: Decimal | None = None
+
+
+def test_a_programs_own_fields_have_no_bounds_and_may_be_text(tmp_path):
+    config = OwnFields(str(tmp_path), steps="-3", mode="auto", learning_rate="1e-5")  # type: ignore[arg-type]
+    assert (config.shift, config.steps, config.mode, config.learning_rate) == (-1.0, -3, "auto", 1e-5)
+    assert math.isnan(config.unknown)
+    assert OwnType(str(tmp_path), max_steps="4").max_steps == 4  # type: ignore[arg-type]
+    for kind in (OwnFields, OwnType):
+        with pytest.raises(ValueError, match=r"weight_decay must be >= 0, got -0\.1"):
+            kind(str(tmp_path), weight_decay=-0.1)

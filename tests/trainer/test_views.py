@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import defaultdict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -256,3 +257,38 @@ def test_another_trainer_without_its_constructor_is_refused():
             TypeError, match=r"Mine.__init__ did not call the constructor.*super\(\).__init__"
         ):
             call()
+
+
+@dataclass
+class CourseConfig(SFTConfig):
+    """A program's config with a field of its own."""
+
+    course: float = 0.5
+
+
+class CourseTrainer(SFTTrainer):
+    """A program's trainer whose attributes share names with its config's field and with a view."""
+
+    _width = 7
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.course = {"level": self.args.course}
+
+    @property
+    def max_length(self):
+        return self._width
+
+    @max_length.setter
+    def max_length(self, value):
+        self._width = value
+
+
+def test_names_of_a_program_are_its_own():
+    trainer = trainer_of(
+        CourseTrainer, CourseConfig, None, {"course": 2.0}, model=tiny_model("gpt2"),
+        train_dataset=Dataset.from_list(fixed_rows()),
+    )  # fmt: skip
+    assert trainer.course == {"level": 2.0} and trainer.args.course == 2.0
+    trainer.max_length = 9
+    assert trainer.max_length == 9

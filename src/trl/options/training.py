@@ -131,13 +131,24 @@ def wrong_config(args: Any, config_class: type) -> TypeError:
     )
 
 
+def require_set_up(args: Any) -> None:
+    """Raise TypeError for a config whose class has a `__post_init__` that leaves ours out."""
+    if not hasattr(args, "distributed_state"):
+        raise TypeError(
+            f"{type(args).__name__}.__post_init__ did not call super().__post_init__(), so its settings were not checked. Call it "
+            "there."
+        )
+
+
 def config_or_default(args: Any, config_class: type[Config], output_dir: str) -> Config:
     """`args`, or where None a config with this output directory.
 
-    Raises: TypeError for a config of another method, whose defaults would pass for the user's settings.
+    Raises: TypeError for a config of another method, whose defaults would pass for the user's settings, and for a subclass
+    whose `__post_init__` leaves ours out.
     """
     if args is None:
         return config_class(output_dir)  # pyright: ignore[reportCallIssue]
     if not isinstance(args, config_class):
         raise wrong_config(args, config_class)
+    require_set_up(args)
     return args

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from transformers.hf_argparser import string_to_bool
 
@@ -34,10 +34,23 @@ class NumberField(NamedTuple):
     is_list: bool
 
 
+def library_config(config_class: type) -> type:
+    """The config of this library that a program's config class extends; the class itself where it extends none."""
+    kinds = (kind for kind in config_class.__mro__ if kind.__module__.startswith("trl."))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), config_class)
+
+
 @functools.cache
 def number_fields(config_class: type) -> dict[str, NumberField]:
-    """The fields of a dataclass that hold numbers or booleans and no text, by name."""
-    hints = get_type_hints(config_class)
+    """The fields of a dataclass that hold numbers or booleans and no text, by name.
+
+    Those of `library_config` alone where a program's own have a type that is not there at run time.
+    """
+    try:
+        hints = get_type_hints(config_class)
+    except NameError:
+        config_class = library_config(config_class)
+        hints = get_type_hints(config_class)
     found = {item.name: _number_field(hints[item.name]) for item in dataclasses.fields(config_class)}
     return {name: entry for name, entry in found.items() if entry is not None}
 
@@ -47,7 +60,8 @@ def _number_field(hint: Any) -> NumberField | None:
     for member in members:
         if get_origin(member) is list and get_args(member)[0] in _READERS:
             return NumberField(_READERS[get_args(member)[0]], is_list=True)
-    kinds = [] if str in members else [kind for kind in _READERS if kind in members]
+    has_text = any(member is str or get_origin(member) is Literal for member in members)
+    kinds = [] if has_text else [kind for kind in _READERS if kind in members]
     return NumberField(_READERS[kinds[0]], is_list=False) if kinds else None
 
 
@@ -83,12 +97,12 @@ def read_text_values(config: Any) -> None:
 
 
 def check_numbers(config: Any) -> None:
-    """Check that every number is finite and not negative, but for the documented exceptions.
+    """Check that every number is finite and not negative, but for the documented exceptions and a program's own fields.
 
     Raises: ValueError naming every field that is not.
     """
     faults = []
-    for name, (_, is_list) in number_fields(type(config)).items():
+    for name, (_, is_list) in number_fields(library_config(type(config))).items():
         value = vars(config).get(name)
         for number in value if isinstance(value, list) else [value]:
             if not isinstance(number, (int, float)) or number == _SENTINELS.get(name):

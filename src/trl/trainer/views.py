@@ -13,6 +13,7 @@ from transformers import GenerationConfig, TrainingArguments
 
 from trl.data.rendering import text_tokenizer
 from trl.models.peft import is_peft_model
+from trl.options.values import library_config
 
 OTHER_NAMES = {
     "epsilon_low": "epsilon",
@@ -107,7 +108,8 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
 
 @cache
 def _fields(config: type) -> dict[str, str]:
-    """The attributes that are fields of a method's config, not of `TrainingArguments`, with the fields."""
+    """The attributes that are fields of a method's config, not of `TrainingArguments` or a program's subclass, with the fields."""
+    config = library_config(config)
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     own = names - {field.name for field in dataclasses.fields(TrainingArguments)}
     others = {name: field for name, field in OTHER_NAMES.items() if field in names}
@@ -139,7 +141,9 @@ class Views:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        fields = _fields(type(vars(self)["args"])) if "_sums" in vars(self) and "args" in vars(self) else {}
+        built = "_sums" in vars(self) and "args" in vars(self)
+        # A name that the class defines, perhaps as a property of a program's, is no view.
+        fields = _fields(type(vars(self)["args"])) if built and not hasattr(type(self), name) else {}
         if fields.get(name) in LIVE:
             setattr(vars(self)["args"], fields[name], value)
         elif not fields or not (name in fields or name in _parts(type(self))):
