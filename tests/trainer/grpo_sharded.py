@@ -24,7 +24,11 @@ SETTINGS = {
     "save_strategy": "steps", "save_steps": 3,
 }  # fmt: skip
 # Four steps, the same from the checkpoint within their second window, and a window with tools.
-RUNS = {"whole": {}, "resumed": {}, "tools": {"max_steps": 2, "max_completion_length": 40, "seed": 17}}
+RUNS = {
+    "whole": {},
+    "resumed": {},
+    "tools": {"max_steps": 2, "max_completion_length": 40, "seed": 17, "data_seed": 1},
+}
 
 
 def policy_of(name: str):

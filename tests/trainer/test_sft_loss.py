@@ -179,7 +179,7 @@ def test_accuracy_is_the_mean_of_the_steps_since_the_last_log():
         ({"logging_steps": 2}, [2, 4]),
         ({"logging_steps": 2, "logging_first_step": True}, [1, 2, 4]),
         ({"logging_steps": 0.5}, [2, 4]),
-        ({"logging_strategy": "no"}, []),
+        ({"logging_strategy": "no"}, [4]),  # for the summary
     ],
 )  # fmt: skip
 def test_entropy_is_computed_where_it_is_logged_and_nowhere_else(settings, steps, monkeypatch):
@@ -327,3 +327,46 @@ def test_the_fused_optimiser_is_the_plain_one():
         trainer = trained_plainly(model=tiny_model("llama"), optim=optimiser, max_steps=2)
         weights.append(trainer.model.lm_head.weight)
     torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
+
+
+class WithoutCount(SFTTrainer):
+    """Overrides in the forms of 0.4-0.11, before transformers added arguments; the first hands nothing on."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        return super().compute_loss(model, inputs, return_outputs)
+
+    def log(self, logs):
+        super().log({**logs, "own": 1.0})
+
+
+class OwnMean(SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.count_seen(inputs)
+        return 3.0 * next(model.parameters()).double().mean()
+
+
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_overrides_without_the_count_train_on_the_mean_of_the_step(batch_size, monkeypatch):
+    cut = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size}
+    reference, expected = build()
+    reference.train()
+    monkeypatch.setitem(globals(), "SFTTrainer", WithoutCount)
+    trainer, keep = build(**cut)
+    trainer.train()
+    for name, gradient in expected.steps[0].items():
+        torch.testing.assert_close(keep.steps[0][name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+    assert logged(trainer, "loss") == pytest.approx(logged(reference, "loss"), rel=1e-6)
+    assert logged(trainer, "own") == [1.0, 1.0]  # of the step and the summary
+
+
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_an_own_mean_is_divided_by_the_number_of_micro_batches(batch_size, monkeypatch):
+    monkeypatch.setitem(globals(), "SFTTrainer", OwnMean)
+    model = model64()
+    trainer, keep = build(
+        model, per_device_train_batch_size=batch_size, gradient_accumulation_steps=8 // batch_size
+    )
+    first = next(iter(dict(model.named_parameters())))
+    trainer.train()
+    gradient = keep.steps[0][first]
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 3.0 / gradient.numel()), rtol=1e-9, atol=0)

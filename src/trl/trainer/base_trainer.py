@@ -162,15 +162,28 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
     ) -> Tensor:
         """One micro-batch, forward and backward; a loss that is not finite stops the run with advice.
 
-        With `activation_offloading` its activations wait for the backward pass in CPU memory.
+        The loss of an overridden `compute_loss` that does not call ours is divided by the number of micro-batches. With
+        `activation_offloading` activations wait for the backward pass in CPU memory.
         """
         if self._unprepared:  # not when they were drawn: what a run goes on from is loaded after that
             batches, self._unprepared = self._unprepared, None
             self.prepare_step(batches)
-        with self._offloading():
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._units_of_step, self.loss_is_scaled_for_ga = num_items_in_batch, False
+        try:
+            with self._offloading():
+                loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._units_of_step = None
         self._require_finite("loss", loss.item())
         return loss
+
+    _units_of_step: Tensor | int | None = None
+
+    def units_of_step(self, given: Tensor | int | None) -> Tensor | int | None:
+        """The step's count that `compute_loss` divides by, also where an override did not hand it on; None outside a step."""
+        count = self._units_of_step if given is None else given
+        self.loss_is_scaled_for_ga = count is not None
+        return count
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient's norm; one that is not finite stops the run before the update (fp16 skips such steps)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -48,6 +49,10 @@ NOT_CALLED_OF_REPLAY: NotCalled = {**NOT_CALLED_OF_GROUPS, **dict.fromkeys(
 )}  # fmt: skip
 
 
+_ADDED_LATER = {"compute_loss": "num_items_in_batch", "log": "start_time"}
+"""Arguments that transformers 4.46 added: overrides of 0.4-0.11 do not take them."""
+
+
 class Overridable:
     """Mixin that knows which methods of this library's trainers a subclass, or a program, has replaced."""
 
@@ -60,6 +65,11 @@ class Overridable:
             others = {name for names, _ in cls._not_called.values() for name in names}
             names = {*(name for name in CALLED if hasattr(cls, name)), *cls._not_called, *others}
             cls._own_methods = {name: _definition(cls, name) for name in names}
+            return
+        for name, later in _ADDED_LATER.items():
+            method = vars(cls).get(name)
+            if inspect.isfunction(method) and not takes(method, later):
+                setattr(cls, name, _without(method, later))
 
     def overridden(self, *names: str) -> bool:
         """Whether one of the named methods is not that of this library."""
@@ -78,6 +88,17 @@ class Overridable:
 
 def _definition(kind: type, name: str) -> Any:
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+
+
+def _without(method: Callable[..., Any], later: str) -> Callable[..., Any]:
+    count = method.__code__.co_argcount - 1
+
+    @functools.wraps(method)
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        named.pop(later, None)
+        return method(self, *given[:count], **named)
+
+    return call
 
 
 def takes(method: Callable[..., Any], name: str) -> bool:

@@ -198,6 +198,7 @@ class SFTTrainer(BaseTrainer):
         `num_items_in_batch` counts the trained tokens of the whole step (all micro-batches, all processes); without it
         the loss is the mean over this batch. `return_outputs` also gives the logits, of padded rows.
         """
+        num_items_in_batch = self.units_of_step(num_items_in_batch)
         self.count_seen(inputs)
         count = self.count_units(inputs)
         denominator = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch

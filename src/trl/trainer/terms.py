@@ -57,18 +57,6 @@ class LossOfTerms(_Trainer):
         """The outcome that is trained with."""
         return self.outcome(model, batch)
 
-    _units_of_step: Tensor | int | None = None  # of the step that is trained on
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """One micro-batch; the loss of a `compute_loss` that does not call ours is divided by the number of micro-batches."""
-        self._units_of_step, self.loss_is_scaled_for_ga = num_items_in_batch, False
-        try:
-            return super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            self._units_of_step = None
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -81,9 +69,7 @@ class LossOfTerms(_Trainer):
         `num_items_in_batch` holds the step's number of each kind of unit (all micro-batches, all processes); without it
         the loss is that of this batch alone. `return_outputs` also gives predictions and labels.
         """
-        if num_items_in_batch is None:
-            num_items_in_batch = self._units_of_step
-        self.loss_is_scaled_for_ga = num_items_in_batch is not None
+        num_items_in_batch = self.units_of_step(num_items_in_batch)
         inputs = self.take_batch(inputs)
         self.count_seen(inputs)
         own = self.count_units(inputs)
