@@ -121,8 +121,10 @@ def _not_whole(folder: Path, without: Sequence[str]) -> CheckpointError:
     """The error for a checkpoint that lost a part: its files, and what to do."""
     found = faults(folder, without=without)
     parts = list(dict.fromkeys(_part_of(file) for file in found))
-    option = "" if "" in parts else f" Or set resume_without={[*without, *parts]}: these parts start anew."
-    return CheckpointError(f"{folder} is not whole: {listed(found)}.{_another(folder)}{option}")
+    another = _another(folder)
+    verb = "Or set" if "Resume from" in another else "Set"
+    option = "" if "" in parts else f" {verb} resume_without={[*without, *parts]}: these parts start anew."
+    return CheckpointError(f"{folder} is not whole: {listed(found)}.{another}{option}")
 
 
 def listed(found: Mapping[str, str]) -> str:
