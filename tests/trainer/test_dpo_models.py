@@ -182,7 +182,7 @@ def test_images_in_advance_and_evaluated_with_samples(tmp_path, monkeypatch, cap
         eval_dataset=Dataset.from_list(IMAGES[:3]), generate_during_eval=True, max_length=80, max_prompt_length=None,
     )  # fmt: skip
     metrics = trainer.evaluate()
-    assert metrics["eval_rewards/chosen"] == 0
+    assert metrics["eval_rewards/chosen"] == pytest.approx(0, abs=1e-5)  # sums of float32
     out = capsys.readouterr().out
     assert "Ref Model" in out and PLACEHOLDERS["llava"] in out
 
