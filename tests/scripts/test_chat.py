@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -174,8 +175,13 @@ def test_ctrl_c_ends_the_answer_and_then_the_chat(model_path):
     wait_until(lambda text: len(text.partition("assistant: ")[2]) > 20)
     process.send_signal(signal.SIGINT)
     wait_until(lambda text: "user: " in text.partition("(stopped)")[2])
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    # readline sleeps on if the signal comes between its prompt and its wait for input.
+    for _ in range(12):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+            break
+    assert process.returncode == 0
     errors = process.stderr.read().decode()
     assert "Traceback" not in errors
     os.close(parent)
