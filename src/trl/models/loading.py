@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from trl.data.hub import loading_from_hub, may_be_on_hub
+from trl.data.rendering import text_tokenizer
 from trl.models.dtypes import resolve_dtype
 from trl.models.peft import require_peft
 from trl.models.quantization import get_kbit_device_map
@@ -153,7 +154,7 @@ def apply_special_tokens(
     Both must be in its vocabulary. Without any pad token, eos pads: what is trained is chosen by position, never by
     token id, so eos stays trained.
     """
-    tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer: Any = text_tokenizer(processing_class)
     for field, token in (("eos_token", eos_token), ("pad_token", pad_token)):
         if token is not None:
             _check_in_vocabulary(tokenizer, field, token)

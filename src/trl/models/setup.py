@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from trl.data.rendering import text_tokenizer
 from trl.models.chat_setup import clone_chat_template
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
@@ -81,7 +82,7 @@ def _check_weights(core: PreTrainedModel) -> None:
 def check_processing_class(processing_class: Any) -> None:
     """Raise TypeError for what is neither a tokenizer nor a processor, ValueError for a tokenizer without a vocabulary."""
     if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
-        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        tokenizer = text_tokenizer(processing_class)
         if isinstance(tokenizer, PreTrainedTokenizerBase) and len(tokenizer) <= len(
             tokenizer.all_special_ids
         ):

@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from trl.data.rendering import text_tokenizer
+
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
 _FILLED_IN = (
     "accelerator_config",
@@ -86,7 +88,7 @@ def sequences(trainer: Any, row: dict[str, Any]) -> list[Shown]:
 
 def rendered(processing_class: Any, sequence: Shown, *, colour: bool) -> Text:
     """A sequence as text. What is trained is coloured, or stands between >> and <<."""
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer: Any = text_tokenizer(processing_class)
     count = sum(sequence.trained)
     text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {count} trained): ")
     half = _MOST_TOKENS // 2

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
+from trl.data.rendering import text_tokenizer
 from trl.models.layout import IGNORED, ROW_KEYS
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
@@ -56,7 +57,7 @@ def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:
 
 
 def _table(trainer: Any, rows: Sequence[dict[str, Any]], *, seed: int) -> pd.DataFrame:
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    tokenizer = text_tokenizer(trainer.processing_class)
     inputs = [_inputs(trainer, row, tokenizer) for row in rows]
     settings = generation_settings(trainer, longest_prompt=max(row["input_ids"].shape[1] for row in inputs))
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.integrations import TensorBoardCallback
 
 from trl.data.formats import is_conversational
+from trl.data.rendering import text_tokenizer
 from trl.data.templates import maybe_apply_chat_template
 from trl.models.distributed import unwrap_model_for_generation
 from trl.models.lending import undisturbed
@@ -79,7 +80,7 @@ def sample_completions(
     The model is in eval mode meanwhile, and the random streams are left as they were, so that sampling or not
     sampling gives the same training.
     """
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    tokenizer: Any = text_tokenizer(trainer.processing_class)
     accelerator, batch_size = trainer.accelerator, trainer.args.per_device_eval_batch_size
     share = math.ceil(len(rows) / accelerator.num_processes)
     # Every process gets equally many, or sharded models would wait for each other forever.
@@ -163,7 +164,7 @@ def generation_settings(trainer: Any, *, longest_prompt: int) -> dict[str, Any]:
     room = None if args.max_length is None else max(args.max_length - longest_prompt, 1)
     if model.config.is_encoder_decoder:
         room = getattr(args, "max_completion_length", None) or args.max_length
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    tokenizer: Any = text_tokenizer(trainer.processing_class)
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = own if isinstance(own, list) else [own]
     return {
