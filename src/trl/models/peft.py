@@ -96,21 +96,16 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     return model
 
 
-def merge_adapter(model: Any) -> PreTrainedModel:
-    """Merge a `PeftModel`'s active adapter into its base, in the base's dtype and in place, with a warning; return the base.
+def merged_base(model: Any) -> PreTrainedModel:
+    """Merge a `PeftModel`'s active adapter into its base, in the base's dtype and in place; return the base.
 
     Raises `ValueError` for an adapter that cannot be merged (prompt tuning, GPTQ and other quantised layers).
     """
     from peft.utils import ModulesToSaveWrapper
 
-    active, others = list(model.active_adapters), sorted(set(model.peft_config) - set(model.active_adapters))
-    given = f"peft_config was given with a PeftModel (adapter {', '.join(active)})"
     if not hasattr(model.base_model, "merge_and_unload"):
         kind = model.active_peft_config.peft_type
-        raise ValueError(
-            f"{given}, and adapters of type {getattr(kind, 'value', kind)} cannot be merged into the base. Leave peft_config "
-            "out to train the adapter that is there, or pass the base model alone."
-        )
+        raise ValueError(f"adapters of type {getattr(kind, 'value', kind)} cannot be merged into the base")
     for module in model.modules():
         if isinstance(
             module, ModulesToSaveWrapper
@@ -118,11 +113,22 @@ def merge_adapter(model: Any) -> PreTrainedModel:
             for name in module.active_adapters:
                 module.modules_to_save[name].to(next(module.original_module.parameters()).dtype)
     try:
-        base = model.merge_and_unload(safe_merge=True)
+        return model.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError) as error:  # RuntimeError: layers without a merge
+        reason = str(error).strip() or type(error).__name__
+        raise ValueError(f"peft cannot merge that adapter into the base ({reason})") from error
+
+
+def merge_adapter(model: Any) -> PreTrainedModel:
+    """`merged_base` of a `PeftModel` that gets a new adapter, with a warning. Raises `ValueError` as that does."""
+    active, others = list(model.active_adapters), sorted(set(model.peft_config) - set(model.active_adapters))
+    given = f"peft_config was given with a PeftModel (adapter {', '.join(active)})"
+    try:
+        base = merged_base(model)
+    except ValueError as error:
         raise ValueError(
-            f"{given}, and peft cannot merge that adapter into the base ({str(error).strip() or type(error).__name__}). Leave "
-            "peft_config out to train the adapter that is there, or load the base unquantised."
+            f"{given}, and {error}. Leave peft_config out to train the adapter that is there, pass the base model alone, or load "
+            "the base unquantised."
         ) from error
     logger.warning(
         "%s: the adapter is merged into the base%s, and a new one is trained on top. The new adapter belongs to the merged base, "

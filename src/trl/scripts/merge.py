@@ -53,6 +53,7 @@ def merge(adapter: str, out: str) -> None:
 
     from trl.models.classifier_setup import REWARD_MODEL, STEP_CLASSIFIER
     from trl.models.loading import create_model_from_path, load_processing_class
+    from trl.models.peft import merged_base
 
     config = PeftConfig.from_pretrained(adapter)
     kinds = {kind.task_type: kind for kind in (REWARD_MODEL, STEP_CLASSIFIER)}
@@ -60,11 +61,8 @@ def merge(adapter: str, out: str) -> None:
     model: Any = create_model_from_path(
         adapter, kind and kind.auto, **({"num_labels": kind.labels} if kind else {})
     )
-    if not hasattr(type(model.base_model), "merge_and_unload"):
-        raise ValueError(
-            f"An adapter of type {config.peft_type} cannot be merged: it adds no weights to the model's own."
-        )
+    base = merged_base(model)
     has_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
     tokenizer = load_processing_class(adapter if has_tokenizer else str(config.base_model_name_or_path))
-    model.merge_and_unload().save_pretrained(out)
+    base.save_pretrained(out)
     tokenizer.save_pretrained(out)
