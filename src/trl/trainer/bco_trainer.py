@@ -23,6 +23,7 @@ from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.bco_config import BCOConfig
+from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
 from trl.trainer.overrides import call_with
 from trl.trainer.pairs import row_count
 from trl.trainer.row_loaders import holding
@@ -214,17 +215,15 @@ class BCOTrainer(UnpairedTrainer):
         Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions are
         matched. With `do_train` the rewards move delta, unless they count already as part of a step.
         """
-        logps = torch.cat([policy_chosen_logps, policy_rejected_logps])
-        ref_logps = torch.cat([reference_chosen_logps, reference_rejected_logps])
-        desirable = torch.arange(len(logps), device=logps.device) < len(policy_chosen_logps)
-        scores = UnpairedScores(logps, ref_logps, desirable)
+        scores = scores_by_kind(
+            policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
+        )
         delta = self._delta(scores, moves=do_train)
         weights = self._undesirable_weights(rejected_embeddings)
         if weights is not None:
             weights = torch.cat([weights.new_ones(len(policy_chosen_logps)), weights])
         losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values
-        rewards = (self.args.beta * scores.ratios).detach()
-        return losses, rewards[desirable], rewards[~desirable], delta
+        return losses, *rewards_by_kind(scores, self.args.beta), delta
 
     def call_loss_method(self, model: nn.Module, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `bco_loss` gives for a batch."""

@@ -16,6 +16,7 @@ from trl.models.kept_keys import KeptKeys, can_keep_keys
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kl_sum, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.kto_config import KTOConfig
+from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
 from trl.trainer.pairs import row_count
 from trl.trainer.unpaired import UnpairedTrainer
 
@@ -157,17 +158,15 @@ class KTOTrainer(UnpairedTrainer):
         Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired" does
         not read.
         """
-        logps = torch.cat([policy_chosen_logps, policy_rejected_logps])
-        ref_logps = torch.cat([reference_chosen_logps, reference_rejected_logps])
-        desirable = torch.arange(len(logps), device=logps.device) < len(policy_chosen_logps)
-        kl = logps.new_zeros(())
+        scores = scores_by_kind(
+            policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
+        )
+        kl = scores.logps.new_zeros(())
         if self.mismatched:
             assert policy_KL_logps is not None and reference_KL_logps is not None
             kl = kl_estimate(kl_sum(policy_KL_logps, reference_KL_logps))
-        scores = UnpairedScores(logps, ref_logps, desirable)
         losses = kto_terms(scores, self.args.kto_options(), kl=kl).values
-        rewards = (self.args.beta * scores.ratios).detach()
-        return losses, rewards[desirable], rewards[~desirable], kl
+        return losses, *rewards_by_kind(scores, self.args.beta), kl
 
     def call_loss_method(self, model: nn.Module, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `kto_loss` gives for a batch, with the mismatched completions of that batch."""

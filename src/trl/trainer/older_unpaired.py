@@ -111,6 +111,20 @@ class OlderUnpairedMethods:
         return self.generate_from_model(model, batch), reference.score(model, batch, generate)
 
 
+def scores_by_kind(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+) -> UnpairedScores:
+    """The scores of desirable completions, `(C,)` log-probs of policy and reference, followed by the others, `(R,)`."""
+    logps, ref_logps = torch.cat([chosen, rejected]), torch.cat([ref_chosen, ref_rejected])
+    return UnpairedScores(logps, ref_logps, torch.arange(len(logps), device=logps.device) < len(chosen))
+
+
+def rewards_by_kind(scores: UnpairedScores, beta: float) -> tuple[Tensor, Tensor]:
+    """The implicit rewards of the desirable completions `(C,)` and of the others `(R,)`, without gradient."""
+    rewards = (beta * scores.ratios).detach()
+    return rewards[scores.desirable], rewards[~scores.desirable]
+
+
 def in_rows(label: Tensor, values: Tensor) -> Tensor:
     """Values `(B,)` of the desirable completions and then the others, in the order of the rows of `label` `(B,)`."""
     return values[torch.cat([label.nonzero(), (~label).nonzero()])[:, 0].argsort()]
