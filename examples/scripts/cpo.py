@@ -9,6 +9,7 @@ Llama of random weights to prefer calm answers to rude ones.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -17,13 +18,15 @@ from trl.scripts.training import load_inputs
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import tiny
 
-if __name__ == "__main__":
-    parser = TrlParser((ScriptArguments, CPOConfig, ModelConfig))
+
+def train(config_class: Any, trainer_class: Any) -> Any:
+    """Read the command line, train, and save; returns the trainer."""
+    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
     given = tiny.arguments(parser, tiny.manners)
     script_args, training_args, model_args = parser.parse_args_and_config(given)
     train_rows, eval_rows = load_inputs(script_args, training_args, model_args, DatasetMixtureConfig())
 
-    trainer = CPOTrainer(
+    trainer = trainer_class(
         model_args.model_name_or_path,
         args=training_args,
         train_dataset=train_rows,
@@ -34,3 +37,8 @@ if __name__ == "__main__":
     trainer.save_model(training_args.output_dir)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    return trainer
+
+
+if __name__ == "__main__":
+    trainer = train(CPOConfig, CPOTrainer)

@@ -21,10 +21,9 @@ from trl import (
     ModelConfig,
     ScriptArguments,
     TrlParser,
-    get_kbit_device_map,
     get_peft_config,
-    get_quantization_config,
 )
+from trl.scripts.model_loading import model_init_kwargs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import tiny
@@ -36,15 +35,7 @@ def train(**defaults: Any) -> Any:
     parser.set_defaults(max_length=None, max_prompt_length=None, **defaults)  # images are long
     given = tiny.arguments(parser, tiny.colours, max_steps=30)
     script_args, training_args, model_args = parser.parse_args_and_config(given)
-    quantization_config = get_quantization_config(model_args)
-    settings: dict[str, Any] = {
-        "revision": model_args.model_revision,
-        "trust_remote_code": model_args.trust_remote_code,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        "device_map": get_kbit_device_map() if quantization_config is not None else None,
-        "quantization_config": quantization_config,
-    }
+    settings = model_init_kwargs(model_args)
     name, peft_config = model_args.model_name_or_path, get_peft_config(model_args)
     model = AutoModelForImageTextToText.from_pretrained(name, **settings)
     # With an adapter, the model without it is the reference.

@@ -22,11 +22,10 @@ from trl import (
     ModelConfig,
     ScriptArguments,
     TrlParser,
-    get_kbit_device_map,
     get_peft_config,
-    get_quantization_config,
 )
 from trl.rewards import accuracy_reward, think_format_reward
+from trl.scripts.model_loading import model_init_kwargs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import tiny
@@ -61,14 +60,7 @@ def train(config_class: Any, trainer_class: Any, **defaults: Any) -> Any:
     script_args, training_args, model_args = parser.parse_args_and_config(
         tiny.arguments(parser, rows, **TINY)
     )
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-    }
-    if quantization_config := get_quantization_config(model_args):
-        training_args.model_init_kwargs["device_map"] = get_kbit_device_map()
-        training_args.model_init_kwargs["quantization_config"] = quantization_config
+    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
     dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
     wanted = {"image", "images", "prompt", "solution"}
 

@@ -19,10 +19,9 @@ from trl import (
     SFTConfig,
     SFTTrainer,
     TrlParser,
-    get_kbit_device_map,
     get_peft_config,
-    get_quantization_config,
 )
+from trl.scripts.model_loading import model_init_kwargs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import tiny
@@ -39,14 +38,7 @@ def train(
     parser.set_defaults(max_length=None, **defaults)  # images soon reach the default of 1024 tokens
     given = tiny.arguments(parser, rows, max_steps=30)
     script_args, training_args, model_args = parser.parse_args_and_config(given)
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-    }
-    if quantization_config := get_quantization_config(model_args):
-        training_args.model_init_kwargs["device_map"] = get_kbit_device_map()
-        training_args.model_init_kwargs["quantization_config"] = quantization_config
+    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
     dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
     dataset = prepare(dataset, script_args) if prepare else dataset.select_columns(["messages", "images"])
 
