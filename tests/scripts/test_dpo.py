@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.tiny import tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
 from trl.scripts import dpo
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import run_script
@@ -16,14 +15,6 @@ TURN = "\n\nHuman: And then?\n\nAssistant:"
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", vocab_size=400).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import COMMANDS
 from trl.scripts.dry_run import Shown, rendered
@@ -26,14 +25,6 @@ ROWS = {
     "grpo": (QUESTION, "0 trained): How many apples are left?"),
     "rloo": (QUESTION, "0 trained): How many apples are left?"),
 }
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", vocab_size=400).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture
