@@ -27,6 +27,7 @@ check: .venv/.installed-dev
 	$(OFFLINE) $(BIN)/python -m pytest -q tests/test_import_direction.py
 	$(OFFLINE) $(BIN)/python -m pytest -q --doctest-modules src/trl/tensors src/trl/objectives src/trl/data
 	$(BIN)/python .ci/import_time.py
+	$(OFFLINE) $(BIN)/python .ci/size.py
 
 bench: .venv/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sft.py
