@@ -16,7 +16,7 @@ from tests.trainer.sft_runs import logged, make
 from trl import SFTConfig
 from trl.checkpoints.wholeness import CheckpointError
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.trainer.base_trainer import use_one_device
+from trl.trainer.inherited_settings import settle_inherited
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
@@ -161,6 +161,6 @@ def test_the_mean_loss_of_two_processes_does_not_depend_on_logging(tmp_path):
 def test_several_gpus_in_one_process_are_not_copied_to(tmp_path, caplog):
     args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
     args._n_gpu = 2
-    use_one_device(args)
+    settle_inherited(args, "rows")
     assert args.n_gpu == 1
     assert "2 GPUs are visible to this process and 1 is used" in caplog.text

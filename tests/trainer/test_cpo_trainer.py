@@ -217,13 +217,6 @@ def test_model_init_makes_the_model_of_every_training():
     assert largest_difference(first, step(make, beta=0.3)[0]) == 0
 
 
-def test_a_hyperparameter_search_hands_trials_to_model_init():
-    trainer = make(model_init=lambda trial: tiny_model("gpt2", seed=0 if trial is None else trial))
-    fresh = trainer.call_model_init(7)
-    assert torch.equal(fresh.lm_head.weight, tiny_model("gpt2", seed=7).lm_head.weight)
-    assert trainer.scorer.core is fresh
-
-
 # ---- older programs
 
 

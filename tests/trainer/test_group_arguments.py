@@ -64,14 +64,13 @@ def check_equal(one: tuple[list, list], other: tuple[list, list]) -> None:
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
-def test_settings_of_loaders_labels_and_predictions_have_no_effect_and_say_so(method, plain, caplog):
+def test_settings_of_loaders_labels_and_predictions_have_no_effect(method, plain, caplog):
     sets = {"eval_dataset": prompts(3)}
-    distribution = {"dispatch_batches": True, "split_batches": True}
+    distribution = {"dispatch_batches": True, "even_batches": False}
     evaluated = {"eval_strategy": "steps", "eval_steps": 3, "accelerator_config": distribution, "given": sets}
     check_equal(found(method, **SILENT, **evaluated), plain[method])
-    for name in [*SILENT, *distribution]:
-        said = [each for each in caplog.messages if each.startswith(f"{name}=") and "has no effect" in each]
-        assert len(said) == 1, name
+    said = [each.partition("=")[0] for each in caplog.messages if "has no effect" in each]
+    assert sorted(said) == ["auto_find_batch_size", "label_smoothing_factor"]  # the others change no result
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from datasets import Dataset
 
 from tests.tiny import tiny_model
@@ -55,7 +56,6 @@ WITHIN_AN_EPOCH = {
         {**BCO_PAIR, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.7},
     ),
     "dpo, by length": ("dpo", {"train_sampling_strategy": "group_by_length"}),
-    "kto, balanced": ("kto", {"train_sampling_strategy": "batch_rebalance"}),
     "bco, a running mean": ("bco", {}),
     "prm, by length": ("prm", {"train_sampling_strategy": "group_by_length"}),
 }
@@ -102,31 +102,6 @@ def test_a_run_that_has_ended_trains_nothing_more(method, steps, streams, tmp_pa
     assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
 
 
-def test_what_was_counted_before_memory_ran_out_is_not_counted_again(tmp_path):
-    """transformers begins anew with nine tenths of the batch: three rows instead of four, eight rows in three steps."""
-    trainer = build(
-        "bco",
-        tmp_path,
-        auto_find_batch_size=True,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=1,
-    )
-    inner, calls = trainer.training_step, []
-
-    def training_step(*given):
-        calls.append(inner(*given))
-        if len(calls) == 2:
-            raise RuntimeError("CUDA out of memory.")
-        return calls[-1]
-
-    trainer.training_step = training_step
-    trainer.train()
-    tokens = sum(prompt + completion for prompt, completion in kto_runs.LENGTHS)
-    assert [entry["step"] for entry in logged(trainer) if "loss" in entry] == [1, 2, 3]
-    assert trainer.num_tokens() == tokens
-    assert trainer.method_state()["rewards"]["count"] == 8
-
-
 # ---- evaluation
 
 
@@ -140,26 +115,6 @@ def test_persistent_workers_read_the_set_that_they_are_given(method):
     assert found == [*expected, expected[0]]
     assert trainer.evaluate({"b": other})["eval_b_loss"] == expected[1]
     assert len(trainer._eval_dataloaders) == 1  # that of the trainer's own set, whose workers wait
-
-
-@every_trainer
-def test_metrics_are_given_each_rows_tokens(method):
-    kept = []
-    trainer = build(
-        method,
-        include_for_metrics=["inputs"],
-        compute_metrics=lambda found: kept.append(found) or {"rows": len(found.inputs)},
-    )
-    assert trainer.evaluate()["eval_rows"] == 7
-    (found,) = kept
-    for row, ids in zip(MAKERS[method][1](seed=9, count=7), torch.as_tensor(found.inputs), strict=True):
-        prompt = row.get("prompt_input_ids", [])
-        names = ("chosen_input_ids", "rejected_input_ids")
-        sides = [row[name] for name in names if name in row] or [
-            row.get("completion_input_ids") or row["input_ids"]
-        ]
-        columns = ids.unbind(dim=1) if len(sides) == 2 else [ids]
-        assert [column[column >= 0].tolist() for column in columns] == [[*prompt, *side] for side in sides]
 
 
 @every_trainer
@@ -206,18 +161,43 @@ def test_a_steps_rows_are_of_like_length():
     assert sum(differences) <= 60  # in an order drawn at random about 90
 
 
-# ---- what does nothing
+# ---- settings that do not apply
 
 
-def test_settings_without_effect_are_said_once(caplog):
-    settings = {"label_names": ["preferred"], "eval_use_gather_object": True, "label_smoothing_factor": 0.1}
+WARNED = {
+    "auto_find_batch_size": True, "label_names": ["preferred"], "eval_use_gather_object": True, "label_smoothing_factor": 0.1,
+}  # fmt: skip
+REFUSED = {
+    "split_batches": {"accelerator_config": {"split_batches": True}},
+    "cp_size": {"parallelism_config": ParallelismConfig(cp_size=2)},
+    "sp_size": {"parallelism_config": ParallelismConfig(sp_size=2)},
+    "train_sampling_strategy": {"train_sampling_strategy": "batch_rebalance"},
+    "include_for_metrics": {"include_for_metrics": ["loss", "inputs"]},
+}
+
+
+def test_settings_without_effect_are_warned_of_once_and_reset(caplog):
+    config = {"dispatch_batches": True, "use_seedable_sampler": False, "even_batches": False}
     with caplog.at_level(logging.WARNING, "trl"):
-        build("dpo", **settings, accelerator_config={"dispatch_batches": True})
+        trainer = build("dpo", **WARNED, accelerator_config=config)
     said = [message.partition("=")[0] for message in caplog.messages if " has no effect: " in message]
-    assert sorted(said) == sorted([*settings, "dispatch_batches"])
+    assert sorted(said) == sorted([*WARNED, "dispatch_batches"])
+    assert not trainer.args.auto_find_batch_size
+    assert trainer.args.accelerator_config.use_seedable_sampler
     caplog.clear()
     build("dpo", label_names=["labels"])
     assert not [message for message in caplog.messages if "no effect" in message]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_not_supported_are_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}=.* is not supported: "):
+        build("dpo", **REFUSED[name])
+
+
+def test_no_hyperparameters_are_searched():
+    with pytest.raises(TypeError, match="hyperparameter_search is not supported"):
+        build("cpo", model=None, model_init=lambda: tiny_model("gpt2")).hyperparameter_search()
 
 
 # ---- several processes
@@ -236,7 +216,7 @@ def test_two_processes_count_each_row_once_and_go_on(tmp_path):
     assert expected["sequences"] == 7
     for name in SEQUENCES:
         assert found[name] == pytest.approx(expected, rel=0, abs=1e-6), name
-    assert found["goes on"] == {"group_by_length": True, "batch_rebalance": True}
+    assert found["goes on"]
 
 
 @pytest.mark.parametrize("setting", EVALUATIONS)

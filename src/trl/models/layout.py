@@ -388,13 +388,6 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
     return rows
 
 
-def tokens_of_sequences(batch: Mapping[str, Any]) -> Tensor:
-    """The token ids `(B, T)` of a batch's sequences, -100 where there is none."""
-    rows = padded_rows(batch, pad_token_id=IGNORED)
-    real = rows.get("attention_mask")
-    return rows["input_ids"] if real is None else rows["input_ids"].masked_fill(real == 0, IGNORED)
-
-
 def labelled_positions(
     labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None
 ) -> ScoredPositions:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy
 
 from trl.checkpoints.identity import run_facts
@@ -297,29 +297,27 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         """
         if "_sums" not in vars(self):
             self.adopt()
-        trial = kwargs.get("trial", args[0] if args else None)
         with ExitStack() as stack:
             stack.callback(setattr, self, "_run", None)
-            run = self._enter_run(stack, trial, resume_from_checkpoint)
-            self._method_at_start = None
+            run = self._enter_run(stack, resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
         loss = self._mean_loss()
         summary = next((logs for logs in reversed(self.state.log_history) if "train_loss" in logs), {})
         metrics = {name: value for name, value in summary.items() if name != "step"}
         return output._replace(training_loss=loss, metrics={**output.metrics, **metrics, "train_loss": loss})
 
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: a trainer is one run."""
+        raise TypeError(
+            "hyperparameter_search is not supported. Build a trainer for each trial and call train()."
+        )
+
     def _inner_training_loop(self, batch_size: int | None = None, **given: Any) -> Any:
-        """The run; with `auto_find_batch_size` it begins anew, with nothing counted, where a batch was too much for the memory."""
-        self._sums["train"].drain()  # what an earlier call left behind
+        self._sums["train"].drain()  # of an earlier call
         self._tokens_seen, self._uncounted_steps = 0, 0
-        if self._method_at_start is not None:
-            self.load_method_state(self._method_at_start)
-        elif self.args.auto_find_batch_size:
-            self._method_at_start = self.method_state()
         self._goes_on_from = given.get("resume_from_checkpoint")
         return super()._inner_training_loop(batch_size=batch_size, **given)
 
-    _method_at_start: dict[str, Any] | None = None
     _goes_on_from: str | None = None  # a checkpoint of which only weights and optimiser are loaded yet
 
     def _run_epoch(self, **given: Any) -> None:
@@ -385,13 +383,13 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
     # ---- checkpoints
 
     def _enter_run(
-        self, stack: ExitStack, trial: Any, resume: Any = None, *, alone: bool = True, saves: bool = False
+        self, stack: ExitStack, resume: Any = None, *, alone: bool = True, saves: bool = False
     ) -> Run:
         """Begin a run that lasts as long as `stack`: own its folder, check the checkpoint that it resumes from.
 
         `alone` refuses other runs in this process, `saves` is for one that saves whatever its `save_strategy`.
         """
-        args, output_dir = self.args, Path(super()._get_output_dir(trial))
+        args, output_dir = self.args, Path(super()._get_output_dir(None))
         saves = saves or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         known = None if self._run is None else self._run.folder
         folder = known or output_dir / on_main(self.accelerator, run_folder_name)
@@ -424,7 +422,7 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         ):  # outside of a run, or in one that was not to save
             with ExitStack() as stack:
                 stack.callback(setattr, self, "_run", self._run)
-                self._enter_run(stack, trial, saves=True)
+                self._enter_run(stack, saves=True)
                 self._save_checkpoint(model, trial)
             return
         run_dir = super()._get_output_dir(trial)
@@ -553,18 +551,3 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         card.save(folder / "README.md")
-
-
-def use_one_device(args: TrainingArguments) -> None:
-    """Keep transformers from copying the model to every GPU that one process sees (`nn.DataParallel`).
-
-    A copy would not be scored: the scoring forward belongs to one model.
-    """
-    if args.n_gpu > 1:
-        logger.warning(
-            "%d GPUs are visible to this process and 1 is used. Start one process for each: `accelerate launch "
-            "--multi_gpu`, or `trl ... --num_processes %d`.",
-            args.n_gpu,
-            args.n_gpu,
-        )
-        args._n_gpu = 1

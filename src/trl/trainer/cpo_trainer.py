@@ -25,8 +25,7 @@ class CPOTrainer(ReferenceFreeTrainer):
         train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
-        model_init: makes the model, in place of `model`: called for each `train` and each trial of a
-            `hyperparameter_search`, with the trial if it takes an argument.
+        model_init: makes the model, in place of `model`: called for each `train`.
         peft_config: trains a new adapter with these settings instead of the model.
         compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are beta times the log-probs of chosen and
             rejected, labels 0.

@@ -25,7 +25,6 @@ from trl.rollouts.ledger import TOOL_OUTPUT
 from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
 from trl.rollouts.sampling import STOPPED
 from trl.tensors.reduce import LossTerms, Weighted, reduce_terms, where_counted
-from trl.trainer.base_trainer import use_one_device
 from trl.trainer.dynamic_sampling import refilled
 from trl.trainer.group_completions import ShownCompletions
 from trl.trainer.group_images import images_of
@@ -50,13 +49,13 @@ from trl.trainer.group_setup import (
 )
 from trl.trainer.group_tools import group_tools, tool_metrics, with_messages
 from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.online_trainer import OLD, SCORES, TRAINED, OnlineTrainer, evaluation_streams
 from trl.trainer.overrides import NOT_CALLED_OF_GROUPS
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import set_up_policy
 from trl.trainer.prompt_sets import training_prompts
 from trl.trainer.reward_setup import place_reward_models
-from trl.trainer.rollout_arguments import put_aside_of_rollouts
 from trl.trainer.source_scores import source_columns
 from trl.trainer.terms import LOSS_PARTS, Outcome
 from trl.trainer.token_counts import TokenCounts, sampled_tokens, token_advantages
@@ -93,8 +92,7 @@ class GroupTrainer(OnlineTrainer):
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
     ) -> None:
-        use_one_device(args)
-        put_aside_of_rollouts(args)
+        settle_inherited(args, "rollouts")
         if not (own := rollout_func is None):
             check_rollout_func(rollout_func)
         served = check_engine(args, own=own)

@@ -11,27 +11,21 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trl.models.layout import first_rows, tokens_of_sequences
+from trl.models.layout import first_rows
 from trl.models.reference import Reference
 from trl.reporting.metrics import MetricSums
 from trl.tensors.reduce import LossTerms
-from trl.trainer.base_trainer import BaseTrainer, use_one_device
+from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluation_samples import log_evaluation_samples
-from trl.trainer.foreign_settings import put_aside_of_rows, settle_distribution
 from trl.trainer.held_reference import HoldsReference
+from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.overrides import CALLED, FORWARDS, GIVEN, NOT_CALLED, WHOLE_BATCH, call_with, takes
-from trl.trainer.pairs import row_count
 from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
-from trl.trainer.row_loaders import check_order, holding
+from trl.trainer.row_loaders import holding
 from trl.trainer.terms import LossOfTerms
 from trl.trainer.terms import Outcome as Outcome
-
-_SMOOTHING = (
-    "it smooths transformers' own loss of language models. What DPOConfig and CPOConfig have for noisy preferences is "
-    "label_smoothing"
-)
 
 
 class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
@@ -64,6 +58,7 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         `given` are further arguments of `transformers.Trainer`.
         """
         self._sets = sets
+        settle_inherited(args, "pairs")
         settings = [
             name for name in ("precompute_ref_log_probs", "neftune_noise_alpha") if getattr(args, name, None)
         ]
@@ -76,10 +71,6 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             train_dataset = (train_sets or sets).train(train_dataset)
         if eval_dataset is not None:
             eval_dataset = sets.evaluation(eval_dataset)
-        put_aside_of_rows(args, also={"label_smoothing_factor": _SMOOTHING})
-        check_order(args, train_dataset, lengths_of=sets.row_tokens)
-        settle_distribution(args)
-        use_one_device(args)
         super().__init__(
             model=policy.model,
             args=args,
@@ -102,9 +93,7 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         """
         given = self._prepare_inputs(inputs)
         batch: Any = self.take_batch(given)
-        if "inputs" in self.args.include_for_metrics:  # the caller looks for them in the batch that it gave
-            inputs["input_ids"] = self.tokens_of_rows(batch)
-        own, rows = self.own_rows(), self.evaluated_at_once()
+        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
         if own < rows:
             given = batch = first_rows(batch, max(own, 1), of=rows)
         batch = self._prepare_inputs(self.handed_out(batch, given))
@@ -160,14 +149,6 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         return Outcome([LossTerms(values, torch.ones_like(values), self.units[0], {})], None, None)
 
     _rows_stored = 1.0  # of what `store_metrics` is given
-
-    def tokens_of_rows(self, batch: Mapping[str, Any]) -> Tensor:
-        """What `compute_metrics` is given of each row as `inputs`: its tokens `(B, T)`, of a pair those of chosen and rejected
-        `(B, T, 2)`; -100 where there is none."""
-        ids = tokens_of_sequences(batch)
-        count = row_count(batch, per_row=2 if "pair" in self.units else 1)
-        several = ids.view(count, -1, ids.shape[1]).transpose(1, 2)
-        return several[..., 0] if several.shape[2] == 1 else several
 
     def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
         """With `generate_during_eval`, show what policy and reference make of some prompts."""

@@ -111,7 +111,7 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
         return super().call_model_init()
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A fresh model from `model_init`, set up like the first: for each `train` and each trial of a search."""
+        """A fresh model from `model_init` for each `train`, set up like the first."""
         noise = self.scorer.neftune_alpha
         model = self._set_up(super().call_model_init(trial), self.processing_class).model
         self.scorer.neftune_alpha = noise

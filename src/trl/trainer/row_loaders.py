@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
-
-BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
 class RowLoaders(_Trainer):
@@ -68,17 +66,10 @@ class RowLoaders(_Trainer):
         with holding(self.args, "dataloader_drop_last", False):
             return super()._get_dataloader(dataset, is_training=False, **given)
 
-    def evaluated_at_once(self) -> int:
-        """How many rows a whole evaluation batch of this process has."""
-        rows = self.args.per_device_eval_batch_size
-        return rows // self.accelerator.num_processes if self.accelerator.split_batches else rows
-
     def own_rows(self) -> int:
-        """How many rows of the current evaluation batch are not accelerate's repeats."""
-        state, rows = self.accelerator.gradient_state, self.evaluated_at_once()
-        if self.accelerator.num_processes == 1 or not self.accelerator.even_batches:
-            return rows
-        if not state.end_of_dataloader:
+        """The rows of the current evaluation batch that accelerate did not repeat to fill it."""
+        state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader:
             return rows
         self._count_stream(state.active_dataloader)
         if state.remainder <= 0:
@@ -89,7 +80,9 @@ class RowLoaders(_Trainer):
         """Tell accelerate how many rows the last batch of all processes has, which it does not know of a stream."""
         counted = self.streamed_rows(loader)
         if counted:
-            loader.remainder = counted % (self.evaluated_at_once() * self.accelerator.num_processes)
+            loader.remainder = counted % (
+                self.args.per_device_eval_batch_size * self.accelerator.num_processes
+            )
 
     def streamed_rows(self, loader: Any) -> int:
         """How many rows the stream of an evaluation by several processes had, once it was read; 0 where it is not known."""
@@ -118,18 +111,17 @@ class RowLoaders(_Trainer):
         return self._order
 
     def _sampler_of(self, train_dataset: Any) -> Sampler | None:
-        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy not in BY_LENGTH or is_stream(dataset):
+        dataset = self.train_dataset  # `train_dataset` has lost the columns that no batch needs
+        if self.args.train_sampling_strategy != "group_by_length" or not isinstance(dataset, Dataset):
             return super()._get_train_sampler(train_dataset)
-        lengths = self.row_lengths(self.train_dataset)  # `dataset` has lost the columns that no batch needs
+        lengths = self.row_lengths(dataset)
         if lengths is None:
-            return super()._get_train_sampler(train_dataset)
-        if self.args.train_sampling_strategy == "group_by_length":
-            rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return GroupedByLength(rows, lengths, seed=self._order_seed())
-        name = self.args.length_column_name
-        known = dataset if name in dataset.column_names else dataset.add_column(name, lengths)
-        return super()._get_train_sampler(known)
+            raise ValueError(
+                "train_sampling_strategy='group_by_length' needs the length of each row: its tokens, or a column "
+                f"{self.args.length_column_name!r}, and prepared rows have {dataset.column_names}. Use 'random'."
+            )
+        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return GroupedByLength(rows, lengths, seed=self._order_seed())
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """Rows are evaluated in their order, so that predictions are, too, however rows are trained on."""
@@ -166,24 +158,6 @@ def lengths_of_ids(dataset: Any) -> list[int] | None:
     """The number of tokens of each row that has `input_ids`; None for other rows."""
     is_tokenised = isinstance(dataset, Dataset) and "input_ids" in dataset.column_names
     return list_lengths(dataset, "input_ids").tolist() if is_tokenised else None
-
-
-def check_order(
-    args: TrainingArguments,
-    train_dataset: Any,
-    *,
-    lengths_of: Callable[[Any], list[int] | None] = lengths_of_ids,
-) -> None:
-    """Raises ValueError for rows that cannot be ordered by their length, because they have no tokens yet."""
-    if args.train_sampling_strategy not in BY_LENGTH or not isinstance(train_dataset, Dataset):
-        return
-    names = train_dataset.column_names
-    if args.length_column_name in names or lengths_of(train_dataset) is not None:
-        return
-    raise ValueError(
-        f"train_sampling_strategy={args.train_sampling_strategy!r} needs the length of each row: its tokens, or a column "
-        f"{args.length_column_name!r}, and prepared rows have {names}. Use 'random'."
-    )
 
 
 class GroupedByLength(LengthGroupedSampler):

@@ -25,7 +25,6 @@ from trl.data.templates import get_training_chat_template
 from trl.models.layout import is_flat
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions
-from trl.trainer.row_loaders import BY_LENGTH
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_images import check_rows, refuse_images
 
@@ -69,21 +68,7 @@ class SFTDatasets:
         check_kind(dataset, "train_dataset")
         if self.args.shuffle_dataset and isinstance(dataset, (Dataset, IterableDataset)):
             dataset = dataset.shuffle(seed=self.args.seed)
-        prepared = self._kept(self._prepare(dataset, "train", packing=self.args.packing))
-        self._speak_of_lost_lengths(dataset, prepared)
-        return prepared
-
-    def _speak_of_lost_lengths(self, dataset: Any, prepared: Any) -> None:
-        """Say that rows are ordered by the tokens they have now, not by a column of the user's."""
-        name = self.args.length_column_name
-        if self.args.train_sampling_strategy not in BY_LENGTH or not isinstance(dataset, Dataset):
-            return
-        if name in dataset.column_names and name not in prepared.column_names:
-            logger.warning(
-                "length_column_name=%r has no effect: prepared rows are ordered by the number of their own tokens. Leave the "
-                "column out.",
-                name,
-            )
+        return self._kept(self._prepare(dataset, "train", packing=self.args.packing))
 
     def evaluation(self, dataset: Any) -> Any:
         """The evaluation set, or several by name."""

@@ -26,17 +26,17 @@ from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
 from trl.models.forward import Scored, Scorer
-from trl.models.layout import first_rows, is_flat, padded_batch, tokens_of_sequences
+from trl.models.layout import first_rows, is_flat, padded_batch
 from trl.models.parts import check_decoder_only
 from trl.models.scored_head import ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted
-from trl.trainer.base_trainer import BaseTrainer, use_one_device
+from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluated_rows import OwnRows
-from trl.trainer.foreign_settings import put_aside_of_rows, settle_distribution
+from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.policy import set_up_policy
-from trl.trainer.row_loaders import check_order, holding
+from trl.trainer.row_loaders import holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
 from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images
@@ -107,6 +107,7 @@ class SFTTrainer(BaseTrainer):
             older=older,
         )  # fmt: skip
         assert isinstance(args, SFTConfig)
+        settle_inherited(args, "rows")
         self.objective = lookup(LOSS_TYPES, args.loss_type, "loss_type")
         _check_one_loss(args, compute_loss_func)
         policy = set_up_policy(model, args, processing_class, peft_config)
@@ -130,10 +131,6 @@ class SFTTrainer(BaseTrainer):
         if eval_dataset is not None:
             eval_dataset = self._sets.evaluation(eval_dataset)
         check_collator(data_collator, train_dataset, args)
-        check_order(args, train_dataset)
-        put_aside_of_rows(args)
-        settle_distribution(args)
-        use_one_device(args)
 
         super().__init__(
             model=loaded,
@@ -280,12 +277,10 @@ class SFTTrainer(BaseTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, and on request logits and labels, of one evaluation batch."""
-        given, inputs = inputs, self._prepare_inputs(inputs)
-        own, rows = self.own_rows(), self.evaluated_at_once()
+        inputs = self._prepare_inputs(inputs)
+        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
         if own < rows:
             inputs = first_rows(inputs, max(own, 1), of=rows)
-        if "inputs" in self.args.include_for_metrics:  # the caller looks for them in the batch that it gave
-            given["input_ids"] = tokens_of_sequences(inputs)
         is_cut = own == rows or (is_flat(inputs) and own > 0)
         self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
         # A process without a row of its own runs one for the collectives of a sharded model.

@@ -166,10 +166,6 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
         """The rows' own completions alone."""
         return single_completions(batch, 0, of=self.completions_per_row)
 
-    def tokens_of_rows(self, batch: Mapping[str, Any]) -> Tensor:
-        """Tokens `(B, T)` of each row's prompt and own completion; -100 where there is none."""
-        return super().tokens_of_rows({**self.own_completions(batch), "rows": batch["rows"]})
-
     # ---- log-probabilities
 
     def _reference_pass(self) -> ReferencePass:

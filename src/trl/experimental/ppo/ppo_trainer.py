@@ -55,13 +55,12 @@ from trl.models.scored_head import LossOf, ScoreOptions
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
 from trl.tensors.reduce import LossTerms, Weighted
-from trl.trainer.base_trainer import use_one_device
+from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.online_trainer import OLD
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import make_scorer
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import place_reward_models
-from trl.trainer.rollout_arguments import put_aside_of_rollouts
 from trl.trainer.source_scores import source_columns, source_means
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -130,8 +129,7 @@ class PPOTrainer(SavesBoth):
         moved = move_arguments(PPO_V2_ARGUMENTS, PPOConfig, named, older)
         model, ref_model, processing_class = moved["model"], moved["ref_model"], moved["processing_class"]
         args = own_copy(moved["args"])
-        use_one_device(args)
-        put_aside_of_rollouts(args)
+        settle_inherited(args, "rollouts")
         self.sizes = check_sizes(args)
         parts = value_and_policy(model, value_model, args, processing_class, peft_config)
         self.scorer, self._tokenizer = parts.scorer, parts.policy.tokenizer

@@ -1,0 +1,113 @@
+"""Settings of transformers and accelerate that do not apply here: refused, ignored with a warning, or ignored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, NamedTuple
+
+from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+Action = Literal["refuse", "warn", "ignore"]
+Data = Literal["any", "rows", "pairs", "rollouts"]
+
+
+class Setting(NamedTuple):
+    """A setting of `TrainingArguments`, its `accelerator_config` or its `parallelism_config`.
+
+    `action` applies to values other than the default, unless `applies` says otherwise; "warn" and "ignore" restore the
+    default. `data` says which trainers: those of data sets ("rows"), among them those of preferences ("pairs"), and those
+    that generate their own rollouts.
+    """
+
+    name: str
+    data: Data
+    action: Action
+    text: str = ""
+    applies: Callable[[Any, TrainingArguments], bool] = lambda value, args: True
+
+
+def _by_several(value: Any, args: TrainingArguments) -> bool:
+    return args.world_size > 1
+
+
+_PARALLEL = (
+    "sequences are not split over processes. Use 1, and a smaller max_length or per_device_train_batch_size"
+)
+_SMOOTHING = "it belongs to transformers' own loss. The option of DPOConfig and CPOConfig for noisy labels is label_smoothing"
+_SPLIT = "batch sizes are those of one process. Set it to False and divide the batch sizes by the number of processes"
+# fmt: off
+SETTINGS = (
+    Setting("cp_size", "any", "refuse", _PARALLEL, lambda value, args: value > 1),
+    Setting("sp_size", "any", "refuse", _PARALLEL, lambda value, args: value > 1),
+    Setting("split_batches", "any", "refuse", _SPLIT),
+    Setting("auto_find_batch_size", "any", "warn", "set per_device_train_batch_size; a smaller one with more "
+            "gradient_accumulation_steps gives the same gradients"),
+    Setting("average_tokens_across_devices", "any", "warn", "losses are divided by the counts of all processes", _by_several),
+    Setting("train_sampling_strategy", "rows", "refuse", "use 'random', 'sequential' or 'group_by_length'",
+            lambda value, args: value == "batch_rebalance"),
+    Setting("include_for_metrics", "rows", "refuse", "batches have no inputs per row. Leave out 'inputs'",
+            lambda value, args: "inputs" in value),
+    Setting("dispatch_batches", "rows", "warn", "every process reads its own rows"),
+    Setting("even_batches", "rows", "warn", "every process needs as many batches as the others; evaluations count each row once",
+            _by_several),
+    Setting("use_seedable_sampler", "rows", "ignore"),  # resuming within an epoch needs it
+    Setting("eval_use_gather_object", "rows", "warn", "predictions and labels are tensors"),
+    Setting("label_names", "rows", "warn", "compute_metrics receives the labels in the trainer's documentation",
+            lambda value, args: value != ["labels"]),
+    Setting("label_smoothing_factor", "pairs", "warn", _SMOOTHING),
+    Setting("label_smoothing_factor", "rollouts", "warn", "rollouts have no labels"),
+    # Prompts are tokenised before the first step and drawn by seed and step; evaluations measure completions.
+    *(Setting(name, "rollouts", "ignore") for name in (
+        "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context", "dataloader_in_order", "dataloader_drop_last", "train_sampling_strategy",
+        "ignore_data_skip", "remove_unused_columns", "label_names", "prediction_loss_only", "include_for_metrics",
+        "batch_eval_metrics", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
+        "dispatch_batches", "even_batches",
+    )),
+)
+# fmt: on
+
+
+def settle_inherited(args: TrainingArguments, data: Data) -> None:
+    """Apply the table to `args`: raise ValueError for what is refused, warn of and reset what has no effect.
+
+    Call it before the constructor of `transformers.Trainer`.
+    """
+    kinds = {"any", data, *(["rows"] if data == "pairs" else [])}
+    for setting in SETTINGS:
+        if setting.data in kinds:
+            for holder in (args, args.accelerator_config, args.parallelism_config):
+                _settle(holder, setting, args)
+    if args.accelerator_config is not None:
+        args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr] # None means True for streams
+    if args.n_gpu > 1:  # nn.DataParallel copies the model, and the scoring forward belongs to one model
+        logger.warning(
+            "%d GPUs are visible to this process and 1 is used. Start one process for each: `accelerate launch "
+            "--multi_gpu`, or `trl ... --num_processes %d`.",
+            args.n_gpu,
+            args.n_gpu,
+        )
+        args._n_gpu = 1
+
+
+def _settle(holder: Any, setting: Setting, args: TrainingArguments) -> None:
+    field = next((each for each in fields(holder) if each.name == setting.name), None) if holder else None
+    if field is None:
+        return
+    value, default = getattr(holder, field.name), _default(field)
+    if value == default or (not value and not default) or not setting.applies(value, args):
+        return
+    shown = f"{field.name}={getattr(value, 'value', value)!r}"
+    if setting.action == "refuse":
+        raise ValueError(f"{shown} is not supported: {setting.text}.")
+    if setting.action == "warn":
+        logger.warning("%s has no effect: %s.", shown, setting.text)
+    setattr(holder, field.name, default)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
