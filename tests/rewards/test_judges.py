@@ -14,7 +14,7 @@ import pytest
 
 from tests.rewards.judges_for_tests import IsLong
 from trl.experimental.judges import AllTrueJudge, BaseBinaryJudge, HfPairwiseJudge, OpenAIPairwiseJudge
-from trl.rewards.judges.pairs import shown_pairs
+from trl.rewards.judges.bases import shown_pairs
 
 TEMPLATE = "{prompt}|{response0}|{response1}"
 

@@ -10,14 +10,14 @@ from trl import rewards
 from trl.rewards import (
     RewardInputs,
     RewardSources,
+    accuracy,
     accuracy_reward,
     get_soft_overlong_punishment,
-    math_process,
     reasoning_accuracy_reward,
     resolve_reward_funcs,
     think_format_reward,
 )
-from trl.rewards.math_process import MathProcess
+from trl.rewards.accuracy import MathProcess
 
 
 def say(*contents):
@@ -108,14 +108,14 @@ def test_accuracy_as_a_source_with_a_deadline():
 
 
 def test_an_answer_that_takes_too_long_counts_as_wrong_and_the_next_one_is_compared(monkeypatch):
-    monkeypatch.setattr(math_process, "SECONDS_EACH", 1.0)
+    monkeypatch.setattr(accuracy, "SECONDS_EACH", 1.0)
     process = MathProcess()
     try:
         started = time.monotonic()
         assert process.is_equal("7", r"\boxed{9^{9^{9^{9}}}}") is False
         assert time.monotonic() - started < 30
         assert process.ended == 1
-        monkeypatch.setattr(math_process, "SECONDS_EACH", 30.0)
+        monkeypatch.setattr(accuracy, "SECONDS_EACH", 30.0)
         assert process.is_equal("7", r"\boxed{7}") is True
     finally:
         process.close()
@@ -127,14 +127,14 @@ def test_a_forked_process_compares_for_itself():
     child = os.fork()
     if child == 0:
         status = 0 if accuracy_reward([r"\boxed{2}", r"\boxed{3}"], ["2", "2"]) == [1.0, 0.0] else 1
-        math_process.MATH.close()
+        accuracy.MATH.close()
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert accuracy_reward([r"\boxed{1}"], ["1"]) == [1.0]
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(math_process, "find_spec", lambda name: None)
+    monkeypatch.setattr(accuracy, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install trl\[math\]"):
         MathProcess().is_equal("1", r"\boxed{1}")
 

@@ -13,9 +13,10 @@ import torch
 
 from tests.tiny import tiny_classifier
 from tests.tiny_tokenizers import tiny_tokenizer
+from trl.reporting import deadlines
 from trl.rewards import FunctionSource, ModelSource, RewardError, RewardInputs, RewardSources
-from trl.rewards import calls as calls_module
 from trl.rewards.result import reward_metrics
+from trl.rewards.source import MOST_LEFT_BEHIND
 
 INPUTS = RewardInputs(
     prompts=["Is the sky", "Is the sky", "An apple"],
@@ -309,10 +310,10 @@ def test_threads_that_cannot_be_stopped_are_named_and_do_not_pile_up():
     sources = RewardSources(hanging, deadline=0.01, on_failure="skip")
     with pytest.raises(RewardError, match=r"Its thread 'reward-hanging-[0-9]+' cannot be stopped"):
         RewardSources(hanging, deadline=0.01).score(INPUTS)
-    for _ in range(calls_module.MOST_LEFT_BEHIND + 3):
+    for _ in range(MOST_LEFT_BEHIND + 3):
         assert sources.score(INPUTS).failures == {"hanging": 3}
     alive = [thread for thread in threading.enumerate() if thread.name.startswith("reward-hanging-")]
-    assert len(alive) == calls_module.MOST_LEFT_BEHIND + 1
+    assert len(alive) == MOST_LEFT_BEHIND + 1
     release.set()
     for thread in alive:
         thread.join(10)
@@ -377,7 +378,7 @@ def test_an_error_cancels_the_async_sources_that_still_run():
 
 
 def test_an_async_source_that_blocks_its_loop_is_left_behind(monkeypatch):
-    monkeypatch.setattr(calls_module, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(deadlines, "GRACE_SECONDS", 0.05)
     release = threading.Event()
 
     async def blocking(completions, **kwargs):
@@ -407,7 +408,7 @@ def test_an_own_timeout_of_a_function_is_not_the_deadline():
 
 
 def test_a_slow_call_without_a_deadline_is_spoken_of(monkeypatch, caplog):
-    monkeypatch.setattr(calls_module, "SLOW_SECONDS", 0.02)
+    monkeypatch.setattr(deadlines, "SLOW_SECONDS", 0.02)
 
     def slow(completions, **kwargs):
         time.sleep(0.2)
@@ -415,7 +416,7 @@ def test_a_slow_call_without_a_deadline_is_spoken_of(monkeypatch, caplog):
 
     with caplog.at_level(logging.WARNING):
         RewardSources(slow).score(INPUTS)
-    assert "Reward source 'slow' has been answering for 0.02 s" in caplog.text
+    assert "Reward source 'slow' has been running for 0.02 s" in caplog.text
     assert "in slow" in caplog.text
 
 

@@ -42,7 +42,7 @@ def _resolve(name: str) -> Callable[..., Any] | str:
     if name in READY_MADE:
         return getattr(import_module("trl.rewards"), name)
     if name.partition("(")[0] == SOFT_OVERLONG:
-        from trl.rewards.lengths import get_soft_overlong_punishment
+        from trl.rewards.formats import get_soft_overlong_punishment
 
         return get_soft_overlong_punishment(**(_lengths(name) or SOFT_OVERLONG_LENGTHS))
     if Path(name).expanduser().is_dir():

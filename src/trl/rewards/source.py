@@ -7,10 +7,8 @@ import logging
 import math
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol, get_args
 
 import torch
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 
 from trl.options.checks import check_one_of
 from trl.options.online import RewardFailure
+from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls, warn_when_slow
 from trl.rewards.answers import Answers, RewardError, describe_unusable, read_answers
-from trl.rewards.calls import AsyncCalls, DeadlinePassed, ThreadedCalls, spoken_of_when_slow
 from trl.rewards.functions import FunctionSource
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.judge_source import Judge, JudgeSource
@@ -29,6 +27,7 @@ from trl.rewards.result import RewardResult
 
 logger = logging.getLogger(__name__)
 
+MOST_LEFT_BEHIND = 8  # threads of one source that missed their deadline
 _IN_OUR_WORDS = (RewardError, DeadlinePassed)
 
 
@@ -101,8 +100,8 @@ class RewardSources:
         for seconds, policy in zip(self._deadlines, self._policies, strict=True):
             _check_deadline(seconds)
             check_one_of("reward_failure", policy, get_args(RewardFailure))
-        self._threads = [ThreadedCalls(name) for name in self.names]
-        self._loop = AsyncCalls()
+        self._threads = [ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND) for _ in self.names]
+        self._loop = AsyncCalls("reward")
         self._said: set[Any] = set()
         self.unscored_rows = 0  # so far
 
@@ -142,8 +141,7 @@ class RewardSources:
         Raises: RewardError where a source fails whose policy is "error", ValueError for a column that a function lacks.
         """
         self.check_columns(inputs.columns)
-        started = time.monotonic()
-        pending: dict[int, Future[Any]] = {}
+        pending: dict[int, Pending] = {}
         try:
             for number, source in enumerate(self.sources):
                 if source.is_async:
@@ -152,11 +150,11 @@ class RewardSources:
             for number in range(len(self.sources)):
                 if number not in pending:
                     answers[number] = self._read(number, self._called(number, inputs), inputs)
-            for number, future in pending.items():
-                answers[number] = self._read(number, self._awaited(number, future, started), inputs)
+            for number, call in pending.items():
+                answers[number] = self._read(number, self._awaited(number, call), inputs)
         finally:
-            for future in pending.values():
-                future.cancel()
+            for call in pending.values():
+                call.future.cancel()
         return self._result([answers[number] for number in range(len(self.sources))], inputs)
 
     def close(self) -> None:
@@ -166,35 +164,30 @@ class RewardSources:
     # ---- one source
 
     def _called(self, number: int, inputs: RewardInputs) -> Any:
-        """What a source gives, or the exception that it raises."""
-        source, seconds, started = self.sources[number], self._deadlines[number], time.monotonic()
+        """What a source returns, or the exception that it raises."""
+        source, seconds = self.sources[number], self._deadlines[number]
         try:
             if seconds is not None:
-                given = self._threads[number].call(lambda: source.ask(inputs), seconds)
+                (given,) = self._threads[number].run(
+                    [(f"reward-{self.names[number]}", lambda: source.ask(inputs))], seconds
+                )
             else:
-                with spoken_of_when_slow(self.names[number], threading.current_thread()):
+                with warn_when_slow(self.names[number], threading.current_thread()):
                     given = source.ask(inputs)
         except Exception as error:
             return error
         if not inspect.isawaitable(given):
             return given
-        return self._awaited(
-            number, self._loop.submit(given, seconds), started
-        )  # of a plain function around it
+        return self._awaited(number, self._loop.submit(given, seconds))  # of a plain function around it
 
-    def _awaited(self, number: int, future: Future[Any], started: float) -> Any:
-        seconds = self._deadlines[number]
-        left = None if seconds is None else seconds - (time.monotonic() - started)
-        try:
-            with spoken_of_when_slow(self.names[number], self._loop.thread if seconds is None else None):
-                return self._loop.result(future, left)
-        except Exception as error:
-            return error
+    def _awaited(self, number: int, pending: Pending) -> Any:
+        with warn_when_slow(self.names[number], pending.thread if pending.until is None else None):
+            return self._loop.outcome(pending)
 
     def _read(self, number: int, given: Any, inputs: RewardInputs) -> Answers:
         """The answers in what a source gave; by its policy, none where they cannot be used."""
         try:
-            if isinstance(given, Exception):
+            if isinstance(given, BaseException):
                 raise given
             answers = read_answers(given, count=len(inputs))
         except Exception as error:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import json
-import math
-import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from trl.rewards.calls import AsyncCalls, DeadlinePassed, place_of, resolved_by
+from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, ThreadedCalls
 from trl.rollouts.tool_schemas import Tool
 
 Failure = Literal["malformed", "unknown", "arguments", "raised", "deadline"]
 FAILURES: tuple[Failure, ...] = ("malformed", "unknown", "arguments", "raised", "deadline")
 
-MOST_AT_ONCE = 64  # threads
-MOST_LEFT_BEHIND = 32  # threads of calls that never ended
-_numbers = itertools.count(1)
+MOST_LEFT_BEHIND = 32  # threads of calls that missed their deadline
 
 
 class ToolCall(NamedTuple):
@@ -41,23 +34,20 @@ class Reply(NamedTuple):
 
 
 class ToolRunner:
-    """Answers calls of `tools`. What goes wrong in a call becomes its reply; after `deadline` seconds (None: never) a call is
-    not waited for any more.
-
-    A thread cannot be stopped from outside: what does not end goes on behind.
-    """
+    """Runs the calls of `tools` all at once; a call that fails, or takes longer than `deadline` seconds (None: no limit), becomes a
+    reply that says so."""
 
     def __init__(self, tools: Mapping[str, Tool], *, deadline: float | None) -> None:
         self.tools, self.deadline = tools, deadline
         self._loop = AsyncCalls("tool")
-        self._left_behind: list[threading.Thread] = []
+        self._threads = ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND)
 
     def run(self, calls: Sequence[ToolCall]) -> list[Reply]:
         """The reply to each call, in order.
 
-        Raises: RuntimeError where too many earlier calls have not ended.
+        Raises: RuntimeError if too many earlier calls are still running.
         """
-        self._check_left_behind()
+        self._threads.check()
         replies = {number: wrong for number, call in enumerate(calls) if (wrong := self._refused(call))}
         ready = {number: call for number, call in enumerate(calls) if number not in replies}
         awaited = {
@@ -65,13 +55,14 @@ class ToolRunner:
             for number, call in ready.items()
             if self.tools[call.name].is_async
         }
-        started = time.monotonic()
-        threads = self._on_threads({n: call for n, call in ready.items() if n not in awaited})
-        for number, outcome in threads.items():
-            replies[number] = _reply(outcome)
-        for number, future in awaited.items():
-            replies[number] = _reply(self._awaited(future, started))
-        return [replies[number] for number in range(len(calls))]
+        plain = [number for number in ready if number not in awaited]
+        started = [(f"tool-{ready[n].name}", partial(self._started, ready[n])) for n in plain]
+        outcomes = dict(zip(plain, self._threads.run(started, self.deadline), strict=True))
+        for number, given in outcomes.items():
+            if inspect.isawaitable(given):  # of a plain function around a coroutine
+                awaited[number] = self._loop.submit(given, self.deadline)
+        outcomes |= {number: self._loop.outcome(pending) for number, pending in awaited.items()}
+        return [replies[n] if n in replies else _reply(outcomes[n]) for n in range(len(calls))]
 
     def close(self) -> None:
         """End the event loop; it comes back with the next call."""
@@ -96,83 +87,6 @@ class ToolRunner:
     async def _begun_later(self, call: ToolCall) -> Any:
         """What a coroutine function gives; what it raises when it is called is raised here, too."""
         return await self._started(call)
-
-    def _awaited(self, future: Future[Any], started: float) -> Any:
-        """What a coroutine gives, or the exception that it raises."""
-        left = None if self.deadline is None else self.deadline - (time.monotonic() - started)
-        try:
-            return self._loop.result(future, left)
-        except Exception as error:
-            return error
-
-    def _on_threads(self, calls: Mapping[int, ToolCall]) -> dict[int, Any]:
-        """What each function gives, or the exception that it raises."""
-        waiting, running, found = deque(calls.items()), dict[Future[Any], _Running](), dict[int, Any]()
-        while waiting or running:
-            while waiting and len(running) < MOST_AT_ONCE:
-                number, call = waiting.popleft()
-                future, thread = self._begun(call)
-                running[future] = _Running(number, thread, time.monotonic())
-            done, _ = wait(running, timeout=self._patience(running), return_when=FIRST_COMPLETED)
-            for future in done:
-                found[running.pop(future).number] = self._outcome(future)
-            for future, late in self._late(running):
-                del running[future]
-                self._left_behind.append(late.thread)
-                found[late.number] = DeadlinePassed()
-        return found
-
-    def _begun(self, call: ToolCall) -> tuple[Future[Any], threading.Thread]:
-        future: Future[Any] = Future()
-        name = f"tool-{call.name}-{next(_numbers)}"
-        thread = threading.Thread(
-            target=resolved_by(lambda: self._started(call), future), name=name, daemon=True
-        )
-        thread.start()
-        return future, thread
-
-    def _outcome(self, future: Future[Any]) -> Any:
-        error = future.exception()
-        if error is not None:
-            return error
-        given = future.result()
-        if not inspect.isawaitable(given):
-            return given
-        return self._awaited(
-            self._loop.submit(given, self.deadline), time.monotonic()
-        )  # of a plain function around it
-
-    def _patience(self, running: Mapping[Future[Any], _Running]) -> float | None:
-        """Seconds until the next deadline."""
-        if self.deadline is None:
-            return None
-        first = min(one.started for one in running.values())
-        return max(first + self.deadline - time.monotonic(), 0.0)
-
-    def _late(self, running: Mapping[Future[Any], _Running]) -> list[tuple[Future[Any], _Running]]:
-        now = time.monotonic()
-        limit = math.inf if self.deadline is None else self.deadline
-        return [
-            (future, one)
-            for future, one in running.items()
-            if not future.done() and now - one.started >= limit
-        ]
-
-    def _check_left_behind(self) -> None:
-        self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
-        if len(self._left_behind) >= MOST_LEFT_BEHIND:
-            last = self._left_behind[-1]
-            raise RuntimeError(
-                f"{len(self._left_behind)} calls of tools that were given up after tool_deadline={self.deadline:g} s still run "
-                f"(the last is {last.name!r}, at {place_of(last)}), expected them to end some day. Give the tool a time limit of "
-                "its own, or run what may hang in a process that can be killed."
-            )
-
-
-class _Running(NamedTuple):
-    number: int
-    thread: threading.Thread
-    started: float
 
 
 def _reply(outcome: Any) -> Reply:

@@ -11,8 +11,7 @@ from importlib import import_module
 from string import Formatter
 from typing import Any
 
-from trl.rewards.judges.bases import BasePairwiseJudge
-from trl.rewards.judges.pairs import shown_pairs
+from trl.rewards.judges.bases import BasePairwiseJudge, shown_pairs
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from trl.rewards.judges.bases import BasePairwiseJudge
-from trl.rewards.judges.pairs import shown_pairs
+from trl.rewards.judges.bases import BasePairwiseJudge, shown_pairs
 
 _MODEL = "llm-blender/PairRM"
 

@@ -1,0 +1,202 @@
+"""Calls with deadlines: functions on daemon threads, coroutines on one event loop.
+
+A thread cannot be stopped from outside. A call that misses its deadline is abandoned: it delays neither the caller nor the exit of
+the program, and the error names its thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SLOW_SECONDS = 60.0  # after which a call without a deadline is warned about
+GRACE_SECONDS = 1.0  # for the event loop to cancel a call after its deadline
+MOST_AT_ONCE = 64  # threads
+_numbers = itertools.count(1)
+
+
+class DeadlinePassed(TimeoutError):
+    """A call did not end in time."""
+
+
+class Pending(NamedTuple):
+    """A call that was started; `until` is its deadline by `time.monotonic`, None for none."""
+
+    future: Future[Any]
+    thread: threading.Thread
+    until: float | None
+
+
+def start(function: Callable[[], Any], name: str, seconds: float | None = None) -> Pending:
+    """Call `function` on a daemon thread, in the caller's context and grad mode."""
+    context, with_grad, future = contextvars.copy_context(), torch.is_grad_enabled(), Future[Any]()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            with torch.set_grad_enabled(with_grad):
+                future.set_result(context.run(function))
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name=f"{name}-{next(_numbers)}", daemon=True)
+    thread.start()
+    return Pending(future, thread, _until(seconds))
+
+
+class ThreadedCalls:
+    """Calls of functions, each on a thread of its own; at most `most_left_behind` threads may be left behind."""
+
+    def __init__(self, *, most_left_behind: int) -> None:
+        self.most_left_behind = most_left_behind
+        self._left_behind: list[threading.Thread] = []
+
+    def check(self) -> None:
+        """Raise RuntimeError if too many earlier calls are still running."""
+        self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
+        if len(self._left_behind) >= self.most_left_behind:
+            last = self._left_behind[-1]
+            raise RuntimeError(
+                f"{len(self._left_behind)} earlier calls missed their deadline and still run (the last is {last.name!r}, at "
+                f"{place_of(last)}). Set a timeout in what they wait for, or run it in a process that can be killed."
+            )
+
+    def run(self, functions: Sequence[tuple[str, Callable[[], Any]]], seconds: float | None) -> list[Any]:
+        """What each function, given with a name for its thread, returns or raises within `seconds`; `DeadlinePassed` if it
+        does neither.
+
+        Raises: RuntimeError if too many earlier calls are still running.
+        """
+        self.check()
+        found: list[Any] = [None] * len(functions)
+        waiting, running = deque(enumerate(functions)), dict[Future[Any], tuple[int, Pending]]()
+        while waiting or running:
+            while waiting and len(running) < MOST_AT_ONCE:
+                number, (name, function) = waiting.popleft()
+                pending = start(function, name, seconds)
+                running[pending.future] = number, pending
+            first = next(iter(running.values()))[1]  # all have the same time
+            wait(running, timeout=_left(first.until), return_when=FIRST_COMPLETED)
+            for number, pending in list(running.values()):
+                if pending.future.done():
+                    found[number] = _outcome(pending.future)
+                elif _left(pending.until) == 0:
+                    self._left_behind.append(pending.thread)
+                    found[number] = DeadlinePassed(
+                        f"did not answer within {seconds:g} s ({place_of(pending.thread)}). Its thread {pending.thread.name!r} cannot "
+                        "be stopped and runs until it returns"
+                    )
+                else:
+                    continue
+                del running[pending.future]
+        return found
+
+
+class AsyncCalls:
+    """One event loop on a daemon thread, kept from call to call, so that clients that belong to a loop stay usable."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, awaitable: Awaitable[Any], seconds: float | None) -> Pending:
+        """Start on the loop, beside what already runs there; cancelled after `seconds`."""
+        if self._loop is None or self._thread is None or not self._thread.is_alive():
+            self._loop = asyncio.new_event_loop()
+            name = f"{self.name}-event-loop-{next(_numbers)}"
+            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+            self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(_bounded(awaitable, seconds), self._loop)
+        return Pending(future, self._thread, _until(seconds))
+
+    def outcome(self, pending: Pending) -> Any:
+        """What the call returns or raises.
+
+        `DeadlinePassed`, too, if something blocks the loop: that loop is abandoned, and the next call gets another.
+        """
+        left = _left(pending.until)
+        wait([pending.future], timeout=None if left is None else left + GRACE_SECONDS)
+        if pending.future.done():
+            return _outcome(pending.future)
+        if self._thread is pending.thread:
+            self._loop = self._thread = None
+        return DeadlinePassed(
+            f"did not answer in time and blocks its event loop ({place_of(pending.thread)}): something in it waits without "
+            f"`await`. Its thread {pending.thread.name!r} cannot be stopped and runs until it returns"
+        )
+
+    def close(self) -> None:
+        """Stop the loop; a later call starts another."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop = self._thread = None
+
+
+async def _bounded(awaitable: Awaitable[Any], seconds: float | None) -> Any:
+    started = time.monotonic()
+    try:
+        return await asyncio.wait_for(awaitable, seconds)
+    except TimeoutError as error:
+        if seconds is None or time.monotonic() - started < seconds:
+            raise  # its own
+        raise DeadlinePassed(f"did not answer within {seconds:g} s and was cancelled") from error
+
+
+def _outcome(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except CancelledError:
+        return DeadlinePassed("was cancelled")
+    except BaseException as error:
+        return error
+
+
+def _until(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(until - time.monotonic(), 0.0)
+
+
+@contextmanager
+def warn_when_slow(name: str, thread: threading.Thread | None) -> Iterator[None]:
+    """Warn once a call of the reward source `name` takes longer than a minute, with the place in the code where `thread` is."""
+
+    def warn() -> None:
+        where = f" (at {place_of(thread)})" if thread is not None else ""
+        logger.warning(
+            "Reward source %r has been running for %g s%s. Set reward_deadline to limit the wait.",
+            name, SLOW_SECONDS, where,
+        )  # fmt: skip
+
+    timer = threading.Timer(SLOW_SECONDS, warn)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def place_of(thread: threading.Thread) -> str:
+    """Where a running thread is in the code: `file:line in function`."""
+    frame = sys._current_frames().get(thread.ident or -1)
+    if frame is None:
+        return "it has just ended"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
