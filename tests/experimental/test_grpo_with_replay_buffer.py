@@ -10,12 +10,10 @@ from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
 from tests.trainer.one_step import launch
 from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferConfig
+from trl.rollouts.columns import ADVANTAGE, OLD, REPLAYED, SCORES, TOOL_OUTPUT, WINDOW_SHARE
 from trl.rollouts.experience import Experience
-from trl.rollouts.ledger import REPLAYED, TOOL_OUTPUT
 from trl.rollouts.replay import GroupBuffer
 from trl.tensors.ragged import Ragged
-from trl.trainer.group_trainer import ADVANTAGE, WINDOW_SHARE
-from trl.trainer.online_trainer import OLD, SCORES
 
 
 def groups(*tokens):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from trl.rollouts.columns import SAMPLING_LOGPS, STOPPED
 from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
-from trl.rollouts.sampling import SAMPLING_LOGPS, STOPPED
 
 IDS = {"prompt_ids": [[3], [3, 9]], "completion_ids": [[4, 2], [5, 6, 7]]}
 LIMITS = {"end_tokens": {2}, "vocabulary": 10, "window": 5}

@@ -9,8 +9,8 @@ from tests.experimental import group_runs
 from tests.trainer import grpo_tool_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from tests.trainer.one_step import launch
+from trl.rollouts.columns import SCORES
 from trl.rollouts.schedule import WindowSizes, refill_rows, refill_streams, window_rows
-from trl.trainer.online_trainer import SCORES
 
 ON = {"dynamic_sampling": True, "reward_funcs": first_is_rare}
 

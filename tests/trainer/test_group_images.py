@@ -15,9 +15,7 @@ from tests.trainer.grpo_runs import logs
 from tests.trainer.image_prompt_runs import QUESTION, make, of_colour, rows, run
 from tests.trainer.one_step import launch
 from trl.data.prompts import IMAGE_KEY
-from trl.rollouts.sampling import SAMPLING_LOGPS
-from trl.trainer.group_trainer import REF
-from trl.trainer.online_trainer import OLD
+from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS
 
 
 def completions(trainer, numbers, streams=None):

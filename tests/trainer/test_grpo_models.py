@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import logs, make, run
 from trl.experimental.bema_for_ref_model import BEMACallback
-from trl.trainer.group_trainer import REF
-from trl.trainer.online_trainer import OLD
+from trl.rollouts.columns import OLD, REF
 
 TARGETS = ["q_proj", "v_proj"]
 ADAPTERS = {

@@ -11,9 +11,7 @@ from tests.trainer.group_methods import comparable
 from tests.trainer.grpo_runs import logs, run
 from tests.trainer.grpo_sharded import KINDS, RUNS, SETTINGS, finished, policy_of
 from tests.trainer.one_step import launch
-from trl.rollouts.sampling import SAMPLING_LOGPS
-from trl.trainer.group_trainer import CORRECTION
-from trl.trainer.online_trainer import OLD
+from trl.rollouts.columns import CORRECTION, OLD, SAMPLING_LOGPS
 
 
 @pytest.mark.slow

@@ -16,12 +16,9 @@ from tests.trainer.grpo_tool_runs import conversations, make, run
 from tests.trainer.one_step import launch
 from trl.generation.transformers_engine import TransformersEngine
 from trl.models.scored_head import ScoreOptions
-from trl.rollouts.ledger import TOOL_OUTPUT
-from trl.rollouts.sampling import SAMPLING_LOGPS, STOPPED
+from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, TRAINED
 from trl.rollouts.tool_loop import CALLS
 from trl.trainer import group_setup
-from trl.trainer.group_trainer import REF
-from trl.trainer.online_trainer import OLD, TRAINED
 
 
 def window(trainer, number=0):

@@ -13,9 +13,8 @@ from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
 from trl.models.scored_head import ScoreOptions
-from trl.rollouts.sampling import SAMPLING_LOGPS, split_begun
-from trl.trainer.group_trainer import ADVANTAGE, REF
-from trl.trainer.online_trainer import OLD, SCORES, TRAINED
+from trl.rollouts.columns import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
+from trl.rollouts.sampling import split_begun
 
 
 def window(trainer, number=0):

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.grpo_runs import even_tokens, logs, make, run
-from trl.trainer.group_measures import REWARD
-from trl.trainer.group_trainer import ADVANTAGE, REF
-from trl.trainer.online_trainer import OLD, SCORES
+from trl.rollouts.columns import ADVANTAGE, OLD, REF, REWARD, SCORES
 
 
 def moved(**settings):

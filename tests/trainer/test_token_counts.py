@@ -7,9 +7,8 @@ import torch
 
 from tests.trainer.grpo_runs import END, even_tokens, first_is_rare, logs, make, run
 from trl.objectives.group_policy import LOSS_TYPES
-from trl.trainer.group_trainer import ADVANTAGE, CHOSEN
-from trl.trainer.online_trainer import TRAINED
-from trl.trainer.token_counts import METRIC
+from trl.rollouts.columns import ADVANTAGE, CHOSEN, TRAINED
+from trl.rollouts.token_counts import METRIC
 
 
 def some_without(completion_ids, **_):

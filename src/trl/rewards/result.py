@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trl.tensors.reduce import Weighted, weighted
+
+_SCORE_OF = "score_of_"
+
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
@@ -60,3 +64,19 @@ def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:
         found[f"rewards/{name}/mean"] = opinions.mean().item()
         found[f"rewards/{name}/std"] = opinions.std().item() if len(opinions) > 1 else float("nan")
     return found
+
+
+def source_columns(result: RewardResult) -> dict[str, Tensor]:
+    """The scores of each source `(B,)`, NaN where it gave none, as columns of an `Experience`."""
+    return {f"{_SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
+
+
+def source_table(columns: Mapping[str, Tensor], sources: Sequence[str]) -> list[Tensor]:
+    """The columns of `source_columns` in the order of the sources."""
+    return [columns[f"{_SCORE_OF}{number}"] for number in range(len(sources))]
+
+
+def source_means(columns: Mapping[str, Tensor], sources: Sequence[str]) -> dict[str, Weighted]:
+    """The documented `rewards/<name>/mean`, over the rows that a source scored."""
+    table = zip(sources, source_table(columns, sources), strict=True)
+    return {f"rewards/{name}/mean": weighted(column, ~column.isnan()) for name, column in table}

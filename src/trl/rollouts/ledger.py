@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TOOL_OUTPUT = "tool_output"
-"""The column per token (bool) of what tools answered; absent without tools."""
-
-FILTERED = "filtered"
-"""The column per row (bool) of completions that a method chose against; absent where it chooses none."""
-
-REPLAYED = "replayed"
-"""The column per row (bool) of completions that were sampled, and counted, for an earlier window; absent without a buffer."""
+from trl.rollouts.columns import FILTERED, TOOL_OUTPUT
 
 TRUNCATED = "truncated"
 BUCKETS: tuple[str, ...] = (

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trl.rollouts.columns import SAMPLING_LOGPS, STOPPED
 from trl.rollouts.experience import Experience
-from trl.rollouts.sampling import SAMPLING_LOGPS, STOPPED
 from trl.tensors.ragged import Ragged
 
 _ROUNDING = 1e-2  # by which log-probs of low precision may lie above 0

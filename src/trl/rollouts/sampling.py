@@ -13,12 +13,9 @@ from trl.data.formats import is_list_of_dicts_with
 from trl.data.rendering import Message
 from trl.generation.engine import Engine, Sampling
 from trl.rewards.inputs import RewardInputs
+from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED
 from trl.rollouts.experience import Experience
 from trl.tensors.ragged import Ragged
-
-SAMPLING_LOGPS = "sampling_logps"
-SAMPLING_KEPT = "sampling_kept"
-STOPPED = "stopped"
 
 
 def sample(

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from trl.data.rendering import Message, ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
+from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
 from trl.rollouts.experience import Experience
-from trl.rollouts.ledger import TOOL_OUTPUT
-from trl.rollouts.sampling import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED
 from trl.rollouts.tool_runs import FAILURES, Reply, ToolCall, ToolRunner
 from trl.rollouts.tool_schemas import Tool
 from trl.rollouts.tool_turns import ReplyWriter, Turn, TurnReader

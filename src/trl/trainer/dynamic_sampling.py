@@ -15,9 +15,9 @@ from torch import Tensor
 
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import rows_of_groups
+from trl.rollouts.measures import of_all_processes
 from trl.rollouts.schedule import refill_rows, refill_streams
 from trl.tensors.reduce import Weighted
-from trl.trainer.group_measures import of_all_processes
 
 if TYPE_CHECKING:
     from trl.trainer.group_trainer import GroupTrainer

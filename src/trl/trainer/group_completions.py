@@ -13,9 +13,9 @@ from torch import Tensor
 from trl.reporting.tables import print_prompt_completions_sample
 from trl.reporting.trackers import log_table
 from trl.rewards.inputs import RewardInputs
+from trl.rewards.result import source_table
 from trl.rollouts.experience import Experience
 from trl.trainer.callbacks.sampling import tensorboard_writer
-from trl.trainer.source_scores import source_table
 
 TABLE, FOLDER = "completions", "completions"
 

@@ -19,25 +19,30 @@ from trl.models.scored_head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.inputs import RewardInputs
+from trl.rewards.result import source_columns
+from trl.rollouts.columns import (
+    ADVANTAGE,
+    CHOSEN,
+    CORRECTION,
+    LENGTH,
+    OLD,
+    REF,
+    REWARD,
+    SCORES,
+    STOPPED,
+    TOOL_OUTPUT,
+    TRAINED,
+    WINDOW_SHARE,
+)
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import check_evaluation
-from trl.rollouts.ledger import TOOL_OUTPUT
+from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, measured_groups, of_all_processes
 from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
-from trl.rollouts.sampling import STOPPED
+from trl.rollouts.token_counts import TokenCounts, sampled_tokens, token_advantages
 from trl.tensors.reduce import LossTerms, Weighted, reduce_terms, where_counted
 from trl.trainer.dynamic_sampling import refilled
 from trl.trainer.group_completions import ShownCompletions
 from trl.trainer.group_images import images_of
-from trl.trainer.group_measures import (
-    ADVANTAGE,
-    CORRECTION,
-    LENGTH,
-    REWARD,
-    ClippedExtremes,
-    EvaluationExtremes,
-    measured_groups,
-    of_all_processes,
-)
 from trl.trainer.group_setup import (
     check_engine,
     engine_of,
@@ -50,17 +55,13 @@ from trl.trainer.group_setup import (
 from trl.trainer.group_tools import group_tools, tool_metrics, with_messages
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.online_trainer import OLD, SCORES, TRAINED, OnlineTrainer, evaluation_streams
+from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
 from trl.trainer.overrides import NOT_CALLED_OF_GROUPS
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import set_up_policy
 from trl.trainer.prompt_sets import training_prompts
 from trl.trainer.reward_setup import place_reward_models
-from trl.trainer.source_scores import source_columns
 from trl.trainer.terms import LOSS_PARTS, Outcome
-from trl.trainer.token_counts import TokenCounts, sampled_tokens, token_advantages
-
-REF, CHOSEN, WINDOW_SHARE = "ref_logps", "chosen", "window_share"
 
 AnyDataset = Dataset | IterableDataset
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]

@@ -24,20 +24,21 @@ from trl.objectives.group_policy import (
 )
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
 from trl.options.training import config_or_default
-from trl.rollouts.experience import Experience
-from trl.rollouts.sampling import SAMPLING_KEPT, SAMPLING_LOGPS
-from trl.tensors.reduce import LossTerms
-from trl.trainer.group_measures import extremes_of_processes
-from trl.trainer.group_trainer import (
+from trl.rollouts.columns import (
     CHOSEN,
     CORRECTION,
+    OLD,
+    SAMPLING_KEPT,
+    SAMPLING_LOGPS,
+    SCORES,
+    TRAINED,
     WINDOW_SHARE,
-    AnyDataset,
-    GroupTrainer,
-    RolloutFunc,
 )
+from trl.rollouts.experience import Experience
+from trl.rollouts.measures import extremes_of_processes
+from trl.tensors.reduce import LossTerms
+from trl.trainer.group_trainer import AnyDataset, GroupTrainer, RolloutFunc
 from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.online_trainer import OLD, SCORES, TRAINED
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

@@ -23,9 +23,10 @@ from trl.models.reference import Reference
 from trl.models.scored_head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
+from trl.rollouts.columns import OLD, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.experience import Experience
 from trl.rollouts.prompt_stream import PromptStream
-from trl.rollouts.sampling import SAMPLING_LOGPS, reward_inputs, sample
+from trl.rollouts.sampling import reward_inputs, sample
 from trl.rollouts.saving import load_window, save_window
 from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
 from trl.tensors.reduce import LossTerms, Unit, Weighted
@@ -35,9 +36,6 @@ from trl.trainer.terms import LossOfTerms, Outcome
 
 logger = logging.getLogger(__name__)
 
-TRAINED = "trained"
-SCORES = "scores"
-OLD = "old_logps"
 _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, and the same ones every time
 
 

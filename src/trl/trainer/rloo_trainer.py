@@ -21,11 +21,11 @@ from trl.objectives.group_advantages import (
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
 from trl.options.training import config_or_default
+from trl.rollouts.columns import OLD, REF, SCORES, TRAINED
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.group_trainer import REF, AnyDataset, GroupTrainer, RolloutFunc
-from trl.trainer.online_trainer import OLD, SCORES, TRAINED
+from trl.trainer.group_trainer import AnyDataset, GroupTrainer, RolloutFunc
 from trl.trainer.rloo_config import RLOOConfig
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere

@@ -14,13 +14,11 @@ from trl.experimental.gfpo.group_filter import GroupFilterFunc, filter_scores
 from trl.objectives.group_advantages import best_of_groups
 from trl.options.training import config_or_default
 from trl.rewards.inputs import RewardInputs
+from trl.rollouts.columns import FILTERED, LENGTH, SCORES
 from trl.rollouts.experience import Experience
-from trl.rollouts.ledger import FILTERED
 from trl.rollouts.schedule import WindowSizes
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.group_measures import LENGTH
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online_trainer import SCORES
 
 
 class GFPOTrainer(GRPOTrainer):

@@ -16,17 +16,15 @@ from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config imp
 from trl.experimental.grpo_with_replay_buffer.padded_methods import PaddedReplayMethods
 from trl.objectives.group_advantages import group_moments, has_no_variance
 from trl.options.training import config_or_default
+from trl.rollouts.columns import OLD, REPLAYED, SCORES, WINDOW_SHARE
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import rows_of_groups
-from trl.rollouts.ledger import REPLAYED
+from trl.rollouts.measures import sampled_lengths
 from trl.rollouts.replay import GroupBuffer
 from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups
 from trl.tensors.reduce import Weighted
-from trl.trainer.group_measures import sampled_lengths
-from trl.trainer.group_trainer import WINDOW_SHARE
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online_trainer import OLD, SCORES
 from trl.trainer.overrides import NOT_CALLED_OF_REPLAY
 
 

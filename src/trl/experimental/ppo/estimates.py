@@ -12,13 +12,13 @@ from trl.objectives.advantages import TokenRewards, gae, rollout_metrics, token_
 from trl.objectives.kl import k1, kl_penalty
 from trl.objectives.policy_gradient import clipped_surrogate, probability_ratio, with_value_loss
 from trl.objectives.value import clipped_value_loss
+from trl.rollouts.columns import OLD, REF, SCORES, TRAINED
 from trl.rollouts.experience import Experience
 from trl.tensors.moments import moments, over_processes, whiten_by
 from trl.tensors.ragged import Ragged
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
-from trl.trainer.online_trainer import OLD, SCORES, TRAINED
 
-REF, VALUES = "ref_logps", "values"
+VALUES = "values"
 ADVANTAGES, RETURNS = "advantages", "returns"
 
 _OBJECTIVE = ("kl", "entropy", "non_score_reward", "rlhf_reward", "scores")

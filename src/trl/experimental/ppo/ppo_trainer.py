@@ -52,16 +52,16 @@ from trl.models.lending import without_ddp
 from trl.models.policy_value import PolicyValueScorer
 from trl.models.reference import make_reference
 from trl.models.scored_head import LossOf, ScoreOptions
+from trl.rewards.result import source_columns, source_means
+from trl.rollouts.columns import OLD
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.online_trainer import OLD
 from trl.trainer.pairs import shares_prefix
 from trl.trainer.policy import make_scorer
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import place_reward_models
-from trl.trainer.source_scores import source_columns, source_means
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl.rollouts.columns import (
+    ADVANTAGE,
+    CORRECTION,
+    FILTERED,
+    REPLAYED,
+    SCORES,
+    STOPPED,
+    TOOL_OUTPUT,
+    TRAINED,
+)
 from trl.rollouts.experience import Experience
-from trl.rollouts.ledger import BUCKETS, FILTERED, REPLAYED, TOOL_OUTPUT, TRUNCATED, token_ledger
-from trl.rollouts.sampling import STOPPED
-from trl.trainer.group_measures import ADVANTAGE, CORRECTION
-from trl.trainer.online_trainer import SCORES, TRAINED
+from trl.rollouts.ledger import BUCKETS, TRUNCATED, token_ledger
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,10 @@ from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
 from trl.objectives.group_policy import EXTREMES
-from trl.rewards.result import reward_metrics
+from trl.rewards.result import reward_metrics, source_means, source_table
+from trl.rollouts.columns import LENGTH, REWARD, STOPPED, TOOL_OUTPUT
 from trl.rollouts.experience import Experience
-from trl.rollouts.ledger import TOOL_OUTPUT
-from trl.rollouts.sampling import STOPPED
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.source_scores import source_means, source_table
-
-LENGTH, REWARD, ADVANTAGE, CORRECTION = "length", "reward", "advantage", "correction"
 
 
 def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tensor]:
