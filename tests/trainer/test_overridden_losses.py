@@ -84,31 +84,6 @@ class OlderHinge(DPOTrainer):
     beta_of_mine = 0.3
 
 
-class OwnForward(DPOTrainer):
-    def concatenated_forward(self, model, batch, is_ref_model=False):
-        chosen, rejected, logits = forward_of_0_26(self, model, batch)
-        self.calls = [*getattr(self, "calls", []), is_ref_model]
-        return {
-            "chosen_logps": chosen, "rejected_logps": rejected, "mean_chosen_logits": logits.mean(),
-            "mean_rejected_logits": logits.mean(),
-        }  # fmt: skip
-
-
-class OlderForward(DPOTrainer):
-    """A tuple, from the columns of 0.4-0.11."""
-
-    def concatenated_forward(self, model, batch):
-        found = self.concatenated_inputs(
-            batch, is_encoder_decoder=False, label_pad_token_id=-100, padding_value=0
-        )
-        half = batch["chosen_labels"].shape[0]
-        logits = model(
-            found["concatenated_input_ids"], attention_mask=found["concatenated_attention_mask"]
-        ).logits
-        logps = self.get_batch_logps(logits, found["concatenated_labels"])
-        return logps[:half], logps[half:], logits[:half], logits[half:]
-
-
 class NoReference(DPOTrainer):
     def compute_ref_log_probs(self, batch):
         zeros = torch.zeros(batch["prompt_input_ids"].shape[0], dtype=torch.float64)
@@ -182,17 +157,6 @@ def test_a_replaced_method(plain, patch, monkeypatch):
     if patch == "instance":
         trainer.dpo_loss = MethodType(dpo_loss, trainer)
     assert_same_gradient(step(trainer)[0], times(plain[0], 3))
-
-
-@pytest.mark.parametrize("kind", [OwnForward, OlderForward])
-@pytest.mark.parametrize("cut", [{}, {**CUT, "prefix_sharing": False}], ids=["whole", "cut"])
-def test_concatenated_forward(plain, kind, cut):
-    trainer = dpo(kind, **cut)
-    gradients, log = step(trainer)
-    assert_same_gradient(gradients, plain[0])
-    assert log["logps/chosen"] == pytest.approx(plain[1]["logps/chosen"], rel=1e-9)
-    if kind is OwnForward:
-        assert trainer.calls == [False, True] * (2 if cut else 1)
 
 
 @pytest.mark.parametrize("kind", [NoReference, OlderNoReference])
@@ -484,10 +448,10 @@ def test_compute_loss_of_rewards(columns):
 @pytest.mark.parametrize(
     ("make_one", "base", "name", "advice"),
     [
-        (dpo, DPOTrainer, "get_batch_logps", "Override concatenated_forward"),
-        (dpo, DPOTrainer, "concatenated_inputs", "Override concatenated_forward"),
+        (dpo, DPOTrainer, "concatenated_forward", "Override get_batch_loss_metrics"),
+        (dpo, DPOTrainer, "concatenated_inputs", "Override get_batch_loss_metrics"),
         (orpo, ORPOTrainer, "concatenated_forward", "Override get_batch_loss_metrics"),
-        (kto, KTOTrainer, "null_ref_context", "Override concatenated_forward"),
+        (kto, KTOTrainer, "null_ref_context", "Override get_batch_loss_metrics"),
         (kto, KTOTrainer, "forward", "Override get_batch_loss_metrics"),
         (cpo, CPOTrainer, "tokenize_row", "Tokenise the rows before"),
         (bco, BCOTrainer, "get_batch_logps", "Override"),
@@ -502,10 +466,9 @@ def test_what_training_does_not_call_is_refused(make_one, base, name, advice):
         make_one(kind)
 
 
-@pytest.mark.parametrize("setting", [{"precompute_ref_log_probs": True}, {"neftune_noise_alpha": 5.0}])
-def test_settings_that_do_not_act_on_an_overridden_forward(setting):
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* a forward that OwnForward overrides"):
-        dpo(OwnForward, **setting)
+def test_an_overridden_reference_is_not_precomputed():
+    with pytest.raises(ValueError, match=r"^precompute_ref_log_probs=True .* NoReference"):
+        dpo(NoReference, precompute_ref_log_probs=True)
 
 
 @pytest.mark.parametrize(

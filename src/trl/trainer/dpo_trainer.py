@@ -49,8 +49,8 @@ from trl.tensors.sequences import (
 )
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, collator_for_image_pairs, image_pair_sets
-from trl.trainer.older_dpo import OlderDPOMethods, ScoredPairs
-from trl.trainer.overrides import FORWARDS
+from trl.trainer.older_dpo import OlderDPOMethods
+from trl.trainer.overrides import GIVEN, REFERENCES
 from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.trainer.policy import Policy, make_scorer, set_up_policy
@@ -243,7 +243,7 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
     def prepare_step(self, batches: list[Any]) -> None:
         """Score a step of several micro-batches without gradient where a loss compares its pairs with each other."""
         self._step_statistics.clear()
-        if self._compares_pairs and len(batches) > 1 and not self.overridden(*FORWARDS):
+        if self._compares_pairs and len(batches) > 1:
             model: Any = self.model_wrapped
             with torch.no_grad(), undisturbed(model):
                 found = [self._compared(self.pair_scores(model, batch)[0]) for batch in batches]
@@ -291,7 +291,8 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
     def pair_scores(self, model: nn.Module, batch: dict[str, Any]) -> tuple[PairScores, Scored]:
         """Log-probs of policy and reference of a batch's pairs; the reference's stay in the batch, as `ref_logps`."""
         args, sequences = self.args, 2 * row_count(batch, per_row=2)
-        if self.reference is not None and "ref_logps" not in batch:
+        own = next((name for name in REFERENCES if self.overridden(name)), None)
+        if self.reference is not None and own is None and "ref_logps" not in batch:
             batch["ref_logps"] = self.reference.score(model, batch, self.reference_logps)
         scored = self.score(model, batch, ScoreOptions(collision=args.use_weighting, mean_logits=True))
         policy = self.totals(scored, sequences)
@@ -301,23 +302,15 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
         if PER_TOKEN & set(args.loss_type):
             lengths = tokens_by_sequence(scored.positions.sequence, sequences)
             scores = scores.per_token(*split_pairs(lengths))
+        if own is not None:
+            ref_chosen, ref_rejected = getattr(self, own)(batch.get(GIVEN, batch))
+            scores = replace(scores, ref_chosen=ref_chosen.to(policy), ref_rejected=ref_rejected.to(policy))
         return scores, scored
 
     def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the loss."""
-        if self.overridden(*FORWARDS, "dpo_loss"):
-            return self.outcome_of(self.recorded_pairs(model, batch))
+        args, is_own = self.args, self.overridden("dpo_loss")
         logged, scored = self.pair_scores(model, batch)
-        nll = None
-        if self._nll_coefficient:
-            is_chosen = scored.positions.sequence % 2 == 0
-            nll = chosen_nll(scored.logps, is_chosen, coefficient=self._nll_coefficient)
-        weights = self.pair_weights(scored, len(logged.chosen))
-        return self.outcome_of(ScoredPairs(logged, nll, weights, mean_logits(scored), scored.aux_loss))
-
-    def outcome_of(self, found: ScoredPairs) -> Outcome:
-        """The same from what was scored."""
-        args, logged = self.args, found.scores
         scores = self._compared(logged)
         scores = replace(scores, step=self._step_of(scores))
         terms = preference_terms(
@@ -325,17 +318,21 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
             args.loss_type,
             args.pair_options(),
             loss_weights=args.loss_weights,
-            pair_weights=found.weights,
+            pair_weights=self.pair_weights(scored, len(logged.chosen)),
             logged=logged,
         )
-        if self.overridden("dpo_loss"):
-            terms = self.recorded_terms(terms, found)
-        parts = [terms._replace(metrics={**terms.metrics, **found.metrics})]
-        if found.nll is not None:
-            parts.append(found.nll)
+        if is_own:
+            terms = self.recorded_terms(terms, logged, scored)
+        parts = [terms._replace(metrics={**terms.metrics, **mean_logits(scored)})]
+        if (
+            coefficient := args.rpo_alpha if is_own else self._nll_coefficient
+        ):  # its own loss has that of "sft"
+            parts.append(
+                chosen_nll(scored.logps, scored.positions.sequence % 2 == 0, coefficient=coefficient)
+            )
         rewards = args.beta * torch.stack(logged.ratios, dim=1)
         labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
-        return Outcome(parts, rewards, labels, found.aux_loss)
+        return Outcome(parts, rewards, labels, scored.aux_loss)
 
     def _compared(self, scores: PairScores) -> PairScores:
         """The scores that the loss sees: with `reference_free`, against a reference of 0."""

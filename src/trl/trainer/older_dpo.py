@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from trl.data.preference_tokens import tokenize_preference_row
 from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.models.forward import Scored
 from trl.models.layout import IGNORED, padded_rows, scored_sequences
 from trl.models.reference import FrozenModel
 from trl.models.scored_head import ScoreOptions
@@ -27,7 +28,7 @@ from trl.objectives.preference import (
 )
 from trl.objectives.tables import lookup
 from trl.tensors.padding import pad_to_length
-from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms, weighted
+from trl.tensors.reduce import LossTerms, count_units, reduce_terms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
 from trl.trainer.older_pairs import (
@@ -35,44 +36,22 @@ from trl.trainer.older_pairs import (
     OlderPairMethods,
     concatenated_inputs,
     get_batch_logps,
-    mean_nll,
     pairs_of,
     tokenized_answer,
     whole_sequences,
     with_losses,
 )
-from trl.trainer.overrides import GIVEN, call_with, takes
+from trl.trainer.overrides import call_with, takes
 from trl.trainer.pairs import mean_logits, row_count
 from trl.trainer.policy import make_scorer
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
-_REFERENCE_METHODS = ("compute_ref_log_probs", "compute_reference_log_probs")
-_TUPLE_OF_0_11 = (
-    "chosen_logps",
-    "rejected_logps",
-    "mean_chosen_logits",
-    "mean_rejected_logits",
-    "nll_loss",
-    "aux_loss",
-)
 _OLDER_LOGPS = (
     "policy_chosen_logps",
     "policy_rejected_logps",
     "reference_chosen_logps",
     "reference_rejected_logps",
 )
-
-
-class ScoredPairs(NamedTuple):
-    """What the loss of B pairs is made of: their log-probs, the likelihood of the chosen ones where it counts, weights `(B,)`,
-    metrics; and what `concatenated_forward` gave, where that was called."""
-
-    scores: PairScores
-    nll: LossTerms | None
-    weights: Tensor | None
-    metrics: Mapping[str, Weighted]
-    aux_loss: Tensor | None = None
-    output: Mapping[str, Tensor] = {}
 
 
 class OlderDPOMethods:
@@ -98,42 +77,20 @@ class OlderDPOMethods:
             found |= dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
         return found
 
-    def recorded_pairs(self: Any, model: nn.Module, batch: Mapping[str, Any]) -> ScoredPairs:
-        """The pairs of a batch under overridden methods, as the step of 0.26 asked for them."""
-        given = batch.get(GIVEN, batch)
-        output = _as_output(self.concatenated_forward(model, given))
-        policy = output["chosen_logps"], output["rejected_logps"]
-        method = next((name for name in _REFERENCE_METHODS if self.overridden(name)), None)
-        if method is None and self.reference is None:
-            reference = [torch.zeros_like(logps) for logps in policy]
-        else:
-            reference = getattr(self, method or _REFERENCE_METHODS[0])(given)
-        ref_chosen, ref_rejected = (logps.to(policy[0]) for logps in reference)
-        scores = PairScores(*policy, ref_chosen, ref_rejected)
-        names = {f"logits/{side}": f"mean_{side}_logits" for side in SIDES}
-        metrics = {name: weighted(output[key].reshape(1)) for name, key in names.items() if key in output}
-        nll, coefficient = None, self._nll_coefficient
-        if self.overridden("dpo_loss"):  # which gives that of sft
-            coefficient = self.args.rpo_alpha
-        if coefficient:
-            nll = mean_nll(output["nll_loss"], self.count_units(batch)[1], coefficient=coefficient)
-        weights, aux_loss = output.get("policy_weights"), output.get("aux_loss")
-        return ScoredPairs(scores, nll, weights, metrics, aux_loss, output)
-
-    def recorded_terms(self: Any, terms: LossTerms, found: ScoredPairs) -> LossTerms:
-        """The terms with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or one in all where it
-        does not take that."""
-        scores, args = found.scores, self.args
+    def recorded_terms(self: Any, terms: LossTerms, scores: PairScores, scored: Scored) -> LossTerms:
+        """The terms with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single one where
+        it takes no such argument."""
+        args, output = self.args, self.model_output(scores.chosen, scores.rejected, scored)
         logps = scores.chosen, scores.rejected, scores.ref_chosen, scores.ref_rejected
         names, weights = args.loss_type, args.loss_weights or [1.0] * len(args.loss_type)
         if not takes(self.dpo_loss, "loss_type"):
             names, weights = names[:1], [1.0]
         sums: Any = (0.0, 0.0, 0.0)
         for name, weight in zip(names, weights, strict=True):
-            each = call_with(self.dpo_loss, *logps, loss_type=name, model_output=found.output)
+            each = call_with(self.dpo_loss, *logps, loss_type=name, model_output=output)
             sums = [total + weight * part for total, part in zip(sums, each, strict=True)]
         losses, *rewards = sums
-        losses = losses if found.weights is None else losses * found.weights
+        losses = losses * output.get("policy_weights", 1.0)
         metrics = pair_metrics(*rewards, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
         return with_losses(terms, losses)._replace(metrics={**terms.metrics, **metrics})
 
@@ -158,12 +115,8 @@ class OlderDPOMethods:
             raise ValueError(
                 "reference_free=True leaves no reference to ask. Set it to False, or give ref_model."
             )
-        given, batch = batch, self.take_batch(batch)
+        batch = self.take_batch(batch)
         logps = batch.get("ref_logps")
-        if logps is None and self.overridden("concatenated_forward"):
-            with torch.no_grad(), self.reference.active(self.model_wrapped) as model:
-                output = _as_output(call_with(self.concatenated_forward, model, given, is_ref_model=True))
-            return output["chosen_logps"], output["rejected_logps"]
         if logps is None:
             logps = self.reference.score(self.model_wrapped, batch, self.reference_logps)
         return _per_token(self, logps, batch)
@@ -216,20 +169,23 @@ class OlderDPOMethods:
         `mean_rejected_logits`, and where they apply `nll_loss`, `policy_weights` `(B,)`, `aux_loss`. `is_ref_model` is not
         needed: whose model it is, is seen.
         """
-        args, batch = self.args, self.take_batch(batch)
-        options = ScoreOptions(collision=args.use_weighting and not is_ref_model, mean_logits=True)
+        batch = self.take_batch(batch)
+        options = ScoreOptions(collision=self.args.use_weighting and not is_ref_model, mean_logits=True)
         with self.accelerator.autocast():
             scored = _scorer_of(self, model).score(model, batch, options)
-        pairs = row_count(batch, per_row=2)
-        chosen, rejected = _per_token(self, self.totals(scored, 2 * pairs), batch)
-        found = {"chosen_logps": chosen, "rejected_logps": rejected}
+        totals = self.totals(scored, 2 * row_count(batch, per_row=2))
+        return self.model_output(*_per_token(self, totals, batch), scored)
+
+    def model_output(self: Any, chosen: Tensor, rejected: Tensor, scored: Scored) -> dict[str, Tensor]:
+        """The dict of `concatenated_forward` for log-probs `(B,)` of chosen and rejected completions."""
+        args, found = self.args, {"chosen_logps": chosen, "rejected_logps": rejected}
         for name, value in mean_logits(scored).items():
             found[f"mean_{name.removeprefix('logits/')}_logits"] = value.mean
         if nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha):
             nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
             found["nll_loss"] = reduce_terms(nll, count_units(nll))
-        if options.collision:
-            found["policy_weights"] = self.pair_weights(scored, pairs)
+        if scored.log_collision is not None:
+            found["policy_weights"] = self.pair_weights(scored, len(chosen))
         if scored.aux_loss is not None:
             found["aux_loss"] = scored.aux_loss
         return found
@@ -346,14 +302,6 @@ class OlderDPOMethods:
         if is_older:
             return self.generate_from_model_and_ref(*given, **named)
         return super().get_batch_samples(*given, **named)  # type: ignore[misc]
-
-
-def _as_output(found: Any) -> Mapping[str, Tensor]:
-    """What `concatenated_forward` gave, a tuple with logits at 0.4-0.11, under the names of 0.26."""
-    if isinstance(found, Mapping):
-        return found
-    named = dict(zip(_TUPLE_OF_0_11, found, strict=False))
-    return {name: value.mean() if "logits" in name else value for name, value in named.items()}
 
 
 def _per_token(trainer: Any, logps: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -78,13 +78,6 @@ def pairs_of(batch: Mapping[str, Any]) -> list[dict[str, list[int]]]:
     return [dict(zip(names, (*chosen, *rejected), strict=True)) for chosen, rejected in each]
 
 
-def mean_nll(mean: Tensor, tokens: Tensor, *, coefficient: float) -> LossTerms:
-    """The terms of a likelihood of which only the mean over a batch's tokens is known, 0-dim."""
-    values = (coefficient * mean).reshape(1).expand(int(tokens))
-    metrics = {"nll_loss": Weighted(mean.detach() * tokens, tokens)}
-    return LossTerms(values, torch.ones_like(values), "token", metrics)
-
-
 def with_losses(terms: LossTerms, losses: Tensor) -> LossTerms:
     """Terms with the losses of an overridden method in the place of their values: one for each, or the mean.
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
-FORWARDS = ("concatenated_forward", "compute_ref_log_probs", "compute_reference_log_probs")
+REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")
 LOSSES = ("dpo_loss", "cpo_loss", "odds_ratio_loss", "kto_loss", "bco_loss")
-CALLED = ("compute_loss", *WHOLE_BATCH, *FORWARDS, *LOSSES)
+CALLED = ("compute_loss", *WHOLE_BATCH, *REFERENCES, *LOSSES)
 """Methods that training calls where a subclass overrides them, or a program replaces them."""
 
 GIVEN = "given"
@@ -20,20 +20,14 @@ NotCalled = Mapping[str, tuple[tuple[str, ...], str]]
 """Methods that training does not call: those of which one must be overridden too, and what to do instead."""
 
 
-def not_called_alone(*names: str) -> NotCalled:
-    """Methods that only an overridden `get_batch_loss_metrics` can call."""
-    advice = "Override get_batch_loss_metrics, which may call it"
-    return dict.fromkeys(names, (("get_batch_loss_metrics",), advice))
-
-
+_PARTS = ("concatenated_forward", "concatenated_inputs", "get_batch_logps", "null_ref_context")
 _ROWS = ("tokenize_row", "process_row", "build_tokenized_answer")
+_WHOLE = (("get_batch_loss_metrics",), "Override get_batch_loss_metrics, which may call it")
 NOT_CALLED: NotCalled = {
-    **dict.fromkeys(("get_batch_logps", "concatenated_inputs", "null_ref_context"), (
-        ("concatenated_forward", "get_batch_loss_metrics"),
-        "Override concatenated_forward (of DPO) or get_batch_loss_metrics, which may call it",
-    )),
+    **dict.fromkeys(_PARTS, _WHOLE),
     **dict.fromkeys(_ROWS, ((), "Tokenise the rows before, with dataset.map")),
-}  # fmt: skip
+}
+NOT_CALLED_OF_UNPAIRED: NotCalled = {**NOT_CALLED, "forward": _WHOLE}
 _LOSS = (("objective", "compute_loss"), "Override objective(experience, scored)")
 _ROLLOUT = (("completed", "make_window"), "Give rollout_func=, or override completed(rows, streams=...)")
 _SCORING = (("score_rollout", "outcome"), "Override score_rollout(batch, learning=...)")

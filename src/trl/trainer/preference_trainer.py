@@ -19,7 +19,7 @@ from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.held_reference import HoldsReference
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.overrides import CALLED, FORWARDS, GIVEN, NOT_CALLED, WHOLE_BATCH, call_with, takes
+from trl.trainer.overrides import GIVEN, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
 from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
@@ -59,13 +59,10 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         """
         self._sets = sets
         settle_inherited(args, "pairs")
-        settings = [
-            name for name in ("precompute_ref_log_probs", "neftune_noise_alpha") if getattr(args, name, None)
-        ]
-        if settings and self.overridden(*FORWARDS):
+        if getattr(args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):
             raise ValueError(
-                f"{settings[0]}={getattr(args, settings[0])} does not act on a forward that {type(self).__name__} overrides. Leave "
-                f"{settings[0]} out."
+                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} overrides. "
+                "Set it to False."
             )
         if train_dataset is not None:
             train_dataset = (train_sets or sets).train(train_dataset)
@@ -122,7 +119,7 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     def handed_out(self, own: Any, given: Any) -> Any:
         """The batch, where methods are overridden with the columns that these read."""
-        if not self.overridden(*CALLED):
+        if not self.overridden("compute_loss", *WHOLE_BATCH, *REFERENCES):
             return own
         columns = self.recorded_columns(own) if "rows" in given else given
         return {**columns, **own, GIVEN: {**own, **columns} if "rows" in given else given}

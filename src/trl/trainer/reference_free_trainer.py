@@ -26,7 +26,6 @@ from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
 from trl.trainer.older_pairs import OlderPairMethods, with_losses
-from trl.trainer.overrides import NOT_CALLED, NotCalled, not_called_alone
 from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.trainer.policy import Policy, is_encoder_decoder, set_up_policy
@@ -50,7 +49,6 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
     negative log-likelihood, a mean over all their scored tokens in that step.
     """
 
-    _not_called: ClassVar[NotCalled] = {**NOT_CALLED, **not_called_alone("concatenated_forward")}
     units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
     args: Any
     _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)

@@ -39,7 +39,7 @@ from trl.objectives.unpaired import UnpairedScores
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.older_unpaired import OlderUnpairedMethods
-from trl.trainer.overrides import GIVEN, NOT_CALLED, NotCalled, not_called_alone
+from trl.trainer.overrides import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.trainer.pairs import row_count, shares_prefix
 from trl.trainer.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
 from trl.trainer.precompute import ReferencePass
@@ -59,7 +59,7 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
     batch the first is row i's own.
     """
 
-    _not_called: ClassVar[NotCalled] = {**NOT_CALLED, **not_called_alone("forward")}
+    _not_called = NOT_CALLED_OF_UNPAIRED
     units: ClassVar[tuple[Unit, ...]] = ("sequence",)
     _columns: ClassVar[tuple[str, ...]] = (
         *UNPAIRED_COLUMNS,
