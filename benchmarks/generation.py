@@ -23,7 +23,7 @@ from benchmarks.variants import SHAPES, build_model
 from transformers import PreTrainedModel
 
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 
 COLUMNS = [
     "model",

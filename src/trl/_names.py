@@ -70,8 +70,8 @@ NAMES: dict[str, Row] = {
     "trl.commands.cli": {"trl.cli.main": "SUPPORTED_COMMANDS=COMMANDS main"},
     "trl.commands.cli_utils": {**_COMMANDS, "trl.scripts.chat": "ChatArguments"},
     "trl.core": {"trl.collators.rows": "build_bert_batch_from_txt",
-        "trl.generation.length_sampler": "LengthSampler",
-        "trl.generation.padded_queries": "respond_to_batch top_k_top_p_filtering",
+        "trl.generation.transformers.stopping": "LengthSampler",
+        "trl.generation.transformers.padded_queries": "respond_to_batch top_k_top_p_filtering",
         "trl.models.device_cache": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING "
         "add_suffix average_torch_dicts convert_to_scalar flatten_dict stack_dicts stats_to_np",
         "trl.tensors.padding": "listify_batch pad_to_size", "trl.tensors.statistics": "clip_by_value "
@@ -81,7 +81,7 @@ NAMES: dict[str, Row] = {
     "trl.env_utils": {"accelerate.utils": "strtobool=str_to_bool"},
     "trl.environment": {"trl.rollouts.text_environment": "TextEnvironment",
         "trl.rollouts.text_history": "TextHistory"},
-    "trl.environment.base_environment": {"trl.generation.stopping": "StringStoppingCriteria",
+    "trl.environment.base_environment": {"trl.generation.transformers.stopping": "StringStoppingCriteria",
         "trl.rollouts.text_environment": "TextEnvironment", "trl.rollouts.text_history": "TextHistory"},
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
     "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",
@@ -110,7 +110,7 @@ NAMES: dict[str, Row] = {
         "conversations_formatting_function get_formatting_func_from_dataset "
         "instructions_formatting_function"},
     "trl.extras.profiling": {"trl.reporting.profiling": "profiling_context profiling_decorator"},
-    "trl.extras.vllm_client": {"trl.generation.vllm_client": "VLLMClient pil_to_base64"},
+    "trl.extras.vllm_client": {"trl.generation.vllm.client": "VLLMClient pil_to_base64"},
     "trl.import_utils": {"trl.options.packages": "LIGER_KERNEL_MIN_VERSION OptionalDependencyNotAvailable "
         "TRLExperimentalWarning is_accelerate_greater_20_0 is_bitsandbytes_available is_deepspeed_available "
         "is_diffusers_available is_fastapi_available is_jmespath_available is_joblib_available "
@@ -148,8 +148,8 @@ NAMES: dict[str, Row] = {
     "trl.scripts": _SCRIPTS,
     "trl.scripts.grpo": {"trl.rewards.resolving": "reward_funcs_registry"},
     "trl.scripts.rloo": {"trl.rewards.resolving": "reward_funcs_registry"},
-    "trl.scripts.vllm_serve": {"trl.generation.vllm_calls": "chunk_list sanitize_logprob",
-        "trl.generation.vllm_worker": "WeightSyncWorkerExtension", "trl.models.rendezvous": "get_open_port",
+    "trl.scripts.vllm_serve": {"trl.generation.vllm.backend": "chunk_list sanitize_logprob",
+        "trl.generation.vllm.worker": "WeightSyncWorkerExtension", "trl.models.rendezvous": "get_open_port",
         "trl.scripts.vllm_serve": "ScriptArguments=ServeArguments"},
     "trl.scripts.utils": {**_SCRIPTS, "trl.data.mixtures": "DatasetConfig DatasetMixtureConfig get_dataset",
         "trl.scripts.checkout": "get_git_commit_hash"},
@@ -192,7 +192,7 @@ NAMES: dict[str, Row] = {
         "trl.data.special_tokens": "add_bos_token_if_needed add_eos_token_if_needed",
         "trl.data.training_templates": "SIMPLE_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE",
         "trl.data.truncation": "truncate_with_protected_tokens",
-        "trl.generation.padded_queries": "batch_generation decode_and_strip_padding generate",
+        "trl.generation.transformers.padded_queries": "batch_generation decode_and_strip_padding generate",
         "trl.models.device_cache": "empty_cache", "trl.models.dropout": "disable_dropout_in_model",
         "transformers.integrations.neftune": "neftune_post_forward_hook",
         "trl.models.frozen_deepspeed": "prepare_deepspeed",

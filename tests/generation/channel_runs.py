@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from trl.generation.weight_channel import WeightChannel, byte_count
+from trl.generation.serving.weight_channel import WeightChannel, byte_count
 
 ENTRIES = [
     (torch.float32, (3, 5)), (torch.bfloat16, (7,)), (torch.int64, ()), (torch.bool, (5,)), (torch.float8_e4m3fn, (9,)),

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.generation.vllm_runs import model
 from tests.trainer.resume_worker import tokenizer
-from trl.generation.server_token import VARIABLE
-from trl.generation.weight_channel import WeightChannel
+from trl.generation.serving.connection import VARIABLE
+from trl.generation.serving.weight_channel import WeightChannel
 
 SMALL = {
     "TORCH_COMPILE_DISABLE": "1",

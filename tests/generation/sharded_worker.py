@@ -31,7 +31,7 @@ class Generate(TrainerCallback):
 
     def generate(self):
         from trl.generation.engine import Sampling
-        from trl.generation.transformers_engine import TransformersEngine
+        from trl.generation.transformers.engine import TransformersEngine
 
         accelerator = self.trainer.accelerator
         engine = TransformersEngine(self.trainer.model_wrapped, accelerator=accelerator, **self.options)
@@ -66,7 +66,7 @@ def train(*callbacks, rows=2, **settings):
 def play_uneven_turns(trainer) -> None:
     """Episodes of one turn in process 0 and of three in process 1, which gather weights together."""
     from tests.trainer.resume_worker import tokenizer
-    from trl.generation.transformers_engine import TransformersEngine
+    from trl.generation.transformers.engine import TransformersEngine
     from trl.rollouts.text_environment import TextEnvironment
 
     class Stubborn(TextEnvironment):

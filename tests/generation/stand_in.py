@@ -13,10 +13,10 @@ from functools import partial
 import torch
 
 from trl.generation.engine import Sampling
-from trl.generation.policy_copy import PolicyCopy, completion_of
-from trl.generation.transformers_engine import TransformersEngine
-from trl.generation.vllm_server import BackendDied, GenerationServer, NoChannel
-from trl.generation.weight_channel import WeightChannel
+from trl.generation.serving.app import BackendDied, GenerationServer, NoChannel
+from trl.generation.serving.weight_channel import WeightChannel
+from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.vllm.policy_copy import PolicyCopy, completion_of
 
 TOKEN = "the-secret"
 OWN = ("seed", "max_tokens", "min_tokens")  # settings that requests of one call may differ in

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl.generation.choosing import _sums_by_blocks, running_sums
+from trl.generation.transformers.choosing import _sums_by_blocks, running_sums
 
 
 @pytest.mark.parametrize("width", [1, 255, 256, 257, 1024, 70_000])

@@ -16,7 +16,7 @@ from transformers.generation import (
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.generation.engine import Engine, Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 from trl.models.forward import Scorer
 from trl.models.scored_head import ScoreOptions
 

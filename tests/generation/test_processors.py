@@ -7,7 +7,7 @@ from transformers import TypicalLogitsWarper
 from tests.generation.test_engine_contract import KINDS, ids_of, oracle, prompts_of
 from tests.tiny import tiny_model, tiny_seq2seq
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 
 GREEDY = {
     "ngrams": {"no_repeat_ngram_size": 1},

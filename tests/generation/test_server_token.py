@@ -2,8 +2,7 @@ import stat
 
 import pytest
 
-from trl.generation.addresses import is_loopback
-from trl.generation.server_token import VARIABLE, client_token, server_token, token_file
+from trl.generation.serving.connection import VARIABLE, client_token, is_loopback, server_token, token_file
 
 
 @pytest.fixture(autouse=True)

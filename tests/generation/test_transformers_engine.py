@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.generation.test_engine_contract import ids_of, oracle, prompts_of, scored_logps
 from tests.tiny import tiny_model, tiny_seq2seq
-from trl.generation import fused
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers import decoders as fused
+from trl.generation.transformers.engine import TransformersEngine
 from trl.models.seq2seq import Seq2SeqScorer
 from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 
@@ -265,7 +265,7 @@ def test_hooks_on_layers_are_run():
 
 
 def test_many_prompts_are_read_in_several_rows(monkeypatch):
-    monkeypatch.setattr("trl.generation.rollout_loop.PREFILL_TOKENS", 10)
+    monkeypatch.setattr("trl.generation.transformers.rollout_loop.PREFILL_TOKENS", 10)
     model = tiny_model("llama", dtype=torch.float64)
     prompts = prompts_of(lengths=(5, 9, 3, 12, 30, 2, 7), copies=2)
     sampling = Sampling(max_new_tokens=90, seed=1, top_p=0.9)

@@ -8,16 +8,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from trl.generation import vllm_backend
-from trl.generation.vllm_backend import (
+from trl.generation.serving.app import BackendDied, NoChannel
+from trl.generation.serving.bodies import ChatBody, GenerateBody, WeightBody
+from trl.generation.vllm import backend as vllm_backend
+from trl.generation.vllm.backend import (
     WORKER,
     ServedModel,
     VLLMBackend,
     bind_cpu_workers,
     remove_shared_memory,
 )
-from trl.generation.vllm_bodies import ChatBody, GenerateBody, WeightBody
-from trl.generation.vllm_server import BackendDied, NoChannel
 
 
 class ClientError(Exception):

@@ -16,9 +16,8 @@ from PIL import Image
 from tests.generation.stand_in import TOKEN, StandIn, serving
 from tests.tiny import tiny_model
 from trl.extras.vllm_client import VLLMClient, pil_to_base64
-from trl.generation.checkpoint_weights import checkpoint_weights
-from trl.generation.server_connection import ServerLost
-from trl.generation.server_token import VARIABLE, server_token
+from trl.generation.serving.connection import VARIABLE, ServerLost, server_token
+from trl.generation.vllm.weights import checkpoint_weights
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import torch
 
 from tests.generation.vllm_runs import adapted, model
 from tests.tiny import tiny_model
-from trl.generation import vllm_engine
-from trl.generation.checkpoint_weights import checkpoint_weights
 from trl.generation.engine import Sampling
-from trl.generation.vllm_engine import VLLMEngine, VLLMSettings
+from trl.generation.vllm import backend
+from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
+from trl.generation.vllm.weights import checkpoint_weights
 
 INSTALLED = find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is an extra: `make test-vllm` installs it apart")
@@ -68,7 +68,7 @@ def stand_in(monkeypatch):
     params.StructuredOutputsParams = lambda regex: ("regex", regex)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
-    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: True)
+    monkeypatch.setattr(backend, "find_spec", lambda name: True)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # put back afterwards: the engine sets it
     StandIn.calls = []
     return StandIn.calls

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from trl.generation.vllm_server import ROUTES, BackendDied, GenerationServer, NoChannel
+from trl.generation.serving.app import ROUTES, BackendDied, GenerationServer, NoChannel
 
 TOKEN = "secret"
 
@@ -180,7 +180,7 @@ def test_every_route_reaches_the_backend(served):
 
 
 def test_sampling_arguments_of_prompts():
-    from trl.generation.vllm_bodies import GenerateBody, read
+    from trl.generation.serving.bodies import GenerateBody, read
 
     body = {
         "prompts": ["a"],

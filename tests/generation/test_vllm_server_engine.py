@@ -18,9 +18,9 @@ from tests.trainer import grpo_runs
 from tests.trainer.group_methods import comparable
 from tests.trainer.one_step import launch
 from trl.generation.engine import Engine, Sampling
-from trl.generation.transformers_engine import TransformersEngine
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_server_engine import VLLMServerEngine
+from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.vllm.client import VLLMClient
+from trl.generation.vllm.server_engine import VLLMServerEngine
 
 GREEDY = Sampling(max_new_tokens=6, do_sample=False, stop_token_ids=())
 

@@ -16,8 +16,8 @@ from tests.rollouts.tool_words import TOOLS, call_tokenizer
 from tests.trainer.grpo_runs import TRAINERS
 from tests.trainer.grpo_tool_runs import conversations, many_tools
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
-from trl.generation.vllm_client import VLLMClient
+from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.vllm.client import VLLMClient
 
 pytestmark = [
     pytest.mark.skipif(

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl.generation.vllm_worker import WeightReceiver, WeightSyncWorkerExtension
-from trl.generation.weight_channel import WeightChannel
+from trl.generation.serving.weight_channel import WeightChannel
+from trl.generation.vllm.worker import WeightReceiver, WeightSyncWorkerExtension
 
 
 class Model:

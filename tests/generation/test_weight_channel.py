@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.generation.channel_runs import ENTRIES, ran, tensors
-from trl.generation.addresses import reachable
-from trl.generation.weight_channel import BUCKET_BYTES, WeightChannel, buckets, byte_count
+from trl.generation.serving.connection import reachable
+from trl.generation.serving.weight_channel import BUCKET_BYTES, WeightChannel, buckets, byte_count
 
 
 def free_port():

@@ -18,10 +18,9 @@ from tests.generation.stand_in import TOKEN
 from tests.generation.weight_parts_worker import KINDS, policy_of
 from tests.tiny import tiny_model
 from tests.trainer.one_step import ROOT, launch
-from trl.generation import weight_parts
-from trl.generation.checkpoint_weights import checkpoint_weights
-from trl.generation.server_token import VARIABLE
-from trl.generation.weight_parts import WeightParts
+from trl.generation.serving.connection import VARIABLE
+from trl.generation.vllm import weights as weight_parts
+from trl.generation.vllm.weights import WeightParts, checkpoint_weights
 
 
 def read(parts):

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.trainer.resume_worker import tokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
-from trl.generation.vllm_engine import VLLMEngine, VLLMSettings
+from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7]] * 4
 

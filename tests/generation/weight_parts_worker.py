@@ -40,7 +40,7 @@ def policy_of(kind):
 
 
 def with_small_buckets():
-    from trl.generation import weight_channel
+    from trl.generation.serving import weight_channel
 
     weight_channel.buckets = partial(weight_channel.buckets, limit=SMALL_BUCKETS)
 
@@ -85,8 +85,8 @@ def whole_bytes(model, how):
 
 def gathers_by_parts(kind, how, param_dtype=None):
     """Peak and bound of what is whole at any moment, in bytes, and how many parts there are."""
-    from trl.generation import weight_parts
-    from trl.generation.checkpoint_weights import checkpoint_weights
+    from trl.generation.vllm import weights as weight_parts
+    from trl.generation.vllm.weights import checkpoint_weights
 
     model = policy_of(kind)
     copied = policy_of(kind)
@@ -150,8 +150,8 @@ def stopped_midway(parts):
 
 def sends_to_one_that_dies(wrapped, port, group_port):
     """The error that a process gets once the server does not come back, and after how many seconds."""
-    from trl.generation.vllm_client import VLLMClient
-    from trl.generation.vllm_server_engine import VLLMServerEngine
+    from trl.generation.vllm.client import VLLMClient
+    from trl.generation.vllm.server_engine import VLLMServerEngine
 
     client = None
     if not dist.get_rank():
@@ -171,7 +171,7 @@ def sends_to_one_that_dies(wrapped, port, group_port):
 def serve_and_die(folder, how, port):
     """A server that writes down which weights it received, and ends without a word amid those that come second."""
     from tests.generation.stand_in import TOKEN, StandIn
-    from trl.generation.vllm_server import GenerationServer
+    from trl.generation.serving.app import GenerationServer
 
     class Dies(StandIn):
         def load(self, weights, *, whole):

@@ -5,8 +5,8 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.trainer.one_step import run
-from trl.generation.choosing import choose
 from trl.generation.engine import Sampling
+from trl.generation.transformers.choosing import choose
 from trl.models import attention
 from trl.models.attention import use_flat_attention
 from trl.models.forward import Scorer

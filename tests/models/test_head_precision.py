@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
-from trl.generation.checkpoint_weights import check_sendable
+from trl.generation.vllm.weights import check_sendable
 from trl.models.forward import Scorer
 from trl.models.head_precision import cast_head_to_float32, tied_where_equal
 

@@ -8,7 +8,7 @@ from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl import TextEnvironment
 from trl.generation.engine import Generated, Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 
 TOKENIZER = tiny_tokenizer()
 

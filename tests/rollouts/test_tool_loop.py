@@ -6,7 +6,7 @@ import torch
 from tests.rollouts.tool_words import ADD, BROKEN, FAIL, MISFIT, TOOLS, UNKNOWN, WAIT, call_tokenizer
 from tests.tiny import tiny_model
 from trl.generation.engine import Generated, Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
 from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, experience_of
 from trl.rollouts.tool_schemas import tools_of

@@ -11,7 +11,7 @@ from transformers import LlamaForSequenceClassification
 from trl.data.rendering import Chat, render_prompt
 from trl.data.spans import assistant_tokens
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 from trl.scripts.quickstart import main
 from trl.scripts.quickstart.evaluation import exact_match, kl_divergence, mean_reward, prompt_ids
 from trl.scripts.quickstart.methods import DEFAULT_METHOD, FINE_TUNED, METHODS, REWARDED

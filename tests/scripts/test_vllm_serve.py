@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import pytest
 
 from trl.cli.main import main
-from trl.generation.server_token import VARIABLE, client_token, server_token, token_file
-from trl.generation.vllm_server import GenerationServer
+from trl.generation.serving.app import GenerationServer
+from trl.generation.serving.connection import VARIABLE, client_token, server_token, token_file
 from trl.scripts import vllm_serve
 from trl.scripts.vllm_serve import ServeArguments, make_parser, until_told
 
@@ -26,7 +26,7 @@ def surroundings(tmp_path, monkeypatch):
 
 @pytest.fixture
 def with_vllm(monkeypatch):
-    monkeypatch.setattr("trl.generation.vllm_engine.find_spec", lambda name: True)
+    monkeypatch.setattr("trl.generation.vllm.backend.find_spec", lambda name: True)
 
 
 def test_options_and_their_defaults(tmp_path):

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from trl.generation.engine import Engine, Sampling
-from trl.generation.phase import without_wrappers
-from trl.generation.request_state import fresh_seed
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.transformers.phase import without_wrappers
+from trl.generation.transformers.requests import fresh_seed
 from trl.models.parts import causal_core
 from trl.rewards.answers import read_scores
 from trl.rollouts.streams import first_stream

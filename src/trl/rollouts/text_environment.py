@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trl.generation.engine import Engine, Sampling
 from trl.generation.main_process import any_process
-from trl.generation.phase import without_wrappers
-from trl.generation.transformers_engine import TransformersEngine, context_window
+from trl.generation.transformers.engine import TransformersEngine, context_window
+from trl.generation.transformers.phase import without_wrappers
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
 from trl.rewards.answers import read_scores

@@ -87,7 +87,7 @@ class Chat:
         from transformers.utils import logging
 
         from trl.data.rendering import text_tokenizer
-        from trl.generation.transformers_engine import TransformersEngine
+        from trl.generation.transformers.engine import TransformersEngine
         from trl.models.loading import create_model_from_path, load_processing_class
         from trl.scripts.model_loading import model_init_kwargs
 
@@ -111,7 +111,7 @@ class Chat:
         self.clear()
 
     def _end_tokens(self, model: Any) -> list[int]:
-        from trl.generation.stopping import end_tokens
+        from trl.generation.transformers.stopping import end_tokens
         from trl.models.parts import causal_core
 
         tokens = self.arguments.eos_tokens.split(",") if self.arguments.eos_tokens else []

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from trl._lazy import attach
-from trl.generation.vllm_backend import ServedModel, VLLMBackend
+from trl.generation.vllm.backend import ServedModel, VLLMBackend, check_vllm
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, reporting_input_errors, run_script
 
@@ -63,9 +63,8 @@ def serve(arguments: ServeArguments) -> None:
 
     Raises: CommandError for what was asked for in vain: vLLM or the token is missing, the address is taken.
     """
-    from trl.generation.server_token import VARIABLE, check_token_source, server_token, token_file
-    from trl.generation.vllm_engine import check_vllm
-    from trl.generation.vllm_server import BackendDied, GenerationServer
+    from trl.generation.serving.app import BackendDied, GenerationServer
+    from trl.generation.serving.connection import VARIABLE, check_token_source, server_token, token_file
 
     os.environ["VLLM_LOGGING_LEVEL"] = arguments.log_level.upper()
     logging.getLogger("trl").setLevel(arguments.log_level.upper())

@@ -21,7 +21,7 @@ from trl.data.image_prompts import ImagePrompts, check_image_prompts
 from trl.data.image_rows import read_images
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, check_prompt_ids
 from trl.generation.engine import Engine, Generated, Sampling
-from trl.generation.prefill_once import MoreInputs
+from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.layout import IGNORED, padded_rows
 from trl.models.parts import causal_core
 from trl.models.setup import pad_token_id

@@ -6,9 +6,10 @@ import logging
 from typing import Any
 
 from trl.generation.engine import Engine, Sampling
-from trl.generation.stopping import end_tokens
-from trl.generation.transformers_engine import TransformersEngine, context_window
-from trl.generation.vllm_engine import VLLMEngine, VLLMSettings, check_vllm
+from trl.generation.transformers.engine import TransformersEngine, context_window
+from trl.generation.transformers.stopping import end_tokens
+from trl.generation.vllm.backend import check_vllm
+from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 from trl.models.parts import causal_core
 from trl.models.reference import Reference, make_reference
 from trl.rewards.source import RewardSources

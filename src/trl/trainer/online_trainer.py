@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trl.data.prompts import columns_for_rewards
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
-from trl.generation.policy_copy import PolicyCopy
+from trl.generation.vllm.policy_copy import PolicyCopy
 from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.reference import Reference

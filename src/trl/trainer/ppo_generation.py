@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trl.generation.engine import Sampling
-from trl.generation.phase import generating
-from trl.generation.request_state import fresh_seed
-from trl.generation.stopping import end_tokens
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.transformers.phase import generating
+from trl.generation.transformers.requests import fresh_seed
+from trl.generation.transformers.stopping import end_tokens
 from trl.models.device_cache import empty_cache
 from trl.models.parts import causal_core
 from trl.models.reference import Reference

@@ -14,7 +14,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trl.generation.transformers_engine import context_window
+from trl.generation.transformers.engine import context_window
 from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.reference import FrozenModel, Reference, make_reference

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from trl.data.preparation import STREAM_BATCH
 from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_reader
 from trl.data.validation import Place
-from trl.generation.transformers_engine import context_window
+from trl.generation.transformers.engine import context_window
 from trl.models.parts import embedded_tokens
 from trl.rollouts.prompt_stream import PromptStream
 from trl.trainer.grpo_config import GroupTraining

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from trl.generation.main_process import by_main
-from trl.generation.transformers_engine import MIXED, context_window
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_server_engine import VLLMServerEngine
+from trl.generation.transformers.engine import MIXED, context_window
+from trl.generation.vllm.client import VLLMClient
+from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.models.parts import causal_core
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.policy import Policy

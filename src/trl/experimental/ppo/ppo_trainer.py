@@ -45,7 +45,7 @@ from trl.experimental.ppo.setup import (
     value_and_policy,
 )
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
 from trl.models.forward import Scored
 from trl.models.lending import without_ddp

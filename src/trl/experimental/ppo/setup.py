@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from trl.experimental.ppo.ppo_config import PPOConfig
-from trl.generation.transformers_engine import context_window
+from trl.generation.transformers.engine import context_window
 from trl.models.classification import ClassificationScorer, head_of
 from trl.models.classifier_setup import REWARD_MODEL, load_classifier, take_pad_token
 from trl.models.distributed import is_sharded

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.data.rendering import Chat, render_prompt
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 from trl.scripts.quickstart.task import Problem, Task
 
 MAX_ANSWER_TOKENS = 8

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.generation.engine import Sampling
-from trl.generation.transformers_engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine
 from trl.scripts.quickstart.evaluation import MAX_ANSWER_TOKENS, prompt_ids
 from trl.scripts.quickstart.task import Problem, Task
 

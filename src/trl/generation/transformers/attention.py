@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from trl.generation.cache import RolloutCache
+from trl.generation.transformers.cache import RolloutCache
 from trl.models.attention import flat_attention
 
 ROLLOUT_ATTENTION = "trl_rollout"

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl.generation.checkpoint_weights import check_sendable
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
 from trl.generation.main_process import raise_in_all
-from trl.generation.phase import generating, without_wrappers
-from trl.generation.request_state import fresh_seed
-from trl.generation.stopping import end_tokens
-from trl.generation.streams import stream_keys
-from trl.generation.transformers_engine import context_window
-from trl.generation.weight_parts import WeightParts
+from trl.generation.transformers.engine import context_window
+from trl.generation.transformers.phase import generating, without_wrappers
+from trl.generation.transformers.requests import fresh_seed, stream_keys
+from trl.generation.transformers.stopping import end_tokens
+from trl.generation.vllm.weights import WeightParts, check_sendable
 from trl.models.distributed import is_fsdp1, reshard
 from trl.models.parts import causal_core
 

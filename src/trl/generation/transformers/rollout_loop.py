@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trl.generation.cache import Moves, RolloutCache, Step
-from trl.generation.own_forward import Decoder
-from trl.generation.request_state import Requests
+from trl.generation.transformers.cache import Moves, RolloutCache, Step
+from trl.generation.transformers.decoders import Decoder
+from trl.generation.transformers.requests import Requests
 
 PREFILL_TOKENS = 8192  # prompts of about so many tokens are read in one flat row
 _REFILL_SHARE = 4  # new rows come once a quarter of the places is free: small prefills are slow

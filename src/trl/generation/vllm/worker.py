@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trl.generation.weight_channel import WeightChannel
+from trl.generation.serving.weight_channel import WeightChannel
 
 logger = logging.getLogger(__name__)
 _MEETING_S = 300.0  # longest wait for the others of a channel
@@ -124,8 +124,8 @@ class WeightReceiver:
 
     def _end_reload(self) -> None:
         """Make the model whole again, though of mixed weights, after a reload that broke off: the next one needs that."""
-        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
-        from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+        from vllm.config import set_current_vllm_config  # pyright: ignore
+        from vllm.model_executor.model_loader.reload import (  # pyright: ignore
             finalize_layerwise_reload,
         )
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from trl.generation.main_process import process_count
-from trl.generation.server_connection import ServerConnection, ServerLost
-from trl.generation.weight_channel import WeightChannel
-from trl.generation.weight_parts import WeightParts
+from trl.generation.serving.connection import ServerConnection, ServerLost
+from trl.generation.serving.weight_channel import WeightChannel
+from trl.generation.vllm.weights import WeightParts
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,108 @@
-"""JSON over HTTP to a server of our own, with errors that say what to do."""
+"""Connections to `trl vllm-serve`: addresses, the token that server and clients share, and JSON over HTTP."""
 
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
+import os
+import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl.generation.addresses import reachable
-from trl.generation.server_token import VARIABLE, client_token
+VARIABLE = "TRL_VLLM_SERVER_TOKEN"
+
+
+def token_file(port: int) -> Path:
+    """Where the server on `port` of this machine leaves its token, for clients of the same user."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "trl" / f"vllm-serve-{port}.token"
+
+
+def client_token(host: str, port: int) -> str | None:
+    """The token for the server at `host:port`; None if there is none to be found.
+
+    It is that of the environment, or for a server of this machine ("0.0.0.0" means it too) that of its file.
+    """
+    given = _from_environment()
+    if given is not None:
+        return given
+    file = token_file(port)
+    if not is_loopback(reachable(host)) or not file.is_file():
+        return None
+    return file.read_text(encoding="utf-8").strip()
+
+
+def check_token_source(host: str) -> None:
+    """Raise ValueError if clients of a server on `host` could have no token."""
+    if not is_loopback(host) and _from_environment() is None:
+        raise ValueError(
+            f"--host {host} lets other machines in, and they need a token. Set {VARIABLE} to the same secret here and where "
+            "the training runs, or use --host 127.0.0.1 for this machine only."
+        )
+
+
+@contextmanager
+def server_token(host: str, port: int) -> Iterator[str]:
+    """The token of a server on `host:port`: that of the environment, or a new one that lies in its file meanwhile.
+
+    Raises: ValueError for a server that other machines reach while the environment has no token.
+    """
+    check_token_source(host)
+    given = _from_environment()
+    if given is not None:
+        yield given
+        return
+    token, file = secrets.token_urlsafe(32), token_file(port)
+    _write_private(file, token)
+    try:
+        yield token
+    finally:
+        if file.is_file() and file.read_text(encoding="utf-8") == token:  # not that of a later server
+            file.unlink()
+
+
+def _from_environment() -> str | None:
+    """The token of the environment, without the line end that files of secrets have; None where it is empty."""
+    return os.environ.get(VARIABLE, "").strip() or None
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.{os.getpid()}")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+        stream.write(text)
+    aside.replace(file)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def reachable(host: str) -> str:
+    """The address to connect to for a server on `host`: the addresses that mean "all" mean this machine here."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """The family and the address that `host:port` stands for, of version 4 where it has one (`localhost` often has both).
+
+    Raises: OSError for a name that nobody knows.
+    """
+    found = [(each[0], each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    return next((each for each in found if each[0] == socket.AF_INET), found[0])
+
 
 _WORDS_KEPT = 2000  # of an error's text
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from trl.generation.addresses import reachable, resolved
+from trl.generation.serving.connection import reachable, resolved
 
 BUCKET_BYTES = 64 * 1024**2
 _ALIGNED = 16  # bytes: more than any element needs

@@ -11,10 +11,10 @@ from torch import nn
 
 from trl.generation.engine import Generated
 from trl.generation.main_process import any_process, by_main, process_count, through_main
-from trl.generation.policy_copy import PolicyCopy, Request, completion_of
-from trl.generation.server_connection import ServerLost
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.weight_parts import WeightParts
+from trl.generation.serving.connection import ServerLost
+from trl.generation.vllm.client import VLLMClient
+from trl.generation.vllm.policy_copy import PolicyCopy, Request, completion_of
+from trl.generation.vllm.weights import WeightParts
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
-"""When a completion ends: at a stop token, with a stop string, or at its length."""
+"""When completions end: stop tokens and strings, and lengths drawn per query."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
@@ -109,3 +110,25 @@ class StringStoppingCriteria(StoppingCriteria):
         done = [any(stop in text for stop in self.stop_strings) for text in texts]
         self.first_call = all(done)
         return torch.tensor(done, device=input_ids.device)
+
+
+class LengthSampler:
+    """Draws a number of new tokens, uniform over `min_value, ..., max_value - 1`, by numpy's generator.
+
+    Raises ValueError for an empty range.
+
+    >>> LengthSampler(4, 5)()
+    4
+    """
+
+    def __init__(self, min_value: int, max_value: int) -> None:
+        if not 0 < min_value < max_value:
+            raise ValueError(
+                f"min_value must be at least 1 and below max_value, got {min_value} and {max_value}. The "
+                "largest length drawn is max_value - 1."
+            )
+        self.min_value, self.max_value = min_value, max_value
+
+    def __call__(self) -> int:
+        """One length, in tokens."""
+        return int(np.random.randint(self.min_value, self.max_value))

@@ -11,18 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trl.generation.attention import rollout_attention_of
-from trl.generation.cache import RolloutCache
 from trl.generation.engine import Generated, Sampling, check_requests
-from trl.generation.fused import FusedDecoder, fused_obstacle
-from trl.generation.model_generate import generate_with_model
-from trl.generation.own_forward import OwnForward
-from trl.generation.phase import generating
-from trl.generation.prefill_once import MoreInputs
-from trl.generation.processors import Processors
-from trl.generation.request_state import Requests, fresh_seed
-from trl.generation.rollout_loop import RolloutLoop, bytes_per_row, default_rows
-from trl.generation.stopping import StopStrings, end_tokens
+from trl.generation.transformers.attention import rollout_attention_of
+from trl.generation.transformers.cache import RolloutCache
+from trl.generation.transformers.choosing import Processors
+from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_obstacle
+from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
+from trl.generation.transformers.phase import generating
+from trl.generation.transformers.requests import Requests, fresh_seed
+from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
+from trl.generation.transformers.stopping import StopStrings, end_tokens
 from trl.models.attention import flat_obstacle
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, embedded_tokens, head_obstacle, logit_rule, prompt_learning_obstacle

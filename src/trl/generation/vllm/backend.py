@@ -5,21 +5,23 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import itertools
+import math
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trl.generation.vllm_calls import drawn, to_sampling_params
-
 if TYPE_CHECKING:
-    from trl.generation.vllm_bodies import ChatBody, Drawing, GenerateBody, WeightBody
+    from trl.generation.serving.bodies import ChatBody, Drawing, GenerateBody, WeightBody
 
-WORKER = "trl.generation.vllm_worker.WeightReceiver"
+
+WORKER = "trl.generation.vllm.worker.WeightReceiver"
 _CLOSING_S = 30.0  # for the engine to end by itself
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -94,6 +96,12 @@ class ServedModel:
             raise ValueError(f"max_model_len must be at least 1 token, got {self.max_model_len}.")
 
 
+def check_vllm(needed_by: str = "use_vllm") -> None:
+    """Raise ImportError where vLLM is missing."""
+    if find_spec("vllm") is None:
+        raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install trl[vllm]`.")
+
+
 class VLLMBackend:
     """vLLM behind one lock: `Backend` of a `GenerationServer`.
 
@@ -101,14 +109,12 @@ class VLLMBackend:
     """
 
     def __init__(self, served: ServedModel) -> None:
-        from trl.generation.vllm_engine import check_vllm
-
         check_vllm()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
             "1"  # or the engine would block signals and other threads
         )
         bind_cpu_workers(served.tensor_parallel_size)
-        from vllm import LLM  # pyright: ignore[reportMissingImports]
+        from vllm import LLM  # pyright: ignore
 
         arguments = asdict(served)
         del arguments["data_parallel_size"]
@@ -129,7 +135,7 @@ class VLLMBackend:
 
     def check(self) -> None:
         """Raise BackendDied where vLLM's engine is gone, which it notices by itself."""
-        from trl.generation.vllm_server import BackendDied
+        from trl.generation.serving.app import BackendDied
 
         resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
         if getattr(resources, "engine_dead", False):
@@ -137,7 +143,7 @@ class VLLMBackend:
 
     def about(self) -> dict[str, Any]:
         """Model, dtype, max_model_len, vocab_size and device."""
-        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore
 
         config = self._llm.model_config
         return {
@@ -203,7 +209,7 @@ class VLLMBackend:
     def load(self, weights: Sequence[WeightBody], *, whole: bool) -> list[str]:
         """Receive these weights over the channel, load them, and forget what was computed with the old ones. Returns the names of
         the model's weights that did not come, by vLLM's names, where these should be all."""
-        from trl.generation.vllm_server import NoChannel
+        from trl.generation.serving.app import NoChannel
 
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
@@ -247,9 +253,9 @@ class VLLMBackend:
     @contextmanager
     def _working(self) -> Iterator[Any]:
         """vLLM, for this thread alone. Raises: BackendDied where its engine has ended, ValueError for what it does not take."""
-        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore
 
-        from trl.generation.vllm_server import BackendDied
+        from trl.generation.serving.app import BackendDied
 
         with self._lock:
             try:
@@ -298,7 +304,7 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
 @contextmanager
 def as_value_errors() -> Iterator[None]:
     """Turn vLLM's errors about what it was asked into ValueErrors, which they are no more (vLLM 0.32)."""
-    from vllm import exceptions  # pyright: ignore[reportMissingImports]
+    from vllm import exceptions  # pyright: ignore
 
     try:
         yield
@@ -311,7 +317,7 @@ def bind_cpu_workers(count: int) -> None:
 
     vLLM (0.32) would ask for as many NUMA nodes as workers. To be removed once it shares out cores itself.
     """
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if count < 2 or not current_platform.is_cpu() or len(cores) < count:
@@ -363,3 +369,37 @@ def _listed(answers: Sequence[Any]) -> dict[str, Any]:
         "completion_ids": [ids for ids, _ in found],
         "logprobs": [logprobs for _, logprobs in found],
     }
+
+
+def to_sampling_params(settings: Mapping[str, Any]) -> Any:
+    """vLLM's `SamplingParams` of arguments as JSON has them."""
+    from vllm import SamplingParams  # pyright: ignore
+
+    found = dict(settings)
+    if isinstance(found.get("structured_outputs"), dict):
+        from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
+
+        found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
+    return SamplingParams(**found)
+
+
+def drawn(output: Any) -> tuple[list[int], list[float]]:
+    """A completion's tokens, and the log-prob of each under the distribution that it was drawn from."""
+    ids = list(output.token_ids)
+    return ids, [step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)]
+
+
+def chunk_list(lst: list, n: int) -> list[list]:
+    """A list in `n` parts, the first of them one longer where it does not divide.
+
+    >>> chunk_list([1, 2, 3, 4, 5], 2)
+    [[1, 2, 3], [4, 5]]
+    """
+    size, longer = divmod(len(lst), n)
+    ends = [part * size + min(part, longer) for part in range(n + 1)]
+    return [lst[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def sanitize_logprob(logprob: Any) -> float | None:
+    """The number of a log-prob of vLLM's; None, which JSON has, where it is NaN."""
+    return None if math.isnan(logprob.logprob) else logprob.logprob

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Protocol
 
-from trl.generation.addresses import resolved
-from trl.generation.vllm_bodies import (
+from trl.generation.serving.bodies import (
     ChatBody,
     CompleteBody,
     EmptyBody,
@@ -24,6 +23,7 @@ from trl.generation.vllm_bodies import (
     WeightsBody,
     read,
 )
+from trl.generation.serving.connection import resolved
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import nn
 
 from trl.generation.engine import Generated
 from trl.generation.main_process import process_count, raise_in_all
-from trl.generation.policy_copy import PolicyCopy, Request, completion_of
-from trl.generation.transformers_engine import MIXED
-from trl.generation.vllm_calls import drawn, to_sampling_params
-from trl.generation.weight_parts import WeightParts
+from trl.generation.transformers.engine import MIXED
+from trl.generation.vllm.backend import check_vllm, drawn, to_sampling_params
+from trl.generation.vllm.policy_copy import PolicyCopy, Request, completion_of
+from trl.generation.vllm.weights import WeightParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class VLLMEngine(PolicyCopy):
         if self._llm is not None:
             return self._llm
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within the process
-        from vllm import LLM  # pyright: ignore[reportMissingImports]
+        from vllm import LLM  # pyright: ignore
 
         core = self._core()
         distributed: dict[str, Any] = {}
@@ -155,12 +154,6 @@ class VLLMEngine(PolicyCopy):
 
     def _dtype(self, core: Any) -> torch.dtype:
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no")) or core.dtype
-
-
-def check_vllm(needed_by: str = "use_vllm") -> None:
-    """Raise ImportError where vLLM is missing."""
-    if find_spec("vllm") is None:
-        raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install trl[vllm]`.")
 
 
 def _sharing(parallel: int) -> Any:

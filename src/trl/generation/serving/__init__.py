@@ -1,0 +1,1 @@
+"""The HTTP server of `trl vllm-serve`, connections to it, and the weight channel."""

@@ -1,0 +1,1 @@
+"""Completions from a transformers model in this process."""

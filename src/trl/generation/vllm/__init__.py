@@ -1,0 +1,1 @@
+"""vLLM: engines, the client and what runs in its server."""
