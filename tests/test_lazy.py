@@ -141,6 +141,9 @@ def test_what_is_not_implemented_yet_says_so(name):
             getattr(module, name)
     with pytest.raises(ImportError):
         exec(f"from trl import {name}")
-    assert find_spec(f"trl.experimental.{name}") is None
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"trl.experimental.{name}")
+    for look_up in (find_spec, importlib.import_module):
+        with pytest.raises(
+            ModuleNotFoundError, match=rf"^trl.experimental\.{name} is not implemented yet "
+        ) as found:
+            look_up(f"trl.experimental.{name}")
+        assert found.value.name == f"trl.experimental.{name}"

@@ -51,8 +51,14 @@ class TableFinder:
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of the table; None for every other module, and for those that have a file."""
+        """The spec of a module of the table; None for every other module, and for those that have a file.
+
+        Raises: ModuleNotFoundError for a module that is not implemented yet.
+        """
         if fullname not in NAMES or _has_file(fullname):
+            parent, _, name = fullname.rpartition(".")
+            if parent.startswith("trl") and planned(name) and not _has_file(fullname):
+                raise ModuleNotFoundError(_unknown(parent, name, ()), name=fullname)
             return None
         is_package = any(other.startswith(f"{fullname}.") for other in NAMES)
         spec = ModuleSpec(fullname, cls, origin=_path(fullname) + ".py", is_package=is_package)  # pyright: ignore
@@ -94,8 +100,8 @@ def _has_file(module: str) -> bool:
 
 
 def _is_submodule(module: str, name: str) -> bool:
-    has_path = "__path__" in vars(sys.modules[module])
-    return has_path and not name.startswith("_") and find_spec(f"{module}.{name}") is not None
+    has_path = "__path__" in vars(sys.modules[module]) and not name.startswith("_") and not planned(name)
+    return has_path and find_spec(f"{module}.{name}") is not None
 
 
 def _unknown(module: str, name: str, names: Sequence[str] | dict[str, str]) -> str:

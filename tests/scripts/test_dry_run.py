@@ -58,6 +58,8 @@ def test_every_training_command_has_rows_here():
 @pytest.mark.parametrize("name", ROWS)
 def test_a_dry_run_shows_the_data_and_writes_nothing(run, name, tmp_path):
     out = run(name, "--learning_rate", "0.125")
+    shown = re.findall(r"^  (\w+)", out.partition("\nRow 0")[0], re.MULTILINE)
+    assert not {"dry_run", "generation_batch_size", "steps_per_generation"} & set(shown)
     assert ROWS[name][1] in out
     assert re.search(r"^  learning_rate +0\.125$", out, re.MULTILINE)
     assert all(default not in out for default in ("weight_decay", "model_init_kwargs", "f_divergence_type"))

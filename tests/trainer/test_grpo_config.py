@@ -131,6 +131,11 @@ def test_every_default(kind, defaults):
     assert {name: value for name, value in ours.items() if name not in OLDER} == {**defaults, **OURS}
 
 
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_top_k_of_minus_1_keeps_all_tokens(config, tmp_path):
+    assert config(str(tmp_path), use_cpu=True, top_k=-1).top_k == 0
+
+
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 def test_every_own_field_has_help_and_stands_in_the_docstring(kind):
     for field in dataclasses.fields(kind):

@@ -125,6 +125,13 @@ def test_setting_what_was_read_before(attribute, value, place):
     assert trainer.mine == 3
 
 
+def test_a_penalty_without_its_reference_is_refused_before_the_first_step():
+    trainer, _ = grpo_runs.make("grpo", beta=0.0)
+    trainer.beta = 0.1
+    with pytest.raises(ValueError, match=r"beta=0\.1 needs a reference policy"):
+        trainer.train()
+
+
 def test_setting_before_the_constructor():
     class Mine(DPOTrainer):
         def __init__(self, *args, **kwargs):

@@ -33,7 +33,8 @@ class Completions(OptionGroup):
         },
     )
     top_k: int | None = field(
-        default=None, metadata={"help": "Draw from this many of the likeliest tokens. None or 0: from all."}
+        default=None,
+        metadata={"help": "Draw from this many of the likeliest tokens. None, 0 or -1: from all."},
     )
     min_p: float | None = field(
         default=None,
@@ -65,6 +66,7 @@ class Completions(OptionGroup):
         self.chat_template_kwargs = json_object("chat_template_kwargs", self.chat_template_kwargs)
         check_at_least("max_prompt_length", self.max_prompt_length, minimum=1, hint="Use None for no limit.")
         check_at_least("max_completion_length", self.max_completion_length, minimum=1)
+        self.top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's "off"
         check_at_least("top_k", self.top_k, minimum=0)
         self._check_numbers()
 

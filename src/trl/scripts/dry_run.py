@@ -14,11 +14,11 @@ from rich.text import Text
 from trl.data.rendering import text_tokenizer
 
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
-_FILLED_IN = (
-    "accelerator_config",
-    "gradient_checkpointing_kwargs",
-    "dataloader_pin_memory",
-)  # by transformers
+_NOT_SHOWN = (
+    "accelerator_config", "gradient_checkpointing_kwargs", "dataloader_pin_memory",  # filled in by transformers
+    "generation_batch_size",  # follows from steps_per_generation
+    "dry_run",
+)  # fmt: skip
 
 
 class Shown(NamedTuple):
@@ -38,7 +38,9 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
             default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
             value = getattr(config, field.name)
             value, default = (each.value if isinstance(each, Enum) else each for each in (value, default))
-            filled = field.name in _FILLED_IN or (default in (None, "", "none") and not value)
+            if field.name == "steps_per_generation":
+                default = config.gradient_accumulation_steps
+            filled = field.name in _NOT_SHOWN or (default in (None, "", "none") and not value)
             if not filled and value != default:
                 changed[field.name] = value
     return changed

@@ -1,6 +1,7 @@
 """Loading the datasets of a training script."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trl.scripts.arguments import ScriptArguments
@@ -19,7 +20,8 @@ def load_train_and_eval(
 ) -> tuple[Any, Any]:
     """The training dataset, and the evaluation dataset if `evaluate` (else None), columns renamed.
 
-    They come from `dataset_name`, or from the mixture in `datasets`.
+    They come from `dataset_name`, or from the mixture in `datasets`. With `test_split_size` the evaluation rows are drawn from the
+    training split.
 
     Raises:
         ValueError: if no dataset is named, or both ways are used, or a split or a column does not exist.
@@ -28,9 +30,15 @@ def load_train_and_eval(
     check_one_source(script_args, dataset_args)
     names = [script_args.dataset_train_split] + ([script_args.dataset_test_split] if evaluate else [])
     options = ["dataset_train_split", "dataset_test_split"]
-    if dataset_args.datasets:
-        from trl.data.mixtures import get_dataset
+    if dataset_args.datasets or dataset_args.test_split_size is not None:
+        from trl.data.mixtures import DatasetConfig, get_dataset
 
+        if script_args.dataset_name:
+            path, config = script_args.dataset_name, script_args.dataset_config
+            source = DatasetConfig(path, name=config, split=script_args.dataset_train_split)
+            streaming = dataset_args.streaming or script_args.dataset_streaming
+            dataset_args = replace(dataset_args, datasets=[source], streaming=streaming)
+            names = ["train", "test"][: len(names)]
         mixture = get_dataset(dataset_args)
         loaded = [
             pick_split(mixture, name, option=option) for name, option in zip(names, options, strict=False)

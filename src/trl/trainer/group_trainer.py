@@ -443,6 +443,11 @@ class GroupTrainer(OnlineTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `OnlineTrainer.train`. A run counts its tokens, and what is clipped, from 0."""
+        if self.args.beta and self.reference is None:
+            raise ValueError(
+                f"beta={self.args.beta} needs a reference policy, and the trainer was built with beta=0. Set beta in the config "
+                "before the trainer is built."
+            )
         self._token_counts.load_state({})
         self._forget_extremes("train", "eval")
         return super().train(resume_from_checkpoint, *args, **kwargs)

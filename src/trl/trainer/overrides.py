@@ -29,7 +29,10 @@ NOT_CALLED: NotCalled = {
 }
 NOT_CALLED_OF_UNPAIRED: NotCalled = {**NOT_CALLED, "forward": _WHOLE}
 _LOSS = (("objective", "compute_loss"), "Override objective(experience, scored)")
-_ROLLOUT = (("completed", "make_window"), "Give rollout_func=, or override completed(rows, streams=...)")
+_ROLLOUT = (
+    ("completed", "make_window"),
+    "Give rollout_func=, or override completed(rows, streams=...), advantages(experience, group_size=None) or make_window(number)",
+)
 _SCORING = (("score_rollout", "outcome"), "Override score_rollout(batch, learning=...)")
 NOT_CALLED_OF_GROUPS: NotCalled = {
     **dict.fromkeys(("_compute_loss", "compute_liger_loss", "get_sapo_token_loss"), _LOSS),
