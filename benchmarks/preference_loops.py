@@ -70,8 +70,7 @@ def padded_logps(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 class Call(NamedTuple):
     """One call of the attention kernel: the next `length` queries of the row.
 
-    They see themselves and, behind a prompt, the first `prompt` keys of the call number `tree`, under a mask. Behind another
-    row's keys `tree` is the first of them.
+    They see themselves and, behind a prompt, the first `prompt` keys of the call number `tree`, under a mask.
     """
 
     length: int
@@ -124,44 +123,15 @@ def flatten(trees: Trees) -> FlatRow:
     return FlatRow(torch.tensor([ids]), torch.cat(positions)[None], calls, spans, prompt_ends)
 
 
-def behind(trees: Trees) -> FlatRow:
-    """The trees' second completions alone, each after its prompt's last token, behind the keys of a row of the first ones."""
-    ids: list[int] = []
-    positions: list[Tensor] = []
-    calls: list[Call] = []
-    spans, prompt_ends, first = [], [], 0
-    for prompt, (own, other) in trees:
-        size, length = len(prompt) - 1, 1 + len(other)
-        hidden = torch.ones(length, size + length, dtype=torch.bool).triu(size + 1)
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
-        calls.append(Call(length, first, size, mask))
-        prompt_ends.append(len(ids))
-        spans.append((len(ids) + 1, len(ids) + length))
-        ids += [prompt[-1], *other]
-        positions.append(torch.arange(size, size + length))
-        first += len(prompt) + len(own)
-    return FlatRow(torch.tensor([ids]), torch.cat(positions)[None], calls, spans, prompt_ends)
-
-
-Keys = list[tuple[Tensor, Tensor]]
-"""Keys and values of a row, layer by layer."""
-
-
 def _tree_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, calls: list[Call],
-    keep: Keys | None = None, after: Keys | None = None, scaling: float | None = None, dropout: float = 0.0, **_: Any,
+    scaling: float | None = None, dropout: float = 0.0, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    if keep is not None:
-        keep.append((key.detach(), value.detach()))
-    old = after.pop(0) if after is not None else None
     lengths = [call.length for call in calls]
     queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
     parts = []
     for call, q, k, v in zip(calls, queries, keys, values, strict=True):
-        if old is not None:
-            seen = slice(call.tree, call.tree + call.prompt)
-            k, v = (torch.cat([part[:, :, seen], own], dim=2) for part, own in zip(old, (k, v), strict=True))
-        elif call.prompt:
+        if call.prompt:
             k = torch.cat([keys[call.tree][:, :, : call.prompt], k], dim=2)
             v = torch.cat([values[call.tree][:, :, : call.prompt], v], dim=2)
         out = F.scaled_dot_product_attention(
@@ -175,9 +145,9 @@ def _tree_attention(
 AttentionInterface.register(TREE_ATTENTION, _tree_attention)
 
 
-def tree_logps(model: PreTrainedModel, row: FlatRow, **keys: Keys) -> Tensor:
-    """Log-prob of each completion of a flat row; `keep` collects its keys, `after` are those of the row in front of it."""
-    hidden = model.model(**row.inputs(), **keys).last_hidden_state[0]
+def tree_logps(model: PreTrainedModel, row: FlatRow) -> Tensor:
+    """Log-prob of each completion of a flat row."""
+    hidden = model.model(**row.inputs()).last_hidden_state[0]
     lengths = torch.tensor([end - start for start, end in row.spans])
     targets = torch.cat([torch.arange(*span) for span in row.spans])
     source = targets - 1
@@ -292,7 +262,7 @@ class PaddedKTO(Loop):
 
 
 class BareKTO(_BareLoop):
-    """Both completions behind one prompt; the policy's mismatched ones without gradient, behind the keys of the others."""
+    """Both completions behind one prompt for the reference; the policy's mismatched ones in a pass without gradient."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         super().__init__(model, recipe)
@@ -302,11 +272,11 @@ class BareKTO(_BareLoop):
     def loss(self, rows: Sequence[Row]) -> Tensor:
         both = ("completion_input_ids", "KL_completion_input_ids")
         trees = [(row["prompt_input_ids"], [row[name] for name in both]) for row in rows]
-        keys: Keys = []
-        logps = tree_logps(self.model, flatten([(prompt, [own]) for prompt, (own, _) in trees]), keep=keys)
+        own, mismatched = (flatten([(prompt, [pair[side]]) for prompt, pair in trees]) for side in (0, 1))
         with torch.no_grad():
             reference = tree_logps(self.reference, flatten(trees))
-            kl = tree_logps(self.model, behind(trees), after=keys) - reference[1::2]
+            kl = tree_logps(self.model, mismatched) - reference[1::2]
+        logps = tree_logps(self.model, own)
         return kto_loss(logps - reference[0::2], kl, rows)
 
 

@@ -112,20 +112,13 @@ def reward_operations(config: Any, rows: Sequence[Row]) -> tuple[float, float]:
     return needed, _rows(config, lengths, scored=False)
 
 
-def _behind(config: Any, prompt: int, completion: int) -> float:
-    """Operations with gradient for a completion, and its prompt's last token, behind the keys of the others."""
-    tokens = 1 + completion
-    return operations(
-        config, tokens, pairs=(prompt - 1) * tokens + tokens**2 / 2, scored=completion, last=completion
-    )
-
-
 def kto_operations(config: Any, rows: Sequence[Row]) -> tuple[float, float]:
     names = ("prompt_input_ids", "completion_input_ids", "KL_completion_input_ids")
     sizes = [_lengths(row, *names) for row in rows]
     needed = sum(
         tree_operations(config, prompt, [own])
-        + _WITHOUT_GRADIENT * (tree_operations(config, prompt, [own, other]) + _behind(config, prompt, other))
+        + _WITHOUT_GRADIENT
+        * (tree_operations(config, prompt, [own, other]) + tree_operations(config, prompt, [other]))
         for prompt, own, other in sizes
     )
     own = _rows(config, [prompt + length for prompt, length, _ in sizes])

@@ -33,30 +33,18 @@ def padded_flops(config: Any, rows: Sequence[Row]) -> float:
     return len(rows) * operations(config, width, pairs=width**2, scored=width)
 
 
-def operations(config: Any, length: int, *, pairs: float, scored: int, last: int | None = None) -> float:
-    """Forward and backward over `length` tokens with `pairs` query-key pairs and logits at `scored` positions.
-
-    `last`: at how many positions the last layer is needed, but for its keys and values; all by default.
-    """
+def operations(config: Any, length: int, *, pairs: float, scored: int) -> float:
+    """Forward and backward over `length` tokens with `pairs` query-key pairs and logits at `scored` positions."""
     width, layers = config.hidden_size, config.num_hidden_layers
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = head * config.num_attention_heads, head * config.num_key_value_heads
-    keys_and_values, rest = 2 * width * keys, width * (2 * queries + 3 * config.intermediate_size)
-    products = (
-        layers * (length * (keys_and_values + rest) + 2 * pairs * queries)
-        + scored * width * config.vocab_size
-    )
-    spared = 0 if last is None else (length - last) * rest
-    return 3 * 2 * (products - spared)
+    weights = width * (2 * keys + 2 * queries + 3 * config.intermediate_size)
+    body = layers * (length * weights + 2 * pairs * queries)
+    return 3 * 2 * (body + scored * width * config.vocab_size)
 
 
 def tree_operations(config: Any, prompt: int, completions: Sequence[int], *, scored: bool = True) -> float:
-    """The same for completions behind one prompt, with logits of the completions if they are `scored`, else read at their ends.
-
-    All but the first share the position that predicts their first token.
-    """
+    """The same for completions behind one prompt, with logits of the completions if they are `scored`."""
     tokens = prompt + sum(completions)
     pairs = prompt**2 / 2 + sum(prompt * length + length**2 / 2 for length in completions)
-    labels = sum(completions) if scored else 0
-    last = labels - len(completions) + 1 if scored else len(completions)
-    return operations(config, tokens, pairs=pairs, scored=labels, last=last)
+    return operations(config, tokens, pairs=pairs, scored=sum(completions) if scored else 0)

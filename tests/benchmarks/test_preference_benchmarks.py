@@ -11,7 +11,6 @@ from benchmarks.measure import OURS, run_interleaved
 from benchmarks.pair_data import HARMLESS_LENGTHS, load_pairs, made_up_pairs, pair_row
 from benchmarks.preference_loops import (
     TREE_ATTENTION,
-    behind,
     flatten,
     pad_sequences,
     padded_logps,
@@ -97,16 +96,6 @@ def test_tree_and_padded_rows_give_the_same_log_probs() -> None:
     torch.testing.assert_close(tree_logps(model, row), padded, rtol=0, atol=1e-4)
 
 
-def test_second_completions_behind_the_keys_of_the_first_have_the_same_log_probs() -> None:
-    model = reference_of(build_model("tiny", 5000))
-    model.set_attn_implementation(TREE_ATTENTION)
-    trees = [([5, 6, 7], [[8, 9], [10]]), ([14], [[15], [16, 17]])]
-    both, keys = tree_logps(model, flatten(trees)), []
-    first = tree_logps(model, flatten([(prompt, [own]) for prompt, (own, _) in trees]), keep=keys)
-    torch.testing.assert_close(first, both[0::2], rtol=0, atol=1e-4)
-    torch.testing.assert_close(tree_logps(model, behind(trees), after=keys), both[1::2], rtol=0, atol=1e-4)
-
-
 def test_prefix_sharing_does_the_same_work_with_fewer_operations() -> None:
     found = time_sharing(4, "tiny", 5000, steps=1)
 
@@ -117,11 +106,8 @@ def test_prefix_sharing_does_the_same_work_with_fewer_operations() -> None:
 def test_operations_by_hand() -> None:
     config = build_model("tiny", 5000).config
     assert tree_operations(config, 3, [2, 1]) == operations(
-        config, 6, pairs=4.5 + (3 * 2 + 2) + (3 * 1 + 0.5), scored=3, last=2
+        config, 6, pairs=4.5 + (3 * 2 + 2) + (3 * 1 + 0.5), scored=3
     )
-    every = operations(config, 6, pairs=0, scored=0)
-    spared = every - operations(config, 6, pairs=0, scored=0, last=2)
-    assert spared == 6 * 4 * (2 * 64 * 64 + 3 * 64 * 176)  # queries, output and feed-forward of four tokens
     rows = [pair_row([3, 4, 5], [6], [7, 8])]
     needed, padded = TASKS["dpo"].operations(config, rows)
     assert needed == pytest.approx(4 / 3 * tree_operations(config, 3, [1, 2]))

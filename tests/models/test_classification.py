@@ -94,6 +94,16 @@ def test_sequence_logits_and_gradients_are_the_models_own_in_every_layout(archit
             assert (ours[name] - gradient).abs().max() <= tolerance * size, name
 
 
+@pytest.mark.parametrize(
+    ("architecture", "norm"), [("llama", "model.norm"), ("opt", "model.decoder.final_layer_norm")]
+)
+def test_the_final_norm_computes_the_ends_of_sequences_alone(architecture, norm):
+    model, seen = decoder(architecture), []
+    model.get_submodule(norm).register_forward_hook(lambda _, given, found: seen.append(found.shape[:2]))
+    ClassificationScorer(model).score(model, trees())
+    assert seen == [(1, 5)]
+
+
 @pytest.mark.parametrize("flat", [None, False])
 def test_the_end_is_told_by_the_mask_not_by_the_pad_token(flat):
     # 6, 0 ends with the id that pads; config says nothing, or something else, about padding.

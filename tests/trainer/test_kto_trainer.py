@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import warnings
 
 import pytest
 import torch
@@ -158,39 +157,6 @@ def test_prompts_run_once_for_both_completions():
     plain = make(prefix_sharing=False).data_collator(rows_with_mismatches())
     prompts = sum(len(row["prompt_input_ids"]) for row in rows())
     assert plain["input_ids"].numel() - batch["input_ids"].numel() == prompts
-
-
-def test_a_step_of_one_batch_runs_each_prompt_once(whole, monkeypatch):
-    """The policy scores mismatched completions behind the keys of its pass over the others, with the same numbers."""
-
-    def passes(**settings):
-        trainer, seen = make(**OWN, **settings), []
-        embeddings = trainer.model.get_input_embeddings()
-        embeddings.register_forward_hook(
-            lambda _, inputs, __: seen.append((inputs[0].numel(), torch.is_grad_enabled()))
-        )
-        return seen, *step(trainer)
-
-    prompts, completions = (
-        sum(len(row[name]) for row in rows()) for name in ("prompt_input_ids", "completion_input_ids")
-    )
-    seen, gradients, log = passes()
-    assert seen == [(prompts + completions, True), (len(rows()) + completions, False)]
-    monkeypatch.setattr("trl.trainer.kto_trainer.can_keep_keys", lambda scorer: False)
-    apart, plain_gradients, plain_log = passes()
-    assert apart == [(prompts + completions, False), (prompts + completions, True)]
-    assert_same_gradient(gradients, plain_gradients)
-    for name in set(log) - {"train_runtime"}:
-        assert log[name] == pytest.approx(plain_log[name], rel=1e-12), name
-
-
-def test_what_keeps_no_keys_is_scored_apart(whole):
-    """Under gradient checkpointing layers have no cache; dropout would be in the kept keys."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gradients, log = step(make(**OWN, gradient_checkpointing=True))
-    assert_same_gradient(gradients, whole[0])
-    assert log["kl"] == pytest.approx(whole[1]["kl"], rel=1e-12)
 
 
 def rows_with_mismatches():

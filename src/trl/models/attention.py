@@ -3,17 +3,15 @@
 The row holds real tokens only. Its segments travel through a model's own forward as the attention mask: an int64
 table of shape `(1, 1, S, 4)` (`Segments.to_table`), which transformers hands to every attention layer unchanged,
 also when gradient checkpointing runs a layer again. Each segment then attends to (its prompt | itself) in a call of
-PyTorch's own kernel: no mask as large as the row, no padding, no prompt computed twice. The row's first segments may be
-there as keys alone, from an earlier forward (kept_keys.py). Calls that carry no table (generation, evaluation of padded
-rows) go to transformers' SDPA unchanged.
+PyTorch's own kernel: no mask as large as the row, no padding, no prompt computed twice. Calls that carry no table
+(generation, evaluation of padded rows) go to transformers' SDPA unchanged.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -90,27 +88,20 @@ class _Call(NamedTuple):
 class _Plan:
     """What the kernels need to know of a segment table, worked out once per table.
 
-    A prompt and the branch right behind it are one plain sequence, so they take one call together, unless there are keys
-    of the prompt alone: those calls have no queries.
+    A prompt and the branch right behind it are one plain sequence, so they take one call together.
     """
 
     segments: Segments
-    known: int  # the row's first tokens, whole segments, of which there are keys alone
     calls: tuple[_Call, ...]
     masks: dict[tuple[int, int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
 
     @classmethod
-    def of(cls, table: Tensor, known: int) -> _Plan:
+    def of(cls, table: Tensor) -> _Plan:
         plan = _PLANS.get(table)
         if plan is None:
             segments = Segments.from_table(table)
-            plan = _PLANS[table] = cls(segments, known, tuple(_calls(segments, known)), {})
+            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {})
         return plan
-
-    @property
-    def first_asked(self) -> int:
-        """The first segment, and so the first call, that has queries."""
-        return sum(start < self.known for start in self.segments.start) if self.known else 0
 
     def mask(
         self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device
@@ -128,11 +119,11 @@ class _Plan:
         return self.masks[key]
 
 
-def _calls(segments: Segments, known: int) -> list[_Call]:
+def _calls(segments: Segments) -> list[_Call]:
     calls: list[_Call] = []
     trees: dict[int, int] = {}  # start of a plain segment -> its call
     for start, length, prefix_start, prefix in segments:
-        if prefix and prefix_start + prefix == start != known:
+        if prefix and prefix_start + prefix == start:
             calls[-1] = calls[-1]._replace(length=prefix + length)
         elif prefix:
             calls.append(_Call(length, trees[prefix_start], prefix))
@@ -156,14 +147,12 @@ def flat_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    read: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
 
-    `read`, int64 ascending, are the queries whose output somebody reads; that of others may be 0 (last_layer.py).
-    Where there are more keys than queries, the row's first segments are keys alone. Without a segment table this is
-    transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the same written out.
+    Without a segment table this is transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the same
+    written out.
     """
     if attention_mask is None or not is_segment_table(attention_mask):
         if softcap is None:
@@ -175,7 +164,7 @@ def flat_attention(
         capped = _soft_capped(query, key, value, attention_mask, dropout, scaling, softcap)
         return capped.transpose(1, 2).contiguous(), None
 
-    plan = _Plan.of(attention_mask, key.shape[2] - query.shape[2])
+    plan = _Plan.of(attention_mask)
     # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
     window = _binding_window(plan.segments, sliding_window or getattr(module, "sliding_window", None))
     query, key, value = _in_autocast_dtype(query, key, value)
@@ -185,41 +174,15 @@ def flat_attention(
     if groups > 1 and (softcap is not None or query.device.type != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    first, lengths = plan.first_asked, [call.length for call in plan.calls]
-    keys, values = (part.split(lengths, dim=2) for part in (key, value))
-    asked = lengths[first:]
-    spans = [(0, length) for length in asked]
-    if (
-        read is not None and query.device.type == "cpu" and dropout == 0.0
-    ):  # elsewhere it would have to be waited for
-        spans = _read_spans(read, asked)
+    lengths = [call.length for call in plan.calls]
+    queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
     outputs = []
-    for number, (q, (start, stop)) in enumerate(zip(query.split(asked, dim=2), spans, strict=True), first):
-        (length, tree, prompt), k, v = plan.calls[number], keys[number], values[number]
-        is_cut = stop - start < length
-        if is_cut:
-            q, k, v = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
-        if prompt:
-            k = torch.cat([keys[tree][:, :, :prompt], k], dim=2)
-            v = torch.cat([values[tree][:, :, :prompt], v], dim=2)
-        output = _one_call(plan, q, k, v, dropout, scaling, window, softcap) if stop else q
-        output = output.transpose(1, 2)
-        outputs.append(F.pad(output, (0, 0, 0, 0, start, length - stop)) if is_cut else output)
+    for call, q, k, v in zip(plan.calls, queries, keys, values, strict=True):
+        if call.prompt:
+            k = torch.cat([keys[call.tree][:, :, : call.prompt], k], dim=2)
+            v = torch.cat([values[call.tree][:, :, : call.prompt], v], dim=2)
+        outputs.append(_one_call(plan, q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
-
-
-def _read_spans(read: Tensor, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Of each of the row's calls the queries from the first that is read to the last, as where they start and stop.
-
-    All of them unless that is less than half: the kernel is faster on whole squares, and what is left out costs a copy.
-    """
-    positions, end, spans = read.tolist(), 0, []
-    for length in lengths:
-        begin, end = end, end + length
-        of_call = positions[bisect_left(positions, begin) : bisect_left(positions, end)]
-        first, stop = (of_call[0] - begin, of_call[-1] + 1 - begin) if of_call else (0, 0)
-        spans.append((first, stop) if 2 * (stop - first) < length else (0, length))
-    return spans
 
 
 def _in_autocast_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
@@ -349,13 +312,13 @@ def _causal_option(kernel: Callable[..., Any], window: int | None) -> dict[str, 
 
 
 def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]:
-    asked = list(plan.segments)[plan.first_asked :]
-    lengths = torch.tensor([length for _, length, _, _ in asked])
-    seen = lengths + torch.tensor([prefix_length for *_, prefix_length in asked])
+    segments = plan.segments
+    lengths = torch.tensor(segments.length)
+    seen = lengths + torch.tensor(segments.prefix_length)
     gather = None
-    if plan.segments.has_branches:
+    if segments.has_branches:
         spans = []
-        for start, length, prefix_start, prefix_length in asked:
+        for start, length, prefix_start, prefix_length in segments:
             spans.append(torch.arange(prefix_start, prefix_start + prefix_length))
             spans.append(torch.arange(start, start + length))
         gather = torch.cat(spans).to(device)

@@ -16,12 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trl.models.attention import FLAT_MODEL_TYPES
 from trl.models.layout import ModelBatch, ScoredPositions
 from trl.models.parts import causal_core, logits_obstacle, prompt_learning_obstacle, replaced_forward
 from trl.models.scorer_base import ScorerBase, given_inputs
 from trl.tensors.softmax_rows import LogitRule
 
 _HEAD_NAMES = ("score", "classifier")
+_FINAL_NORMS = (
+    "norm",
+    "final_layer_norm",
+)  # Llama and its kin; GPT-NeoX and OPT. GPT-2 reshapes behind its own.
 _OF_TOKENS = ("labels", "scored_source", "scored_target", "scored_sequence")
 
 
@@ -96,9 +101,10 @@ class ClassificationScorer(ScorerBase):
         core: Any = self.core
 
         def forward(**inputs: Any) -> dict[str, Tensor]:
-            with self.embedded(batch), self.reading_only(positions, batch):
+            with self.embedded(batch), _final_norm_at(core, positions) as is_cut:
                 outputs = core.base_model(**given_inputs(inputs), **_without_cache(core))
-            states = outputs.last_hidden_state.flatten(0, 1)[positions]
+            states = outputs.last_hidden_state.flatten(0, 1)
+            states = states if is_cut else states[positions]
             if isinstance(getattr(core, "dropout", None), nn.Dropout):
                 states = core.dropout(states)
             head = head_of(core)
@@ -152,6 +158,22 @@ def _head_obstacle(core: PreTrainedModel) -> str | None:
     if head is None:
         return f"it has no classification head under the names {' or '.join(_HEAD_NAMES)}"
     return logits_obstacle(core, [core.base_model], head, LogitRule())
+
+
+@contextmanager
+def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
+    """A block in which the decoder's last norm computes these flattened positions `(K,)` only; False where none is known.
+
+    The decoder then returns hidden states `(1, K, H)`.
+    """
+    decoder = getattr(core.base_model, "decoder", core.base_model)  # OPT has one inside
+    norm = next((norm for name in _FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
+    if norm is None or core.config.model_type not in FLAT_MODEL_TYPES:
+        yield False
+        return
+    whole = norm.forward
+    with replaced_forward(norm, lambda states: whole(states.flatten(0, 1)[positions][None])):
+        yield True
 
 
 def _without_cache(core: PreTrainedModel) -> dict[str, bool]:

@@ -112,8 +112,7 @@ class Scorer(ScorerBase):
     def _forward(self, inputs: dict[str, Any], batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
         """Stands in for the model's own forward: decoder, then the head over chunks of the scored positions."""
         router = router_inputs(self.core)
-        read = None if router or options.entropy == "all" else batch.scored.source
-        with self.embedded(batch), self.reading_only(read, batch):
+        with self.embedded(batch):
             outputs = decoder_of(self.core)(**given_inputs(inputs), **router, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         found = self.through_head(hidden, batch, options)

@@ -199,8 +199,6 @@ def _without_filler(batch: Mapping[str, Any]) -> dict[str, Any]:
 def flat_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = True) -> ModelBatch:
     """The batch as one flat row of real tokens, `input_ids (1, N)`.
 
-    A segment table may begin with segments whose tokens are not in the row: a cache has their keys (kept_keys.py).
-
     `with_table` adds the segment table as the attention mask (`flat_attention` reads it); without it the model's
     own variable-length attention finds the segments from `position_ids`. Labels are `shifted` where they are tokens that
     the token before predicts; classes of tokens are not.
@@ -211,15 +209,15 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = Tr
     else:
         input_ids, labels, segments = _without_padding(batch)
     device = input_ids.device
-    known = segments.total - input_ids.shape[1]
-    positions = segments.position_ids()[:, known:].to(device)
+    positions = segments.position_ids().to(device)
     inputs = {"input_ids": input_ids, "position_ids": positions, **_extras(batch)}
     if with_table:
         inputs["attention_mask"] = segments.to_table()
     lengths = torch.tensor(segments.length) + torch.tensor(segments.prefix_length)
     own = torch.tensor(segments.length)
-    numbers, ends = _sequences(segments, real=known + int(count_tokens(batch)))
-    sequence = torch.repeat_interleave(numbers, own)[known:].to(device).view(1, -1)
+    real = int(count_tokens(batch))
+    numbers, ends = _sequences(segments, real=real)
+    sequence = torch.repeat_interleave(numbers, own).to(device).view(1, -1)
     if not shifted:
         scored = labelled_positions(labels, sequence)
     else:
@@ -227,9 +225,9 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = Tr
     return ModelBatch(
         inputs=inputs,
         scored=scored,
-        real_tokens=torch.arange(int(count_tokens(batch)), device=device),
-        sequence_lengths=torch.repeat_interleave(lengths, own)[known:].to(device),
-        sequence_ends=(ends - known).to(device),
+        real_tokens=torch.arange(real, device=device),
+        sequence_lengths=torch.repeat_interleave(lengths, own).to(device),
+        sequence_ends=ends.to(device),
     )
 
 

@@ -167,8 +167,7 @@ def router_loss(core: PreTrainedModel, router_logits: Any, attention_mask: Tenso
     mask = attention_mask
     if mask is not None and mask.ndim != 2:
         segments = Segments.from_table(mask)
-        # A cache may hold the first segments: the row's own tokens are the last ones.
-        mask = segments.uses()[-len(router_logits[0]) :] if segments.has_branches else None
+        mask = segments.uses() if segments.has_branches else None
     config = core.config.get_text_config()
     experts = next(
         value for name in ("num_experts", "num_local_experts") if (value := getattr(config, name, None))

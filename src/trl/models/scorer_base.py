@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.attention import flat_obstacle, use_flat_attention
-from trl.models.last_layer import last_layer_at
 from trl.models.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
 from trl.models.rotary import rotated_by_sequence, stretched_rotaries
 
@@ -87,12 +86,6 @@ class ScorerBase:
             self.fallbacks.append(said)
             logger.warning("%s: %s.", type(self.core).__name__, said)
         return inner if isinstance(inner, nn.Module) else model
-
-    def reading_only(self, positions: Tensor | None, batch: ModelBatch) -> AbstractContextManager[None]:
-        """Spare the decoder's last layer the positions whose hidden states nobody reads; None: all are read."""
-        if positions is None:
-            return nullcontext()
-        return last_layer_at(self.core, positions, batch.inputs["input_ids"].shape)
 
     @contextmanager
     def embedded(self, batch: ModelBatch) -> Iterator[None]:

@@ -9,15 +9,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from trl.collators.continuation import behind_prompts
 from trl.legacy import KTO_ARGUMENTS, Older
-from trl.models.forward import Scored
-from trl.models.kept_keys import KeptKeys, can_keep_keys
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kl_sum, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
-from trl.trainer.pairs import row_count
 from trl.trainer.unpaired import UnpairedTrainer
 
 
@@ -63,9 +59,6 @@ class KTOTrainer(UnpairedTrainer):
     _loss_method: ClassVar[str] = "kto_loss"
     _point: ClassVar[str] = "kl"
     _kls: deque[Tensor] | None = None  # one for each micro-batch of the step that is not judged yet
-    _judges_step: bool = (
-        False  # the next micro-batch to train on is a whole step, whose KL comes with its loss
-    )
     args: KTOConfig
 
     def preparation(self, args: KTOConfig) -> dict[str, Any]:
@@ -79,54 +72,28 @@ class KTOTrainer(UnpairedTrainer):
     def prepare_step(self, batches: list[Any]) -> None:
         """Estimate the KL of the whole step, on all processes, from its mismatched completions.
 
-        The losses are not linear in it, so it must be known before the first backward pass: where a step has several
-        micro-batches, the policy scores their mismatched completions in passes of their own. A step that is one
-        micro-batch is estimated with its loss, and reads each prompt once (`completion_scores`).
+        The losses are not linear in it, so it must be known before the first backward pass: the policy scores the
+        mismatched completions in passes of their own.
         """
         self._kls = None
-        self._judges_step = self.mismatched and len(batches) == 1 and can_keep_keys(self.scorer)
-        if not self.mismatched or self._judges_step or self.overridden("kto_loss"):
+        if not self.mismatched or self.overridden("kto_loss"):
             return
         model: Any = self.model_wrapped
         sums = [self.kl_of(model, batch) for batch in batches]
         total = Weighted(*(torch.stack(part).sum() for part in zip(*sums, strict=True)))
         self._kls = deque([kl_estimate(self.over_processes(total))] * len(batches))
 
-    def completion_scores(
-        self, model: nn.Module, batch: dict[str, Any], **inputs: Any
-    ) -> tuple[UnpairedScores, Scored]:
-        """Log-probs of policy, with gradient, and reference of a batch's own completions.
-
-        Where the KL is not known yet, the policy's of the mismatched completions are put into the batch, `kl_logps` `(B,)`:
-        without gradient, behind the keys that its pass over prompts and own completions left.
-        """
-        later = None
-        if self.mismatched and not self._knows_kl() and can_keep_keys(self.scorer):
-            later = behind_prompts(batch)
-        if later is None:
-            return super().completion_scores(model, batch, **inputs)
-        keys = KeptKeys(later.kept)
-        found = super().completion_scores(model, batch, past_key_values=keys, **inputs)
-        mismatched = {**later.batch, "past_key_values": keys}
-        batch["kl_logps"] = self.logps_without_gradient(model, mismatched, row_count(batch))
-        return found
-
-    def _knows_kl(self) -> bool:
-        return self.mode == "train" and bool(self._kls)
-
     def kl_of(self, model: nn.Module, batch: dict[str, Any]) -> Weighted:
         """Sum and count of the log-ratios of a batch's mismatched completions; those of the reference stay in it."""
         self.ask_reference(model, batch)
-        logps = batch.pop("kl_logps", None)
-        if logps is None:
-            logps = self.policy_logps(model, batch, 1)
+        logps = self.policy_logps(model, batch, 1)
         return kl_sum(logps, batch["ref_kl_logps"].to(logps))
 
     def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
         """KTO's loss of each completion, compared with the KL of its step or, in an evaluation, of its batch."""
         if not self.mismatched:
             kl = torch.zeros_like(scores.logps[0])
-        elif self._kls and self._knows_kl():
+        elif self.mode == "train" and self._kls:
             kl = self._kls.popleft()
         else:
             kl = self._kl_of_batch(model, batch)
@@ -137,9 +104,7 @@ class KTOTrainer(UnpairedTrainer):
         own = self.kl_of(model, batch)
         if self.mode == "eval":
             counts = 1.0 if self.own_rows() else 0.0
-            own = Weighted(own.total * counts, own.count * counts)
-        if self.mode == "eval" or self._judges_step:
-            own, self._judges_step = self.over_processes(own), False
+            own = self.over_processes(Weighted(own.total * counts, own.count * counts))
         return kl_estimate(own)
 
     # ---- methods of 0.8-0.26
@@ -170,7 +135,5 @@ class KTOTrainer(UnpairedTrainer):
 
     def call_loss_method(self, model: nn.Module, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `kto_loss` gives for a batch, with the mismatched completions of that batch."""
-        logps, method = batch.pop("kl_logps", None), cast(Any, self.kto_loss)
-        if self.mismatched and logps is None:
-            logps = self.policy_logps(model, batch, 1)
-        return method(*policy, logps, *reference, batch.get("ref_kl_logps"))
+        logps = self.policy_logps(model, batch, 1) if self.mismatched else None
+        return cast(Any, self.kto_loss)(*policy, logps, *reference, batch.get("ref_kl_logps"))

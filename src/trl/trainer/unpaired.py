@@ -202,11 +202,7 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
 
     def policy_logps(self, model: nn.Module, batch: Mapping[str, Any], number: int) -> Tensor:
         """The policy's log-probs `(B,)` of each row's completion `number`, without gradient, dropout or noise."""
-        alone = single_completions(batch, number, of=self.completions_per_row)
-        return self.logps_without_gradient(model, alone, row_count(batch))
-
-    def logps_without_gradient(self, model: nn.Module, batch: Mapping[str, Any], count: int) -> Tensor:
-        """The policy's log-probs `(count,)` of each sequence of a batch, without gradient, dropout or noise."""
+        alone, count = single_completions(batch, number, of=self.completions_per_row), row_count(batch)
 
         def forward(scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             with self.accelerator.autocast():
@@ -214,18 +210,12 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
             return sum_by_sequence(scored.logps, scored.positions.sequence, count)
 
         assert self.model is not None
-        return InitialPolicy(self.model, self.scorer).score(model, batch, forward)
+        return InitialPolicy(self.model, self.scorer).score(model, alone, forward)
 
-    def completion_scores(
-        self, model: nn.Module, batch: dict[str, Any], **inputs: Any
-    ) -> tuple[UnpairedScores, Scored]:
-        """Log-probs of policy, with gradient, and reference of a batch's own completions.
-
-        `inputs` are further arguments of the policy's forward.
-        """
+    def completion_scores(self, model: nn.Module, batch: dict[str, Any]) -> tuple[UnpairedScores, Scored]:
+        """Log-probs of policy, with gradient, and reference of a batch's own completions."""
         self.ask_reference(model, batch)
-        own = {**self.own_completions(batch), **inputs}
-        scored = self.score(model, own, ScoreOptions(mean_logits=True))
+        scored = self.score(model, self.own_completions(batch), ScoreOptions(mean_logits=True))
         logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
         return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"]), scored
 
