@@ -8,7 +8,6 @@ from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import logs, run
 from trl.collators.preference import completion_batch
 from trl.models.forward import Scorer
-from trl.models.rotary import stretched_rotaries
 
 LONGEST = 10  # of pretraining
 STRETCHED = {
@@ -50,32 +49,27 @@ def padded(rows):
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
 
 
-@pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("architecture", STRETCHED)
-def test_a_sequence_is_scored_as_if_it_were_alone(architecture, flat):
-    """Beside longer ones, and after them, as "dynamic" angles would only grow."""
-    scorer, rows = Scorer(stretched(architecture), flat=flat), sequences()
+def test_a_sequence_is_scored_as_if_it_were_alone(architecture):
+    """Beside longer ones, and after them, as "dynamic" angles would only grow; such models take padded rows."""
+    scorer, rows = Scorer(stretched(architecture)), sequences()
+    assert not scorer.flat and "rotary" in scorer.fallbacks[0]
     scorer.score(scorer.core, padded([torch.arange(3, 33)]))
     found = scorer.score(scorer.core, padded(rows)).logps.split([len(row) - 1 for row in rows])
     for logps, row in zip(found, rows, strict=True):
         assert (logps - alone(architecture, row)).abs().max() < 1e-12, len(row)
 
 
-def test_a_shared_prompt_is_read_once_for_each_completion():
-    """A short completion's prompt is turned in another way than a long one's: trees become sequences."""
+def test_completions_of_one_prompt_are_scored_as_if_they_were_alone():
+    """The angles of a prompt depend on the length of what follows: trees become rows, each with its prompt."""
     scorer = Scorer(stretched("phi3"))
-    assert scorer.flat and not scorer.takes_trees
+    assert not scorer.takes_trees and Scorer(tiny_model("phi3")).takes_trees
     prompt, short, long = (row.tolist() for row in sequences()[:3])
     batch = completion_batch([(prompt, [short, long * 2])], prefix_sharing=True)
     first, second = scorer.score(scorer.core, batch).logps.split([len(short), 2 * len(long)])
     for logps, completion in ((first, short), (second, long * 2)):
         expected = alone("phi3", torch.tensor([*prompt, *completion]))[len(prompt) - 1 :]
         assert (logps - expected).abs().max() < 1e-12
-
-
-def test_models_of_one_rotation_are_left_alone():
-    assert not stretched_rotaries(tiny_model("llama"))
-    assert Scorer(tiny_model("llama")).takes_trees
 
 
 def test_what_was_sampled_across_the_length_of_pretraining_is_scored_again():

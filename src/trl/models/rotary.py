@@ -1,12 +1,12 @@
-"""Rotary embeddings whose angles depend on a sequence's length: each sequence of a batch gets those of its own.
+"""Rotary embeddings whose angles depend on a sequence's length.
 
-transformers takes the longest position of a call for all of its rows: a short sequence would be scored in another way beside
+transformers takes the longest position of a call for all of its rows: a short sequence would be scored differently beside
 a long one, so that losses and gradients would depend on how a step is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from trl.models.layout import ModelBatch
 from trl.models.parts import replaced_forward
-
-Angles = tuple[Tensor, Tensor]
 
 _STRETCHED = ("longrope", "dynamic")  # other frequencies for sequences beyond the length of pretraining
 
@@ -27,55 +25,26 @@ def stretched_rotaries(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def rotated_by_sequence(rotaries: Iterable[Any], batch: ModelBatch) -> Iterator[None]:
-    """Let these rotary embeddings (`stretched_rotaries`) see each sequence of a batch as if it were alone, for a forward inside.
-
-    A prompt that several completions share has one length: give these models plain sequences.
-    """
+def rotated_by_row(rotaries: Iterable[Any], rows: ModelBatch) -> Iterator[None]:
+    """A block in which these rotary embeddings compute each of the padded rows as if it were alone."""
     with ExitStack() as replaced:
         for module in rotaries:
-            replaced.enter_context(replaced_forward(module, _by_sequence(module, batch)))
+            replaced.enter_context(replaced_forward(module, _by_row(module, rows)))
         yield
 
 
-def _by_sequence(module: Any, batch: ModelBatch) -> Callable[..., Angles]:
-    """The forward of a rotary embedding, `(x, position_ids (1 or B, T)) -> cosines and sines (B, T, D)`."""
-    inner, shape = module.forward, batch.inputs["input_ids"].shape
-    lengths, longest = batch.sequence_lengths.view(shape), _longest_as_trained(module)
-    kinds = lengths.clamp(min=longest)
-    if module.rope_type == "longrope":  # all that are longer are turned alike
-        kinds = kinds.clamp(max=longest + 1)
+def _by_row(module: Any, rows: ModelBatch) -> Any:
+    inner, width = module.forward, rows.inputs["input_ids"].shape[1]
+    lengths = rows.sequence_lengths.view(-1, width).amax(dim=1)
 
-    def forward(x: Tensor, position_ids: Tensor, **kwargs: Any) -> Angles:
-        if position_ids.shape[-2:] != shape and position_ids.shape != (1, shape[1]):
+    def forward(x: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if position_ids.shape[1] != width:
             return inner(x, position_ids, **kwargs)
-        position_ids, found = position_ids.expand(shape), None
-        for kind in kinds.unique().tolist():
-            own = (kinds == kind) & (lengths > 0)
-            _forget(module)
-            angles = inner(x, position_ids.where(own, 0), **kwargs)
-            found = angles if found is None else _where(own, angles, found)
-        assert found is not None
-        return found
+        angles = []
+        for length in lengths.tolist():
+            inner(x[:1], position_ids[:1, :1] * 0, **kwargs)  # "dynamic" angles only grow until a short call
+            angles.append(inner(x[:1], position_ids[:1].clamp(max=length - 1), **kwargs))
+        cosines, sines = (torch.cat(part) for part in zip(*angles, strict=True))
+        return cosines, sines
 
     return forward
-
-
-def _where(own: Tensor, angles: Angles, others: Angles) -> Angles:
-    cosines, sines = (torch.where(own[..., None], a, b) for a, b in zip(angles, others, strict=True))
-    return cosines, sines
-
-
-def _longest_as_trained(module: Any) -> int:
-    """The longest sequence that is turned as in pretraining."""
-    if module.rope_type == "dynamic":
-        return int(module.original_max_seq_len)
-    return int(module.config.rope_parameters["original_max_position_embeddings"])
-
-
-def _forget(module: Any) -> None:
-    """Take back what an earlier, longer sequence left: "dynamic" angles only ever grow."""
-    if module.rope_type == "dynamic":
-        frequencies = module.original_inv_freq.to(module.inv_freq.device)
-        module.register_buffer("inv_freq", frequencies, persistent=False)
-        module.max_seq_len_cached = module.original_max_seq_len

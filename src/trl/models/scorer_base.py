@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from trl.models.attention import flat_obstacle, use_flat_attention
 from trl.models.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
-from trl.models.rotary import rotated_by_sequence, stretched_rotaries
+from trl.models.rotary import rotated_by_row, stretched_rotaries
 
 logger = logging.getLogger(__name__)
 
 _OWN_LOGITS = "it is scored from its own logits"
+_STRETCHED = "its rotary angles depend on the length of a sequence (longrope or dynamic)"
 
 
 class ScorerBase:
@@ -37,26 +38,18 @@ class ScorerBase:
         self.uses_head = obstacle is None
         if obstacle:
             self.fallbacks.append(f"{_OWN_LOGITS}, because {obstacle}")
-        obstacle = flat_obstacle(core) if self.uses_head else _OWN_LOGITS
+        self.stretched_rotaries = stretched_rotaries(core)  # once: it walks all modules
+        obstacle = _STRETCHED if self.stretched_rotaries else flat_obstacle(core)
+        obstacle = obstacle if self.uses_head else _OWN_LOGITS
         self.flat = flat is not False and obstacle is None
         if flat is not False and obstacle:
             self.fallbacks.append(f"its batches are padded, because {obstacle}")
         self._needs_table = self.flat and use_flat_attention(core)
-        self.stretched_rotaries = stretched_rotaries(core)  # once: it walks all modules
 
     @property
     def takes_trees(self) -> bool:
-        """Whether branches may stand behind one copy of their prompt (`tree_obstacle`)."""
-        return self.flat and self.tree_obstacle is None
-
-    @property
-    def tree_obstacle(self) -> str | None:
-        """Why a model of flat rows takes plain sequences alone, in words."""
-        if not self._needs_table:
-            return "its flash attention tells only plain sequences of a flat row apart"
-        if self.stretched_rotaries:
-            return "its rotary embedding (longrope or dynamic) turns a prompt by the length of what follows"
-        return None
+        """Whether branches may stand behind one copy of their prompt: flash attention of a user's choice takes none."""
+        return self.flat and self._needs_table
 
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""
@@ -90,7 +83,7 @@ class ScorerBase:
     @contextmanager
     def embedded(self, batch: ModelBatch) -> Iterator[None]:
         """Within: positions that know of their own sequence alone, and noise on the embeddings where that is wanted."""
-        with rotated_by_sequence(self.stretched_rotaries, batch), self.embedding_noise(batch):
+        with rotated_by_row(self.stretched_rotaries, batch), self.embedding_noise(batch):
             yield
 
     @contextmanager

@@ -17,21 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
-    """Whether the completions of one prompt are laid out behind one copy of it; says why a model of flat rows cannot.
+    """Whether the completions of one prompt are laid out behind one copy of it; warns where a model of flat rows cannot.
 
     Raises: ValueError where that is required and the model cannot take it.
     """
+    unsupported = "its flash attention only separates plain sequences"
     if prefix_sharing == "auto" and scorer.flat and not scorer.takes_trees:
         logger.warning(
-            "Each completion gets a prompt of its own, because the model takes no trees: %s.",
-            scorer.tree_obstacle,
+            "prefix sharing is disabled for this model, because %s: the prompt is repeated for each completion.",
+            unsupported,
         )
     if prefix_sharing is True and not scorer.takes_trees:
-        why = (
-            scorer.tree_obstacle
-            if scorer.flat
-            else "; ".join(scorer.fallbacks) or "it takes padded rows only"
-        )
+        why = unsupported if scorer.flat else "; ".join(scorer.fallbacks) or "it takes padded rows only"
         raise ValueError(
             f"prefix_sharing=True, but {type(scorer.core).__name__} cannot take shared prompts: {why}. Use 'auto', which "
             "repeats prompts where it must."
