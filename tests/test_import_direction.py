@@ -109,7 +109,7 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("file", "source", "names"),
     [
-        ("tensors/x.py", "from trl.models.forward import score", ["trl.models.forward"]),
+        ("tensors/x.py", "from trl.models.scoring.causal import score", ["trl.models.scoring.causal"]),
         ("tensors/x.py", "def f():\n    from ..models import forward", ["trl.models"]),
         ("data/x.py", "from trl import models", ["trl.models"]),
         ("models/x.py", "import trl.trainer.utils", ["trl.trainer.utils"]),

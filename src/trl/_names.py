@@ -45,7 +45,7 @@ _COMMANDS: Row = {"trl.scripts.arguments": "DPOScriptArguments RewardScriptArgum
     "trl.scripts.quiet": "init_zero_verbose"}
 _MODEL_OPTIONS: Row = {"trl.models.peft": "get_peft_config",
     "trl.models.quantization": "get_kbit_device_map get_quantization_config"}
-_DATA_SET_PPO: Row = {"trl.models.policy_value": "INVALID_LOGPROB PolicyAndValueWrapper"}
+_DATA_SET_PPO: Row = {"trl.models.scoring.values": "INVALID_LOGPROB PolicyAndValueWrapper"}
 _GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.repeat_sampler": "RepeatSampler",
     "trl.tensors.statistics": "nanmax nanmin nanstd"}
 
@@ -166,7 +166,7 @@ NAMES: dict[str, Row] = {
     "trl.trainer.bco_trainer": {"trl.models.prompt_density": "CLF_NAME=CLASSIFIER_FILE"},
     "trl.trainer.callbacks": _CALLBACKS,
     "trl.trainer.dpo_trainer": {"trl.collators.preference": "DataCollatorForPreference",
-        "trl.models.seq2seq": "shift_tokens_right"},
+        "trl.models.scoring.encoder_decoder": "shift_tokens_right"},
     "trl.trainer.grpo_trainer": _GRPO_PARTS,
     "trl.trainer.judges": {**_JUDGES, **_JUDGE_PROMPT},
     "trl.trainer.model_config": {"trl.options.model": "ModelConfig"},
@@ -176,10 +176,10 @@ NAMES: dict[str, Row] = {
         "trl.experimental.ppo.ppo_trainer": "PPOv2Trainer=PPOTrainer"},
     "trl.trainer.reward_trainer": {"trl.collators.reward": "DataCollatorForPreference",
         "trl.models.loading": "suppress_from_pretrained_warning"},
-    "trl.trainer.rloo_trainer": {"trl.models.policy_value": "INVALID_LOGPROB",
+    "trl.trainer.rloo_trainer": {"trl.models.scoring.values": "INVALID_LOGPROB",
         "trl.rewards.source": "RewardFunc"},
     "trl.trainer.sft_trainer": {"trl.data.formats": "TListOrMapping get_dataset_column_names=column_names",
-        "trl.models.attention": "FLASH_ATTENTION_VARIANTS",
+        "trl.models.packed.attention": "FLASH_ATTENTION_VARIANTS",
         "transformers.integrations.neftune": "neftune_post_forward_hook",
         "trl.objectives.language_modelling": "dft_loss"},
     "trl.trainer.training_configs": {"trl.trainer.reward_config": "RewardConfig"},

@@ -11,8 +11,8 @@ from benchmarks.throughput import useful_flops
 from benchmarks.variants import VARIANTS, Recipe, build_model
 from torch import nn
 
-from trl.models.forward import Scorer
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.head import ScoreOptions
 
 
 @pytest.fixture(scope="module")

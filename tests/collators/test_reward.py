@@ -8,7 +8,7 @@ from trl.collators.reward import (
     as_reward_batch,
     shared_length,
 )
-from trl.models.layout import count_sequence_tokens, count_tokens, first_rows, padded_rows
+from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, padded_rows
 
 ROWS = [
     {"chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8, 9], "margin": 0.5},

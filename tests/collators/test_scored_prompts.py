@@ -6,7 +6,7 @@ from tests.trainer.dpo_runs import pairs
 
 from trl.collators.preference import PairCollator
 from trl.collators.scored_prompts import with_prompts_scored
-from trl.models.layout import padded_rows, scored_sequences
+from trl.models.packed.layout import padded_rows, scored_sequences
 
 
 def test_a_tree_scores_the_prompt_in_front_of_the_chosen_branch():

@@ -11,8 +11,8 @@ from tests.tiny_vision import FAMILIES, PLACEHOLDERS, tiny_image, tiny_processor
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.image_pairs import check_pair_image_rows
-from trl.models.forward import Scorer
-from trl.models.layout import first_rows
+from trl.models.packed.layout import first_rows
+from trl.models.scoring.causal import Scorer
 from trl.tensors.sequences import sum_by_sequence
 
 ASK = {"role": "user", "content": "What colour is the sky?"}

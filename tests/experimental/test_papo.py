@@ -11,7 +11,7 @@ from tests.trainer.grpo_runs import logs
 from tests.trainer.image_prompt_runs import make as make_run
 from tests.trainer.image_prompt_runs import rows
 from trl.experimental.papo import PAPOConfig, PAPOTrainer
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.kl import k3
 
 SETTINGS = {"mask_type": "patch", "mask_ratio": 0.5, "max_completion_length": 4}

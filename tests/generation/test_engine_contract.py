@@ -17,8 +17,8 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine
-from trl.models.forward import Scorer
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.head import ScoreOptions
 
 EOS, PAD = 2, 0
 KINDS = {

@@ -13,7 +13,7 @@ from tests.tiny import tiny_model, tiny_seq2seq
 from trl.generation.engine import Sampling
 from trl.generation.transformers import decoders as fused
 from trl.generation.transformers.engine import TransformersEngine
-from trl.models.seq2seq import Seq2SeqScorer
+from trl.models.scoring.encoder_decoder import Seq2SeqScorer
 from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 
 GREEDY = Sampling(max_new_tokens=16, do_sample=False)

@@ -7,10 +7,10 @@ from tests.tiny import tiny_model
 from tests.trainer.one_step import run
 from trl.generation.engine import Sampling
 from trl.generation.transformers.choosing import choose
-from trl.models import attention
-from trl.models.attention import use_flat_attention
-from trl.models.forward import Scorer
-from trl.models.scored_head import ScoreOptions
+from trl.models.packed import attention
+from trl.models.packed.attention import use_flat_attention
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.head import ScoreOptions
 from trl.reporting.metrics import MetricSums
 from trl.tensors.local_loss import local_loss
 from trl.tensors.logprobs import token_scores

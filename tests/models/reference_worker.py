@@ -71,8 +71,8 @@ def train(folder: str, *, rows: int = 2, ask: bool = True, **settings):
     )
     other = tiny_model("llama", seed=1)
     from trl import SFTConfig, SFTTrainer
-    from trl.models.forward import Scorer
     from trl.models.reference import FrozenModel, make_reference
+    from trl.models.scoring.causal import Scorer
 
     frozen = FrozenModel(other, Scorer(other))
     disabled = make_reference(model, scorer=Scorer(model), make_scorer=Scorer)

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
 from trl.generation.vllm.weights import check_sendable
-from trl.models.forward import Scorer
 from trl.models.head_precision import cast_head_to_float32, tied_where_equal
+from trl.models.scoring.causal import Scorer
 
 ROWS = {
     "input_ids": torch.tensor([[5, 9, 3, 17, 30, 2]]),

@@ -14,7 +14,6 @@ from tests.models.reference_worker import BATCH, logps, train
 from tests.tiny import tiny_model
 from tests.trainer.one_step import launch
 from tests.trainer.sharded_worker import KINDS
-from trl.models.forward import Scorer
 from trl.models.lending import peft_model_in
 from trl.models.reference import (
     REFERENCE_FILE,
@@ -25,6 +24,7 @@ from trl.models.reference import (
     do_without_reference,
     make_reference,
 )
+from trl.models.scoring.causal import Scorer
 
 
 def base(seed=0, **overrides):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from trl.models.forward import Scorer
+from trl.models.scoring.causal import Scorer
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.saving import load_window, save_window
 from trl.tensors.ragged import Ragged

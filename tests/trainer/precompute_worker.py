@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from tests.tiny import tiny_model
-from trl.models.forward import Scorer
 from trl.models.reference import FrozenModel
+from trl.models.scoring.causal import Scorer
 from trl.tensors.sequences import split_pairs, sum_by_sequence
 from trl.trainer.precompute import ReferencePass, precompute_ref_log_probs
 

@@ -22,7 +22,7 @@ from tests.trainer.kto_runs import (
     step,
 )
 from tests.trainer.resume_worker import ending, tokenizer
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.bco_trainer import BCOTrainer
 

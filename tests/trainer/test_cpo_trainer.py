@@ -13,7 +13,7 @@ from tests.trainer.dpo_runs import pairs
 from tests.trainer.resume_worker import tokenizer
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 
 LOSSES = {
     "sigmoid": {"beta": 0.3},

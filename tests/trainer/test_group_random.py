@@ -12,7 +12,7 @@ import torch
 from tests.tiny import tiny_model
 from tests.trainer import group_plain
 from tests.trainer.grpo_runs import even_tokens, logs, make
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 from trl.objectives.group_policy import LOSS_TYPES
 from trl.objectives.group_ratios import RATIOS
 from trl.tensors import heads

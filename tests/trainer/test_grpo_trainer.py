@@ -12,7 +12,7 @@ from peft import LoraConfig
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.columns import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.sampling import split_begun
 

@@ -12,7 +12,8 @@ from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.trainer.one_step import fixed_rows, launch, run
-from trl.models import forward, scorer_base
+from trl.models.scoring import base as scorer_base
+from trl.models.scoring import causal as forward
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm")

@@ -24,7 +24,7 @@ from tests.trainer.kto_runs import (
 )
 from tests.trainer.resume_worker import tokenizer
 from trl.collators.preference import DPODataCollatorWithPadding
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 

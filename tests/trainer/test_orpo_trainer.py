@@ -13,7 +13,7 @@ from tests.trainer.orpo_runs import make
 from tests.trainer.test_cpo_trainer import LOGGED, OF_THE_RUN, SPLITS, padded
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.scored_prompts import with_prompts_scored
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 
 WITH_ODDS = LOGGED | {"log_odds_ratio", "log_odds_chosen"}
 

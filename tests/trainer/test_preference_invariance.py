@@ -13,7 +13,7 @@ import torch
 from tests.trainer.one_step import launch
 from tests.trainer.preference_methods import METHODS
 from tests.trainer.preference_worker import uneven_evaluation
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 
 SPLITS = {
     "2x4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},

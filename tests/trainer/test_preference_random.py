@@ -17,7 +17,7 @@ from tests.trainer import dpo_runs, kto_runs, reward_runs
 from tests.trainer.dpo_plain import token_logps
 from tests.trainer.kto_runs import assert_same_gradient, plain_gradient
 from tests.trainer.preference_methods import DPO_LOSSES
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 from trl.tensors import heads
 
 ARCHITECTURES = ("gpt2", "opt", "gpt_neox")  # nothing of theirs is rounded to float32 on the way

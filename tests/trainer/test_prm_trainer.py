@@ -24,7 +24,7 @@ from tests.trainer.one_step import SETTINGS, launch
 from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import digest, tokenizer
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 from trl.reporting.accuracy import compute_accuracy
 from trl.trainer.prm_config import PRMConfig
 from trl.trainer.prm_trainer import PRMTrainer

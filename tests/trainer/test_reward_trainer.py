@@ -21,7 +21,7 @@ from tests.trainer.resume_worker import digest, tokenizer
 from tests.trainer.reward_runs import make, reward_model, rows
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
 from trl.collators.reward import RewardDataCollatorWithPadding
-from trl.models import scorer_base
+from trl.models.scoring import base as scorer_base
 from trl.reporting.accuracy import compute_accuracy
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer

@@ -15,9 +15,9 @@ from transformers import (
     set_seed,
 )
 
-from trl.models.classification import head_of
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
+from trl.models.scoring.classifier import head_of
 from trl.models.setup import check_given
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl.models.layout import ModelBatch
+from trl.models.packed.layout import ModelBatch
 from trl.models.parts import replaced_forward
 
 _STRETCHED = ("longrope", "dynamic")  # other frequencies for sequences beyond the length of pretraining

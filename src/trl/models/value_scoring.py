@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from trl.models.forward import Scored, Scorer
-from trl.models.layout import ModelBatch
+from trl.models.packed.layout import ModelBatch
 from trl.models.parts import replaced_forward
-from trl.models.scored_head import ScoreOptions
-from trl.models.seq2seq import Seq2SeqScorer
+from trl.models.scoring.causal import Scored, Scorer
+from trl.models.scoring.encoder_decoder import Seq2SeqScorer
+from trl.models.scoring.head import ScoreOptions
 from trl.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,

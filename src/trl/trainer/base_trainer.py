@@ -24,12 +24,12 @@ from trl.checkpoints.identity import run_facts
 from trl.checkpoints.ownership import owned, run_folder_name
 from trl.checkpoints.wholeness import naming_weights
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
-from trl.models.forward import Scored, Scorer
 from trl.models.head_precision import tied_where_equal
-from trl.models.layout import count_scored, count_sequence_tokens, count_tokens
 from trl.models.loading import load_saved_weights
-from trl.models.policy_value import PolicyValueScorer
-from trl.models.scored_head import ScoreOptions
+from trl.models.packed.layout import count_scored, count_sequence_tokens, count_tokens
+from trl.models.scoring.causal import Scored, Scorer
+from trl.models.scoring.head import ScoreOptions
+from trl.models.scoring.values import PolicyValueScorer
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.tensors.reduce import Weighted

@@ -24,11 +24,11 @@ from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.preference_tokens import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
-from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.peft import is_peft_model
 from trl.models.reference import FrozenModel, Reference, do_without_reference, make_reference
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
 from trl.objectives.preference import (
     NEEDS_STEP,

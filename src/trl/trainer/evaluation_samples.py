@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.rendering import text_tokenizer
-from trl.models.layout import IGNORED, ROW_KEYS
+from trl.models.packed.layout import IGNORED, ROW_KEYS
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
 from trl.trainer.callbacks.sampling import (

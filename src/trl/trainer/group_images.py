@@ -22,7 +22,7 @@ from trl.data.image_rows import read_images
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, check_prompt_ids
 from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.transformers.model_generate import MoreInputs
-from trl.models.layout import IGNORED, padded_rows
+from trl.models.packed.layout import IGNORED, padded_rows
 from trl.models.parts import causal_core
 from trl.models.setup import pad_token_id
 from trl.rollouts.experience import Experience

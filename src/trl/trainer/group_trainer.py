@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.models.lending import without_ddp
 from trl.models.parts import causal_core, check_decoder_only
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.inputs import RewardInputs

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
-from trl.models.forward import Scored
 from trl.models.lending import undisturbed
-from trl.models.scored_head import LossOf, ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.group_advantages import group_relative
 from trl.objectives.group_policy import (
     LOSS_TYPES,

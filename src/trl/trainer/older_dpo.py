@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from trl.data.preference_tokens import tokenize_preference_row
 from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.models.forward import Scored
-from trl.models.layout import IGNORED, padded_rows, scored_sequences
+from trl.models.packed.layout import IGNORED, padded_rows, scored_sequences
 from trl.models.reference import FrozenModel
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics, step_statistics
 from trl.objectives.preference import (
     NEEDS_STEP,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.data.formats import common_prefix_length
-from trl.models.layout import padded_rows, scored_sequences
-from trl.models.scored_head import ScoreOptions
+from trl.models.packed.layout import padded_rows, scored_sequences
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.preference import chosen_nll
 from trl.tensors.padding import pad_to_length
 from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.models.reference import DisabledAdapter, NamedAdapter
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.sequences import sum_by_sequence

@@ -17,10 +17,10 @@ from trl.data.prompts import columns_for_rewards
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.policy_copy import PolicyCopy
-from trl.models.forward import Scored
 from trl.models.lending import undisturbed
 from trl.models.reference import Reference
-from trl.models.scored_head import LossOf, ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
 from trl.rollouts.columns import OLD, SAMPLING_LOGPS, SCORES, TRAINED

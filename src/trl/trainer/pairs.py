@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl.models.forward import Scored
-from trl.models.layout import scored_sequences
+from trl.models.packed.layout import scored_sequences
+from trl.models.scoring.causal import Scored
 from trl.tensors.reduce import Weighted, weighted
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
-from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import (
     ClassifierKind,
     adapter_of_classifier,
@@ -16,10 +15,11 @@ from trl.models.classifier_setup import (
     take_pad_token,
 )
 from trl.models.dropout import disable_dropout_in_model
-from trl.models.forward import Scorer
 from trl.models.head_precision import cast_head_to_float32
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def set_up_policy(
 def make_scorer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The scoring forward of a causal model or an encoder-decoder."""
     if getattr(model.config, "is_encoder_decoder", False):
-        from trl.models.seq2seq import Seq2SeqScorer
+        from trl.models.scoring.encoder_decoder import Seq2SeqScorer
 
         return Seq2SeqScorer(model, pad_token_id=pad_token_id(tokenizer))
     return Scorer(model, pad_token_id=pad_token_id(tokenizer))

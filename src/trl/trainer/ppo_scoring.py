@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl.collators.preference import completion_batch
 from trl.collators.seq2seq import seq2seq_batch
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 
 
 class ResponseScores(NamedTuple):

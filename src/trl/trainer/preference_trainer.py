@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trl.models.layout import first_rows
+from trl.models.packed.layout import first_rows
 from trl.models.reference import Reference
 from trl.reporting.metrics import MetricSums
 from trl.tensors.reduce import LossTerms

@@ -19,8 +19,8 @@ from transformers import (
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
 from trl.legacy import Older, move_onto_config
-from trl.models.forward import Scored
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit

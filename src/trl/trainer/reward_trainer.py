@@ -15,10 +15,10 @@ from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
 from trl.data.preference import RewardPreparation, prepare_reward_dataset
 from trl.legacy import REWARD_ARGUMENTS, move_onto_config
-from trl.models.classification import ClassificationScorer
 from trl.models.classifier_setup import REWARD_MODEL
-from trl.models.layout import padded_rows
+from trl.models.packed.layout import padded_rows
 from trl.models.parts import embedded_tokens
+from trl.models.scoring.classifier import ClassificationScorer
 from trl.objectives.reward_modelling import bradley_terry
 from trl.tensors.reduce import Unit, Weighted
 from trl.trainer.pairs import row_count, shares_prefix

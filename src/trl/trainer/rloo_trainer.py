@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl._lazy import attach
 from trl.legacy import RLOO_ARGUMENTS, move_arguments
-from trl.models.forward import Scored
+from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import (
     clipped_rewards,
     leave_one_out,

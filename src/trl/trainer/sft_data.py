@@ -22,7 +22,7 @@ from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.streams import is_stream
 from trl.data.templates import get_training_chat_template
-from trl.models.layout import is_flat
+from trl.models.packed.layout import is_flat
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions
 from trl.trainer.sft_config import SFTConfig

@@ -25,10 +25,10 @@ from trl.collators.counted import CountedSequences
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
-from trl.models.forward import Scored, Scorer
-from trl.models.layout import first_rows, is_flat, padded_batch
+from trl.models.packed.layout import first_rows, is_flat, padded_batch
 from trl.models.parts import check_decoder_only
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scored, Scorer
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted

@@ -30,10 +30,10 @@ from trl.collators.unpaired import (
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import Older, move_onto_config
-from trl.models.forward import Scored, Scorer
 from trl.models.parts import embedded_tokens
 from trl.models.reference import InitialPolicy, Reference, make_reference
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scored, Scorer
+from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
 from trl.objectives.unpaired import UnpairedScores
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.data.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
-from trl.models.forward import Scored
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.perception import perception_loss
 from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience

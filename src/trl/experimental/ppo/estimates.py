@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trl.models.scored_head import LossOf
+from trl.models.scoring.head import LossOf
 from trl.objectives.advantages import TokenRewards, gae, rollout_metrics, token_rewards
 from trl.objectives.kl import k1, kl_penalty
 from trl.objectives.policy_gradient import clipped_surrogate, probability_ratio, with_value_loss

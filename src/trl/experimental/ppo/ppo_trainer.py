@@ -47,11 +47,11 @@ from trl.experimental.ppo.setup import (
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
-from trl.models.forward import Scored
 from trl.models.lending import without_ddp
-from trl.models.policy_value import PolicyValueScorer
 from trl.models.reference import make_reference
-from trl.models.scored_head import LossOf, ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import LossOf, ScoreOptions
+from trl.models.scoring.values import PolicyValueScorer
 from trl.rewards.result import source_columns, source_means
 from trl.rollouts.columns import OLD
 from trl.rollouts.experience import Experience

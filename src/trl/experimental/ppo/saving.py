@@ -12,7 +12,7 @@ from torch import nn
 from trl.checkpoints.wholeness import naming_weights
 from trl.models.loading import load_saved_weights
 from trl.models.parts import causal_core
-from trl.models.policy_value import POLICY, VALUE, PolicyAndValue
+from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.online_trainer import OnlineTrainer
 

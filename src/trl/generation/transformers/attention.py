@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trl.generation.transformers.cache import RolloutCache
-from trl.models.attention import flat_attention
+from trl.models.packed.attention import flat_attention
 
 ROLLOUT_ATTENTION = "trl_rollout"
 

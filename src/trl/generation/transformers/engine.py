@@ -21,8 +21,8 @@ from trl.generation.transformers.phase import generating
 from trl.generation.transformers.requests import Requests, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
 from trl.generation.transformers.stopping import StopStrings, end_tokens
-from trl.models.attention import flat_obstacle
 from trl.models.distributed import is_sharded
+from trl.models.packed.attention import flat_obstacle
 from trl.models.parts import causal_core, embedded_tokens, head_obstacle, logit_rule, prompt_learning_obstacle
 
 logger = logging.getLogger(__name__)

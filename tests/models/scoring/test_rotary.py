@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import logs, run
 from trl.collators.preference import completion_batch
-from trl.models.forward import Scorer
+from trl.models.scoring.causal import Scorer
 
 LONGEST = 10  # of pretraining
 STRETCHED = {

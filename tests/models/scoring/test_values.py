@@ -8,8 +8,8 @@ from peft import LoraConfig, PromptTuningConfig
 
 from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from trl.collators.seq2seq import seq2seq_batch
-from trl.models.classification import ClassificationScorer
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.classifier import ClassificationScorer
+from trl.models.scoring.head import ScoreOptions
 from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trl.models.value_scoring import value_scorer
 

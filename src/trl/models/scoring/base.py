@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.attention import flat_obstacle, use_flat_attention
-from trl.models.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
+from trl.models.packed.attention import flat_obstacle, use_flat_attention
+from trl.models.packed.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
 from trl.models.rotary import rotated_by_row, stretched_rotaries
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
-from trl.models.forward import Scorer
-from trl.models.layout import first_rows
-from trl.models.scored_head import ScoreOptions
+from trl.models.packed.layout import first_rows
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.head import ScoreOptions
 
 ASK = {"role": "user", "content": "What colour is the sky?"}
 BLUE = {"role": "assistant", "content": "It is blue."}

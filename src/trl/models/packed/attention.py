@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 FLAT_ATTENTION = "trl_flat"
 
 # Decoders whose whole forward is known to depend on other tokens through this attention alone, so that a flat row
-# gives the logits of padded rows (tests/models/test_attention.py checks each to 1e-12 in float64, the mixtures of
+# gives the logits of padded rows (tests/models/packed/test_attention.py checks each to 1e-12 in float64, the mixtures of
 # experts to 1e-5 in float32, because their grouped products take no float64).
 FLAT_MODEL_TYPES = frozenset(
     [

@@ -17,11 +17,11 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tests.tiny import tiny_model
 from trl.collators.trees import flatten_trees
-from trl.models.attention import FLAT_MODEL_TYPES
-from trl.models.forward import Scorer
-from trl.models.layout import flat_batch
+from trl.models.packed.attention import FLAT_MODEL_TYPES
+from trl.models.packed.layout import flat_batch
 from trl.models.parts import causal_core, decoder_of
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.head import ScoreOptions
 from trl.tensors.padding import flush_right
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl.models.classification import ClassificationScorer
-from trl.models.forward import Scored
 from trl.models.parts import replaced_forward
-from trl.models.scored_head import ScoreOptions
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.classifier import ClassificationScorer
+from trl.models.scoring.head import ScoreOptions
 
 POLICY, VALUE = "policy.", "value_model."
 INVALID_LOGPROB = 1.0  # marks padding in log-probs of older loops: no token's is above 0

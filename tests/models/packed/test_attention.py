@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_model
-from trl.models.attention import (
+from trl.models.packed.attention import (
     FLAT_ATTENTION,
     FLAT_MODEL_TYPES,
     flat_attention,
@@ -13,7 +13,7 @@ from trl.models.attention import (
     is_segment_table,
     use_flat_attention,
 )
-from trl.models.forward import Scorer
+from trl.models.scoring.causal import Scorer
 from trl.tensors.segments import Segments
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # their grouped products take no float64

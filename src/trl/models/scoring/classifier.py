@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.attention import FLAT_MODEL_TYPES
-from trl.models.layout import ModelBatch, ScoredPositions
+from trl.models.packed.attention import FLAT_MODEL_TYPES
+from trl.models.packed.layout import ModelBatch, ScoredPositions
 from trl.models.parts import causal_core, logits_obstacle, prompt_learning_obstacle, replaced_forward
-from trl.models.scorer_base import ScorerBase, given_inputs
+from trl.models.scoring.base import ScorerBase, given_inputs
 from trl.tensors.softmax_rows import LogitRule
 
 _HEAD_NAMES = ("score", "classifier")

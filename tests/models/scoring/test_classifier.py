@@ -7,8 +7,8 @@ import torch
 
 from tests.tiny import tiny_classifier, tiny_model
 from trl.collators.trees import flatten_trees
-from trl.models.classification import ClassificationScorer
 from trl.models.parts import causal_core
+from trl.models.scoring.classifier import ClassificationScorer
 from trl.tensors.padding import flush_right
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "gpt_neox", "opt")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl.collators.trees import flatten_trees
-from trl.models.layout import (
+from trl.models.packed.layout import (
     count_scored,
     count_tokens,
     first_rows,

@@ -7,8 +7,8 @@ import torch
 
 from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from trl.collators.seq2seq import seq2seq_batch
-from trl.models.scored_head import ScoreOptions
-from trl.models.seq2seq import Seq2SeqScorer
+from trl.models.scoring.encoder_decoder import Seq2SeqScorer
+from trl.models.scoring.head import ScoreOptions
 
 FAMILIES = ("t5", "mt5", "bart", "marian", "pegasus")
 ROWS = [

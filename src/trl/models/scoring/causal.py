@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trl.models.layout import ModelBatch, ScoredPositions, padded_batch
+from trl.models.packed.layout import ModelBatch, ScoredPositions, padded_batch
 from trl.models.parts import (
     causal_core,
     check_decoder_only,
@@ -25,8 +25,8 @@ from trl.models.parts import (
     prompt_learning_obstacle,
     replaced_forward,
 )
-from trl.models.scored_head import ScoreOptions, call_head, router_inputs, router_loss, score_hidden
-from trl.models.scorer_base import ScorerBase, given_inputs
+from trl.models.scoring.base import ScorerBase, given_inputs
+from trl.models.scoring.head import ScoreOptions, call_head, router_inputs, router_loss, score_hidden
 from trl.tensors.reduce import Weighted
 from trl.tensors.softmax_rows import LogitRule
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.forward import Scored, scored_of
-from trl.models.layout import IGNORED, ModelBatch, labelled_positions
+from trl.models.packed.layout import IGNORED, ModelBatch, labelled_positions
 from trl.models.parts import causal_core, logits_obstacle, prompt_learning_obstacle, replaced_forward
-from trl.models.scored_head import ScoreOptions, call_head, score_hidden
-from trl.models.scorer_base import ScorerBase, given_inputs
+from trl.models.scoring.base import ScorerBase, given_inputs
+from trl.models.scoring.causal import Scored, scored_of
+from trl.models.scoring.head import ScoreOptions, call_head, score_hidden
 from trl.tensors.softmax_rows import LogitRule
 
 _KEYS = ("input_ids", "attention_mask", "decoder_labels", "decoder_prompt")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.head_precision import as_the_head_wants
-from trl.models.layout import ModelBatch
+from trl.models.packed.layout import ModelBatch
 from trl.models.parts import replaced_forward
 from trl.tensors.any_head import AnyHead, local_loss_through, token_scores_through
 from trl.tensors.local_loss import local_loss
