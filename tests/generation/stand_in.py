@@ -7,16 +7,19 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from functools import partial
 
+import pytest
 import torch
 
 from trl.generation.engine import Sampling
-from trl.generation.serving.app import BackendDied, GenerationServer, NoChannel
 from trl.generation.serving.weight_channel import WeightChannel
 from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.vllm.backend import BackendDied, NoChannel
 from trl.generation.vllm.policy_copy import PolicyCopy, completion_of
+
+pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install trl[test]")
+
+from trl.generation.serving.app import GenerationServer
 
 TOKEN = "the-secret"
 OWN = ("seed", "max_tokens", "min_tokens")  # settings that requests of one call may differ in
@@ -70,7 +73,7 @@ class LocalCopy(PolicyCopy):
 
 
 class StandIn:
-    """What a server asks of vLLM (`Backend`), answered by a model in this process; `calls` is what was asked for."""
+    """What a server asks of `VLLMBackend`, answered by a model in this process; `calls` is what was asked for."""
 
     world_size = 1
 
@@ -91,7 +94,7 @@ class StandIn:
         return completed(self.engine, requests)
 
     def generate(self, asked):
-        return {"asked": asdict(asked)}
+        return {"asked": asked.model_dump()}
 
     chat = generate
 
@@ -137,22 +140,23 @@ class StandIn:
 @contextmanager
 def serving(stand_in, port=0):
     """The address of a server of this stand-in, on a port of this machine."""
-    server = GenerationServer("127.0.0.1", port, token=TOKEN)
-    server.serve_forever = partial(server.serve_forever, 0.02)  # looks as often whether it is to end
+    server = GenerationServer("127.0.0.1", port)
 
     def serve():
         with suppress(BackendDied):
-            server.serve(stand_in)
+            server.serve(stand_in, token=TOKEN)
 
-    threading.Thread(target=serve, daemon=True).start()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
     while True:
         with suppress(OSError):
-            socket.create_connection(("127.0.0.1", server.server_port), timeout=1).close()
+            socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
             break
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.port}"
     finally:
         server.shutdown()
-        server.server_close()
+        thread.join()
+        server.close()
         stand_in.leave()

@@ -4,13 +4,23 @@ import http.client
 import json
 import socket
 import threading
-from dataclasses import asdict
 
 import pytest
 
-from trl.generation.serving.app import ROUTES, BackendDied, GenerationServer, NoChannel
+from trl.generation.vllm.backend import BackendDied, NoChannel
+
+pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install trl[test]")
+
+from trl.generation.serving.app import GenerationServer
+from trl.generation.serving.bodies import GenerateBody
 
 TOKEN = "secret"
+GETS = ("/health/", "/get_world_size/", "/model/")
+POSTS = (
+    "/complete/", "/generate/", "/chat/", "/init_communicator/", "/update_weights/", "/update_named_param/", "/reset_prefix_cache/",
+    "/close_communicator/",
+)  # fmt: skip
+PATHS = [*(("GET", path) for path in GETS), *(("POST", path) for path in POSTS)]
 
 
 class Recorder:
@@ -39,7 +49,7 @@ class Recorder:
         return {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
 
     def chat(self, asked):
-        self._called("chat", asked, asked.conversations())
+        self._called("chat", asked)
         return {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
 
     def join(self, **where):
@@ -65,21 +75,25 @@ class Recorder:
 class Served:
     def __init__(self):
         self.backend, self.ended = Recorder(), []
-        self.server = GenerationServer("127.0.0.1", 0, token=TOKEN, max_body_bytes=10_000)
+        self.server = GenerationServer("127.0.0.1", 0)
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
 
     def _serve(self):
         try:
-            self.server.serve(self.backend)
+            self.server.serve(self.backend, token=TOKEN, max_body_bytes=10_000)
         except BackendDied as died:
             self.ended.append(str(died))
 
     def ask(self, method, path, body=None, *, token=TOKEN, headers=None):
         """Status and answer; `body` is an object, or bytes as they are."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        sent = ({"Authorization": f"Bearer {token}"} if token else {}) | (headers or {})
+        sent = (
+            {"Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {token}"} if token else {})
+            | (headers or {})
+        )
         try:
             connection.request(method, path, data, sent)
             answer = connection.getresponse()
@@ -101,7 +115,7 @@ def started():
 def ended(made):
     made.server.shutdown()
     made.thread.join()
-    made.server.server_close()
+    made.server.close()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +127,7 @@ def shared():
 
 @pytest.fixture
 def served(shared):
-    shared.backend = shared.server.backend = Recorder()
+    vars(shared.backend).update(vars(Recorder()))
     return shared
 
 
@@ -158,15 +172,15 @@ def test_every_route_reaches_the_backend(served):
     )
     assert calls["complete"] == (requests,)
     generated = calls["generate"][0]
-    assert asdict(generated) == {
+    assert generated.model_dump() == {
         "n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 16,
         "truncate_prompt_tokens": None, "guided_decoding_regex": None, "generation_kwargs": None, "prompts": ["a", [1, 2]],
         "images": [None, "x"],
     }  # fmt: skip
     assert [generated.images_of(index) for index in range(2)] == [[], ["x"]]
-    asked, conversations = calls["chat"]
+    (asked,) = calls["chat"]
     assert asked.top_p == 1 and asked.tools == [{}]
-    assert conversations[0][0]["content"] == [
+    assert asked.messages[0][0]["content"] == [
         {"type": "text", "text": "?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
     ]
@@ -180,15 +194,13 @@ def test_every_route_reaches_the_backend(served):
 
 
 def test_sampling_arguments_of_prompts():
-    from trl.generation.serving.bodies import GenerateBody, read
-
     body = {
         "prompts": ["a"],
         "guided_decoding_regex": "[0-9]",
         "generation_kwargs": {"seed": 3, "top_k": 5},
         "max_tokens": 7,
     }
-    assert read(GenerateBody, body).sampling() == {
+    assert GenerateBody(**body).sampling() == {
         "n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "max_tokens": 7,
         "structured_outputs": {"regex": "[0-9]"}, "seed": 3,
     }  # fmt: skip
@@ -198,39 +210,38 @@ def test_sampling_arguments_of_prompts():
 def test_all_but_health_needs_the_token(served, token):
     sent = None if token is None else token.encode()
     headers = {} if sent is None else {"Authorization": b"Bearer " + sent}
-    for method, path in ROUTES:
+    for method, path in PATHS:
         status, answer = served.ask(
             method, path, {} if method == "POST" else None, token=None, headers=headers
         )
-        assert status == (200 if path == "/health" else 401), path
-        assert path == "/health" or "TRL_VLLM_SERVER_TOKEN" in answer["error"]
+        assert status == (200 if path == "/health/" else 401), path
+        assert path == "/health/" or "TRL_VLLM_SERVER_TOKEN" in answer["error"]
     assert served.backend.calls == []
 
 
 BAD = [
-    ("/complete/", b"{", "no JSON"),
-    ("/complete/", b"[]", "A JSON object is needed"),
-    ("/complete/", {}, "requests is missing"),
-    ("/complete/", {"requests": 1}, "requests must be list, got 1"),
-    ("/complete/", {"requests": [{"prompt_ids": []}]}, r"requests[0]: prompt_ids must be token ids, got []"),
-    ("/complete/", {"requests": [{"prompt_ids": [1, True]}]}, "prompt_ids must be token ids"),
-    ("/complete/", {"requests": [{"prompt_ids": [1], "n": 2}]}, "may have sampling"),
-    ("/complete/", {"requests": [{"prompt_ids": [1], "sampling": {"n": 2}}]}, "an object without n"),
-    ("/generate/", {"prompts": ["a"], "temperatur": 1}, "Unknown: temperatur. Known: n, repetition_penalty"),
-    ("/generate/", {"prompts": ["a"], "n": "2"}, "n must be int, got '2'"),
-    ("/generate/", {"prompts": ["a"], "n": True}, "n must be int, got True"),
-    ("/generate/", {"prompts": ["a"], "truncate_prompt_tokens": "2"}, "must be int or None"),
-    ("/generate/", {"prompts": ["a", {}]}, "prompts[1] must be a text or a list of token ids"),
-    ("/generate/", {"prompts": ["a"], "images": []}, "one entry for each of 1 prompts, got 0"),
-    ("/chat/", {"messages": ["hello"]}, "messages must be conversations"),
+    ("/complete/", b"{", "JSON"),
+    ("/complete/", b"[]", "body"),
+    ("/complete/", {}, "requests: Field required"),
+    ("/complete/", {"requests": 1}, "requests: "),
+    ("/complete/", {"requests": [{"prompt_ids": []}]}, "requests.0.prompt_ids"),
+    ("/complete/", {"requests": [{"prompt_ids": [1, True]}]}, "requests.0.prompt_ids.1"),
+    ("/complete/", {"requests": [{"prompt_ids": [1], "n": 2}]}, "requests.0.n: Extra"),
+    ("/complete/", {"requests": [{"prompt_ids": [1], "sampling": {"n": 2}}]}, "requests.0.sampling: Value error, n must be 1"),
+    ("/generate/", {"prompts": ["a"], "temperatur": 1}, "temperatur: Extra"),
+    ("/generate/", {"prompts": ["a"], "n": "2"}, "n: Input should be a valid integer"),
+    ("/generate/", {"prompts": ["a"], "n": True}, "n: Input should be a valid integer"),
+    ("/generate/", {"prompts": ["a"], "truncate_prompt_tokens": "2"}, "truncate_prompt_tokens"),
+    ("/generate/", {"prompts": ["a", {}]}, "prompts.1"),
+    ("/generate/", {"prompts": ["a"], "images": []}, "images must have one entry for each of 1 prompts, got 0"),
+    ("/chat/", {"messages": ["hello"]}, "messages.0"),
     ("/chat/", {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]]}, "Send the image itself"),
     ("/init_communicator/", {"port": 51216, "world_size": 2, "backend": "gloo"}, "world_size must be 3"),
-    ("/init_communicator/", {"port": 0, "world_size": 3, "backend": "gloo"}, "port must be from 1 to 65535"),
-    ("/init_communicator/", {"port": 51216, "world_size": 3, "backend": "mpi"}, "'gloo' (CPU) or 'nccl' (GPU)"),
-    ("/init_communicator/", {"port": 51216, "world_size": 3, "backend": "gloo", "timeout_s": 0}, "timeout_s must be more"),
-    ("/update_weights/", {"weights": [{"name": "w", "dtype": "floaty", "shape": []}]}, "one of torch's"),
-    ("/update_named_param/", {"name": "w", "dtype": "float32", "shape": [-1]}, "must be a list of sizes"),
-    ("/reset_prefix_cache/", {"now": 1}, "Unknown: now"),
+    ("/init_communicator/", {"port": 0, "world_size": 3, "backend": "gloo"}, "port: "),
+    ("/init_communicator/", {"port": 51216, "world_size": 3, "backend": "mpi"}, "backend: "),
+    ("/init_communicator/", {"port": 51216, "world_size": 3, "backend": "gloo", "timeout_s": 0}, "timeout_s: "),
+    ("/update_weights/", {"weights": [{"name": "w", "dtype": "floaty", "shape": []}]}, "weights.0.dtype"),
+    ("/update_named_param/", {"name": "w", "dtype": "float32", "shape": [-1]}, "shape.0"),
 ]  # fmt: skip
 
 
@@ -241,11 +252,11 @@ def test_bad_input_is_400_and_says_why(served, path, body, said):
     if path.startswith("/update"):  # else the client would wait for this server to receive
         assert [call[0] for call in served.backend.calls] == ["leave"]
     else:
-        assert all(call[0] == "chat" for call in served.backend.calls)
+        assert served.backend.calls == []
 
 
 def test_the_servers_own_port_is_no_place_to_meet(served):
-    body = {"port": served.server.server_port, "world_size": 3, "backend": "gloo"}
+    body = {"port": served.server.port, "world_size": 3, "backend": "gloo"}
     status, answer = served.ask("POST", "/init_communicator/", body)
     assert status == 400 and "Choose another group_port" in answer["error"]
 
@@ -275,7 +286,7 @@ def test_the_server_ends_with_what_generates():
     assert answer == (503, {"error": "the engine is gone"})
     made.thread.join(10)
     assert made.ended == ["the engine is gone"]
-    made.server.server_close()
+    made.server.close()
 
 
 def test_an_engine_that_died_while_idle_is_not_healthy():
@@ -284,13 +295,13 @@ def test_an_engine_that_died_while_idle_is_not_healthy():
     assert made.ask("GET", "/health/", token=None) == (503, {"error": "the engine is gone"})
     made.thread.join(10)
     assert made.ended == ["the engine is gone"]
-    made.server.server_close()
+    made.server.close()
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("POST", "/nowhere/"), ("GET", "/complete/"), ("POST", "/health/")])  # fmt: skip
-def test_unknown_addresses_are_404_and_list_the_known(served, method, path):
+def test_unknown_addresses_are_named(served, method, path):
     status, answer = served.ask(method, path, {} if method == "POST" else None)
-    assert status == 404 and "POST /complete/" in answer["error"] and path in answer["error"]
+    assert status in (404, 405) and f"{method} {path}" in answer["error"]
 
 
 def test_a_body_that_is_too_long_is_413(served):
@@ -298,17 +309,20 @@ def test_a_body_that_is_too_long_is_413(served):
         "requests": [{"prompt_ids": [1] * 2_000_000}]
     }  # 6 MB, which the server does not read before it answers
     status, answer = served.ask("POST", "/complete/", body)
-    assert status == 413 and "10000 are allowed" in answer["error"]
+    assert status == 413 and "more than 10000 bytes" in answer["error"]
     assert served.ask("POST", "/complete/", body, token="wrong")[0] == 401
 
 
-def test_a_body_needs_its_length(served):
-    status, answer = served.ask("POST", "/complete/", None, headers={"Content-Length": "-5"})
-    assert status == 411 and "Content-Length" in answer["error"]
+def test_a_body_in_chunks_counts_too(served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=20)
+    sent = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    connection.request("POST", "/complete/", iter([b" " * 6000] * 2), sent, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
 
 
 def test_one_connection_serves_several_requests(served):
-    connection = http.client.HTTPConnection("127.0.0.1", served.server.server_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=20)
     for _ in range(3):
         connection.request("GET", "/model/", headers={"Authorization": f"Bearer {TOKEN}"})
         answer = connection.getresponse()
@@ -319,8 +333,8 @@ def test_one_connection_serves_several_requests(served):
 
 
 def test_the_address_is_taken_before_there_is_a_model():
-    server = GenerationServer("127.0.0.1", 0, token=TOKEN)
+    server = GenerationServer("127.0.0.1", 0)
     with server, pytest.raises(ConnectionRefusedError):  # bound, and not listening yet
-        socket.create_connection(("127.0.0.1", server.server_port), timeout=5)
+        socket.create_connection(("127.0.0.1", server.port), timeout=5)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        GenerationServer("127.0.0.1", taken.getsockname()[1], token=TOKEN)
+        GenerationServer("127.0.0.1", taken.getsockname()[1])

@@ -14,7 +14,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.generation.stand_in import TOKEN
 from tests.generation.weight_parts_worker import KINDS, policy_of
 from tests.tiny import tiny_model
 from tests.trainer.one_step import ROOT, launch
@@ -108,6 +107,8 @@ def test_sharded_weights_are_gathered_by_parts(how, tmp_path, monkeypatch):
     all of them; one that does not come back ends both processes."""
     if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    from tests.generation.stand_in import TOKEN  # needs fastapi
+
     monkeypatch.setenv(VARIABLE, TOKEN)
     ports = []
     for _ in range(2):

@@ -191,7 +191,7 @@ def serve_and_die(folder, how, port):
             os._exit(0)
 
     with_small_buckets()
-    GenerationServer("127.0.0.1", int(port), token=TOKEN).serve(Dies(policy_of("mixtral")))
+    GenerationServer("127.0.0.1", int(port)).serve(Dies(policy_of("mixtral")), token=TOKEN)
 
 
 def main(folder: str, how: str, port: str, group_port: str) -> None:

@@ -11,10 +11,13 @@ from importlib.util import find_spec
 import pytest
 
 from trl.cli.main import main
-from trl.generation.serving.app import GenerationServer
 from trl.generation.serving.connection import VARIABLE, client_token, server_token, token_file
 from trl.scripts import vllm_serve
 from trl.scripts.vllm_serve import ServeArguments, make_parser, until_told
+
+needs_fastapi = pytest.mark.skipif(
+    find_spec("fastapi") is None, reason="needs fastapi and uvicorn: pip install trl[test]"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +105,7 @@ def test_errors_before_a_model_is_loaded(argv, said, with_vllm, capsys):
     assert said in capsys.readouterr().err.replace("\n", " ")
 
 
+@needs_fastapi
 def test_a_port_that_is_taken(with_vllm, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -111,19 +115,23 @@ def test_a_port_that_is_taken(with_vllm, capsys):
     assert not token_file(port).exists()
 
 
+@needs_fastapi
 @pytest.mark.parametrize("listens", ["first", "meanwhile"])
 def test_a_second_server_on_the_port_leaves_the_token_of_the_first(listens, with_vllm, monkeypatch, capsys):
+    from trl.generation.serving.app import GenerationServer
+
     first = GenerationServer("127.0.0.1", 0)
-    with first, server_token("127.0.0.1", first.server_port) as token, monkeypatch.context() as patched:
+    with first, server_token("127.0.0.1", first.port) as token, monkeypatch.context() as patched:
         if listens == "first":
-            first.server_activate()
+            first.listen()
         else:  # both were loading
-            patched.setattr(vllm_serve, "loaded", lambda arguments: nullcontext(first.server_activate()))
-        assert main(["vllm-serve", "--model", "m", "--port", str(first.server_port)]) == 2
-        assert f"Nothing can listen on 127.0.0.1:{first.server_port}" in capsys.readouterr().err
-        assert client_token("127.0.0.1", first.server_port) == token
+            patched.setattr(vllm_serve, "loaded", lambda arguments: nullcontext(first.listen()))
+        assert main(["vllm-serve", "--model", "m", "--port", str(first.port)]) == 2
+        assert f"Nothing can listen on 127.0.0.1:{first.port}" in capsys.readouterr().err
+        assert client_token("127.0.0.1", first.port) == token
 
 
+@needs_fastapi
 def test_a_token_that_cannot_be_left(with_vllm, monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -134,6 +142,7 @@ def test_a_token_that_cannot_be_left(with_vllm, monkeypatch, capsys, tmp_path):
     assert f"Set {VARIABLE} to a secret" in capsys.readouterr().err
 
 
+@needs_fastapi
 def test_a_model_that_cannot_be_loaded(with_vllm, monkeypatch, capsys):
     def fails(served):
         assert not token_file(port).exists() and served.model == "m" and not hasattr(served, "host")

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from trl._lazy import attach
-from trl.generation.vllm.backend import ServedModel, VLLMBackend, check_vllm
+from trl.generation.vllm.backend import BackendDied, ServedModel, VLLMBackend, check_vllm
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, reporting_input_errors, run_script
 
@@ -63,7 +63,6 @@ def serve(arguments: ServeArguments) -> None:
 
     Raises: CommandError for what was asked for in vain: vLLM or the token is missing, the address is taken.
     """
-    from trl.generation.serving.app import BackendDied, GenerationServer
     from trl.generation.serving.connection import VARIABLE, check_token_source, server_token, token_file
 
     os.environ["VLLM_LOGGING_LEVEL"] = arguments.log_level.upper()
@@ -73,25 +72,27 @@ def serve(arguments: ServeArguments) -> None:
         with reporting_input_errors():
             check_vllm("trl vllm-serve")
             check_token_source(arguments.host)
+        from trl.generation.serving.app import GenerationServer
+
         try:
             server = stack.enter_context(GenerationServer(arguments.host, arguments.port))
         except OSError as error:
             raise CommandError(_taken(arguments, error)) from error
         backend = stack.enter_context(loaded(arguments))
         try:
-            server.server_activate()
+            server.listen()
         except OSError as error:  # another server that was loading, too, came first
             raise CommandError(_taken(arguments, error)) from error
-        try:  # not before the port is this server's: the file goes by it, and would replace that of the server that has it
-            server.token = stack.enter_context(server_token(arguments.host, arguments.port))
+        try:  # after the port is this server's: the file is named after it, and would replace that of another server
+            token = stack.enter_context(server_token(arguments.host, arguments.port))
         except OSError as error:
             raise CommandError(
-                f"The token cannot be left in {token_file(arguments.port)}: {error.strerror or error}. Set {VARIABLE} to a secret, "
+                f"The token cannot be written to {token_file(arguments.port)}: {error.strerror or error}. Set {VARIABLE} to a secret, "
                 "here and where the training runs."
             ) from error
         logger.info("Serving %s on http://%s:%d", arguments.model, arguments.host, arguments.port)
         try:
-            server.serve(backend)
+            server.serve(backend, token=token)
         except BackendDied as error:
             raise CommandError(str(error)) from error
 

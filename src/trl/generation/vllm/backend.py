@@ -96,6 +96,14 @@ class ServedModel:
             raise ValueError(f"max_model_len must be at least 1 token, got {self.max_model_len}.")
 
 
+class NoChannel(RuntimeError):
+    """Weights cannot be received: no channel was joined, or it broke."""
+
+
+class BackendDied(RuntimeError):
+    """vLLM's engine has ended for good."""
+
+
 def check_vllm(needed_by: str = "use_vllm") -> None:
     """Raise ImportError where vLLM is missing."""
     if find_spec("vllm") is None:
@@ -103,7 +111,7 @@ def check_vllm(needed_by: str = "use_vllm") -> None:
 
 
 class VLLMBackend:
-    """vLLM behind one lock: `Backend` of a `GenerationServer`.
+    """vLLM behind one lock, for a `GenerationServer`: methods may be called in any thread.
 
     Raises: ImportError where vLLM is missing, whatever vLLM raises for a model that it cannot run.
     """
@@ -135,8 +143,6 @@ class VLLMBackend:
 
     def check(self) -> None:
         """Raise BackendDied where vLLM's engine is gone, which it notices by itself."""
-        from trl.generation.serving.app import BackendDied
-
         resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
         if getattr(resources, "engine_dead", False):
             raise BackendDied("vLLM's engine has ended. See the server's log.")
@@ -176,7 +182,7 @@ class VLLMBackend:
 
     def chat(self, asked: ChatBody) -> dict[str, Any]:
         """Completions of conversations."""
-        conversations = asked.conversations()
+        conversations = asked.messages
         settings = sampling_params(asked.sampling())
         with self._generating() as llm:
             answers = (
@@ -209,8 +215,6 @@ class VLLMBackend:
     def load(self, weights: Sequence[WeightBody], *, whole: bool) -> list[str]:
         """Receive these weights over the channel, load them, and forget what was computed with the old ones. Returns the names of
         the model's weights that did not come, by vLLM's names, where these should be all."""
-        from trl.generation.serving.app import NoChannel
-
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
@@ -254,8 +258,6 @@ class VLLMBackend:
     def _working(self) -> Iterator[Any]:
         """vLLM, for this thread alone. Raises: BackendDied where its engine has ended, ValueError for what it does not take."""
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore
-
-        from trl.generation.serving.app import BackendDied
 
         with self._lock:
             try:

@@ -8,8 +8,8 @@ import io
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from threading import Thread
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from trl.generation.main_process import process_count
 from trl.generation.serving.connection import ServerConnection, ServerLost
 from trl.generation.serving.weight_channel import WeightChannel
 from trl.generation.vllm.weights import WeightParts
+from trl.reporting.deadlines import start
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class VLLMClient:
         self.group_port = group_port
         self._channel: WeightChannel | None = None
         self._channel_name: str | None = None  # what the server calls it
-        self._joining: Thread | None = None
+        self._joining: Future[WeightChannel] | None = None
         self._warned = False  # of weights that the server keeps
         self.check_server(connection_timeout)
 
@@ -193,31 +194,22 @@ class VLLMClient:
         """
         self._drop_channel()
         if self._joining is not None:  # an attempt that failed must not take part in this meeting
-            self._joining.join()
+            wait([self._joining])
         self._http.post(
             "/close_communicator/"
         )  # or the new sender would find the meeting place of the older one
         size, place = self.get_world_size() + 1, _device(device)
         backend = "nccl" if place.type == "cuda" and self.model().get("device") == "cuda" else "gloo"
-        found: list[Any] = []
+        how: Any = {"backend": backend, "device": place, "timeout_s": CHANNEL_TIMEOUT_S}
 
-        def join() -> None:
-            try:
-                how: Any = {"backend": backend, "device": place, "timeout_s": CHANNEL_TIMEOUT_S}
-                with _on(place):
-                    found.append(WeightChannel.join(self.host, self.group_port, 0, size, **how))
-            except Exception as error:
-                found.append(error)
+        def join() -> WeightChannel:
+            with _on(place):
+                return WeightChannel.join(self.host, self.group_port, 0, size, **how)
 
-        self._joining = Thread(target=join, daemon=True)
-        self._joining.start()
+        self._joining = start(join, "weight-channel").future
         wanted = {"host": self.host, "port": self.group_port, "world_size": size, "backend": backend}
         answer = self._http.post("/init_communicator/", {**wanted, "timeout_s": CHANNEL_TIMEOUT_S})
-        self._joining.join()
-        self._joining = None
-        if isinstance(found[0], Exception):
-            raise found[0]
-        self._channel, self._channel_name = found[0], answer.get("channel")
+        self._channel, self._channel_name = self._joining.result(), answer.get("channel")
         self._warned = False
         atexit.register(self.close_communicator)
 
@@ -271,36 +263,27 @@ class VLLMClient:
         if self._channel_name is not None:
             self._check_channel(self.model())
 
-        failed: list[BaseException] = []
-        answers: list[dict[str, Any]] = []
+        def close_on_failure(sending: Future[Any]) -> None:
+            if sending.exception() is not None:
+                channel.close()  # or the sending would wait for a receiver
 
-        def ask() -> None:
-            try:
-                answers.append(self._http.post(path, body))
-            except BaseException as error:
-                failed.append(error)
-                channel.close()  # or the sending would wait for somebody who takes it
-
-        asking = Thread(target=ask, daemon=True)
-        asking.start()
+        update = start(lambda: self._http.post(path, body), "weight-update").future
+        update.add_done_callback(close_on_failure)
         try:
             channel.await_receivers()  # the server may have other requests to answer first
             with _on(channel.device):
                 channel.send(tensors)  # in this thread: reading them may be work of all processes
+            answer = update.result()
         except Exception as error:
             self._drop_channel()  # or the server would wait for the rest
-            asking.join()
-            if failed and isinstance(error, ConnectionError):
-                raise failed[0] from error
+            failure = update.exception()
+            if failure is not None and failure is not error and isinstance(error, ConnectionError):
+                raise failure from error
             raise  # could not be read here: the server only knows that they did not come
         except BaseException:
             self._drop_channel()
             raise
-        asking.join()
-        if failed:
-            self._drop_channel()  # a failed update ends the channel on the server's side too
-            raise failed[0]
-        self._warn_of_kept(answers[0].get("kept") or [])
+        self._warn_of_kept(answer.get("kept") or [])
 
     def _warn_of_kept(self, names: Sequence[str]) -> None:
         """Say once for a channel which weights of the server's model did not come."""
