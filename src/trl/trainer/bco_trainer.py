@@ -19,13 +19,13 @@ from transformers import (
 from trl._lazy import attach
 from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
 from trl.legacy import BCO_ARGUMENTS, Older
+from trl.models.pairs import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
 from trl.trainer.overrides import call_with
-from trl.trainer.pairs import row_count
 from trl.trainer.row_loaders import holding
 from trl.trainer.step_scores import RunningMean
 from trl.trainer.unpaired import AnyDataset, UnpairedTrainer

@@ -25,7 +25,9 @@ from trl.data.preference_tokens import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
 from trl.models.lending import undisturbed
+from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.models.peft import is_peft_model
+from trl.models.policy import Policy, make_scorer, set_up_policy
 from trl.models.reference import FrozenModel, Reference, do_without_reference, make_reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
@@ -52,8 +54,6 @@ from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, collator_for_image_pairs, i
 from trl.trainer.older_dpo import OlderDPOMethods
 from trl.trainer.overrides import GIVEN, REFERENCES
 from trl.trainer.pair_data import pair_collator, pair_sets
-from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
-from trl.trainer.policy import Policy, make_scorer, set_up_policy
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.sft_images import has_images

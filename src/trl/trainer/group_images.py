@@ -24,10 +24,10 @@ from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.packed.layout import IGNORED, padded_rows
 from trl.models.parts import causal_core
+from trl.models.policy import Policy
 from trl.models.setup import pad_token_id
 from trl.rollouts.experience import Experience
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.policy import Policy
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.sft_images import check_image_token, check_parts
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from trl.data.formats import remove_none_values
 from trl.data.rendering import Message
 from trl.generation.engine import Generated
+from trl.models.policy import Policy
 from trl.options.checks import warn_unread
 from trl.options.tools import ToolCalling
 from trl.rewards.inputs import RewardInputs
@@ -25,7 +26,6 @@ from trl.rollouts.tool_turns import check_tool_template
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.group_setup import rollout_window
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.policy import Policy
 from trl.trainer.sft_images import has_images
 
 MESSAGES = "completion_messages"

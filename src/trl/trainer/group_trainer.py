@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.models.lending import without_ddp
+from trl.models.pairs import shares_prefix
 from trl.models.parts import causal_core, check_decoder_only
+from trl.models.policy import set_up_policy
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
@@ -57,8 +59,6 @@ from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
 from trl.trainer.overrides import NOT_CALLED_OF_GROUPS
-from trl.trainer.pairs import shares_prefix
-from trl.trainer.policy import set_up_policy
 from trl.trainer.prompt_sets import training_prompts
 from trl.trainer.reward_setup import place_reward_models
 from trl.trainer.terms import LOSS_PARTS, Outcome

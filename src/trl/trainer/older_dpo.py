@@ -14,6 +14,8 @@ from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataColla
 from trl.data.preference_tokens import tokenize_preference_row
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.models.packed.layout import IGNORED, padded_rows, scored_sequences
+from trl.models.pairs import mean_logits, row_count
+from trl.models.policy import make_scorer
 from trl.models.reference import FrozenModel
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
@@ -42,8 +44,6 @@ from trl.trainer.older_pairs import (
     with_losses,
 )
 from trl.trainer.overrides import call_with, takes
-from trl.trainer.pairs import mean_logits, row_count
-from trl.trainer.policy import make_scorer
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
 _OLDER_LOGPS = (

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
+from trl.models.pairs import row_count
 from trl.models.reference import DisabledAdapter, NamedAdapter
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.older_pairs import IGNORED, OlderPairMethods, get_batch_logps, sequences_of, with_losses
-from trl.trainer.pairs import row_count
 
 
 class OlderUnpairedMethods:

@@ -9,8 +9,8 @@ from trl.collators.seq2seq import Seq2SeqPairCollator
 from trl.data.preference import PreferencePreparation, prepare_preference_dataset
 from trl.data.preference_lengths import TruncationOrder
 from trl.models.parts import embedded_tokens
+from trl.models.policy import Policy
 from trl.models.setup import pad_token_id
-from trl.trainer.policy import Policy
 from trl.trainer.prepared_sets import PreparedSets
 
 

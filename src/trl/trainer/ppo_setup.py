@@ -17,13 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.generation.transformers.engine import context_window
 from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
+from trl.models.policy import make_scorer, report_fallbacks
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_copies import create_reference_model
 from trl.models.setup import pad_token_id
 from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trl.models.value_scoring import ModelWithValueHead, value_scorer
 from trl.models.value_wrapper import PreTrainedModelWrapper
-from trl.trainer.policy import make_scorer, report_fallbacks
 from trl.trainer.ppo_config import PPOConfig
 from trl.trainer.ppo_inputs import TokenLimits
 

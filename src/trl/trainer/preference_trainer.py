@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trl.models.packed.layout import first_rows
+from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.reporting.metrics import MetricSums
 from trl.tensors.reduce import LossTerms
@@ -20,7 +21,6 @@ from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.held_reference import HoldsReference
 from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.overrides import GIVEN, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
-from trl.trainer.policy import Policy
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import PreparedSets
 from trl.trainer.row_loaders import holding

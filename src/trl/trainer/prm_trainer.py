@@ -16,10 +16,10 @@ from trl.legacy import PRM_ARGUMENTS, move_onto_config
 from trl.models.classifier_setup import STEP_CLASSIFIER
 from trl.models.packed.layout import IGNORED, is_flat
 from trl.models.parts import embedded_tokens
+from trl.models.policy import Policy, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.objectives.reward_modelling import step_classification
 from trl.tensors.reduce import Unit, weighted
-from trl.trainer.policy import Policy, set_up_policy
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.prepared_sets import PreparedSets
 from trl.trainer.prm_config import PRMConfig

@@ -13,9 +13,9 @@ from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_reader
 from trl.data.validation import Place
 from trl.generation.transformers.engine import context_window
 from trl.models.parts import embedded_tokens
+from trl.models.policy import Policy
 from trl.rollouts.prompt_stream import PromptStream
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.policy import Policy
 from trl.trainer.sft_images import has_images, refuse_images
 
 logger = logging.getLogger(__name__)

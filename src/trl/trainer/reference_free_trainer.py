@@ -19,6 +19,8 @@ from transformers import (
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
 from trl.legacy import Older, move_onto_config
+from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
+from trl.models.policy import Policy, is_encoder_decoder, set_up_policy
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
@@ -27,8 +29,6 @@ from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
 from trl.trainer.older_pairs import OlderPairMethods, with_losses
 from trl.trainer.pair_data import pair_collator, pair_sets
-from trl.trainer.pairs import mean_logits, pair_units, row_count, shares_prefix
-from trl.trainer.policy import Policy, is_encoder_decoder, set_up_policy
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 
 AnyDataset = Dataset | IterableDataset

@@ -10,9 +10,9 @@ from torch import nn
 
 from trl.models.loading import get_config_model_id
 from trl.models.parts import causal_core
+from trl.models.policy import Policy
 from trl.models.reference import FrozenModel
 from trl.rewards.source import RewardSources
-from trl.trainer.policy import Policy
 
 
 def tokenizer_for(source: Any, given: Any, policy: Policy) -> Any:

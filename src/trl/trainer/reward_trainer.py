@@ -17,12 +17,12 @@ from trl.data.preference import RewardPreparation, prepare_reward_dataset
 from trl.legacy import REWARD_ARGUMENTS, move_onto_config
 from trl.models.classifier_setup import REWARD_MODEL
 from trl.models.packed.layout import padded_rows
+from trl.models.pairs import row_count, shares_prefix
 from trl.models.parts import embedded_tokens
+from trl.models.policy import Policy, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.objectives.reward_modelling import bradley_terry
 from trl.tensors.reduce import Unit, Weighted
-from trl.trainer.pairs import row_count, shares_prefix
-from trl.trainer.policy import Policy, set_up_policy
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.prepared_sets import PreparedSets
 from trl.trainer.reward_config import RewardConfig

@@ -27,6 +27,7 @@ from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
 from trl.models.packed.layout import first_rows, is_flat, padded_batch
 from trl.models.parts import check_decoder_only
+from trl.models.policy import set_up_policy
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
@@ -35,7 +36,6 @@ from trl.tensors.reduce import Weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluated_rows import OwnRows
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.policy import set_up_policy
 from trl.trainer.row_loaders import holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator

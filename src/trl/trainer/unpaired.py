@@ -30,7 +30,9 @@ from trl.collators.unpaired import (
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import Older, move_onto_config
+from trl.models.pairs import row_count, shares_prefix
 from trl.models.parts import embedded_tokens
+from trl.models.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
 from trl.models.reference import InitialPolicy, Reference, make_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
@@ -40,8 +42,6 @@ from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.older_unpaired import OlderUnpairedMethods
 from trl.trainer.overrides import GIVEN, NOT_CALLED_OF_UNPAIRED
-from trl.trainer.pairs import row_count, shares_prefix
-from trl.trainer.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.prepared_sets import PreparedSets

@@ -13,8 +13,8 @@ from trl.generation.transformers.engine import MIXED, context_window
 from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.models.parts import causal_core
+from trl.models.policy import Policy
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.policy import Policy
 
 logger = logging.getLogger(__name__)
 

@@ -48,6 +48,8 @@ from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
 from trl.models.lending import without_ddp
+from trl.models.pairs import shares_prefix
+from trl.models.policy import make_scorer
 from trl.models.reference import make_reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
@@ -58,8 +60,6 @@ from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.pairs import shares_prefix
-from trl.trainer.policy import make_scorer
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.reward_setup import place_reward_models
 

@@ -19,12 +19,12 @@ from trl.models.distributed import is_sharded
 from trl.models.dropout import disable_dropout_in_model
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.peft import is_peft_model
+from trl.models.policy import Policy, report_fallbacks, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import pad_token_id
 from trl.rewards.source import RewardSources
 from trl.rollouts.schedule import WindowSizes
-from trl.trainer.policy import Policy, report_fallbacks, set_up_policy
 from trl.trainer.reward_setup import tokenizers_for
 
 logger = logging.getLogger(__name__)
