@@ -16,7 +16,7 @@ from tests.trainer.one_step import fixed_rows, launch, run
 from tests.trainer.sft_runs import QUICK, model_for
 from trl import IterativeSFTConfig, IterativeSFTTrainer, SFTConfig, SFTTrainer
 from trl.checkpoints.ownership import PREFIX
-from trl.trainer.iterative_rows import StepRows
+from trl.collators.step_rows import StepRows
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from tests.trainer.ppo_runs import make_trainer, value_model
 from trl import AutoModelForCausalLMWithValueHead
 from trl.checkpoints.ownership import owned, run_folder_name
 from trl.checkpoints.wholeness import CheckpointError
+from trl.data.query_loader import ShuffledShares
 from trl.trainer import ppo_state
-from trl.trainer.ppo_loader import ShuffledShares
 
 ROWS = Dataset.from_dict(
     {

@@ -13,11 +13,11 @@ from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 from trl.models.parts import causal_core
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
+from trl.rewards.model_setup import tokenizers_for
 from trl.rewards.source import RewardSources
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.prompt_sets import PromptSets
-from trl.trainer.reward_setup import tokenizers_for
 from trl.trainer.sft_images import has_images
 from trl.trainer.vllm_served import Served, check_served, served_of, server_engine
 

@@ -21,6 +21,7 @@ from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.inputs import RewardInputs
+from trl.rewards.model_setup import place_reward_models
 from trl.rewards.result import source_columns
 from trl.rollouts.columns import (
     ADVANTAGE,
@@ -60,7 +61,6 @@ from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
 from trl.trainer.overrides import NOT_CALLED_OF_GROUPS
 from trl.trainer.prompt_sets import training_prompts
-from trl.trainer.reward_setup import place_reward_models
 from trl.trainer.terms import LOSS_PARTS, Outcome
 
 AnyDataset = Dataset | IterableDataset

@@ -23,12 +23,12 @@ from transformers import (
 from transformers.trainer_callback import ProgressCallback
 
 from trl.collators.rows import IGNORED
+from trl.collators.step_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.data.rendering import text_tokenizer
 from trl.legacy import ITERATIVE_SFT_ARGUMENTS, Older
 from trl.models.device_cache import empty_cache
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
-from trl.trainer.iterative_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
 from trl.trainer.progress import Run
 from trl.trainer.sft_config import SFTConfig

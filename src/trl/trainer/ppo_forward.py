@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trl.collators.rows import pad_rows
+from trl.data.step_inputs import StepInputs
 from trl.models.lending import undisturbed, without_ddp
 from trl.models.policy import make_scorer
 from trl.models.reference import Reference
 from trl.models.setup import pad_token_id
 from trl.models.value_scoring import value_scorer
 from trl.models.value_wrapper import PreTrainedModelWrapper
+from trl.rollouts.response_scores import ResponseScorer, concatenated, join_rows
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_inputs import StepInputs
-from trl.trainer.ppo_scoring import ResponseScorer, concatenated, join_rows
 
 
 class ScoredRollout(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from trl.data.step_inputs import TokenLimits, check_queries
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.transformers.phase import generating
@@ -18,7 +19,6 @@ from trl.models.device_cache import empty_cache
 from trl.models.parts import causal_core
 from trl.models.reference import Reference
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_inputs import TokenLimits, check_queries
 
 # What transformers assumes where neither the call nor the model's generation config says.
 _DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}

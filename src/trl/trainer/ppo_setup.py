@@ -14,6 +14,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trl.data.step_inputs import TokenLimits
 from trl.generation.transformers.engine import context_window
 from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
@@ -25,7 +26,6 @@ from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelFo
 from trl.models.value_scoring import ModelWithValueHead, value_scorer
 from trl.models.value_wrapper import PreTrainedModelWrapper
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_inputs import TokenLimits
 
 logger = logging.getLogger(__name__)
 

@@ -54,6 +54,7 @@ from trl.models.reference import make_reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
+from trl.rewards.model_setup import place_reward_models
 from trl.rewards.result import source_columns, source_means
 from trl.rollouts.columns import OLD
 from trl.rollouts.experience import Experience
@@ -61,7 +62,6 @@ from trl.rollouts.sampling import ends_with
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.prompt_sets import PromptSets
-from trl.trainer.reward_setup import place_reward_models
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

@@ -23,9 +23,9 @@ from trl.models.policy import Policy, report_fallbacks, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import pad_token_id
+from trl.rewards.model_setup import tokenizers_for
 from trl.rewards.source import RewardSources
 from trl.rollouts.schedule import WindowSizes
-from trl.trainer.reward_setup import tokenizers_for
 
 logger = logging.getLogger(__name__)
 
