@@ -18,8 +18,8 @@ from trl.models.dropout import disable_dropout_in_model
 from trl.models.head_precision import cast_head_to_float32
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
-from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
+from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
 
 logger = logging.getLogger(__name__)
@@ -91,11 +91,7 @@ def set_up_policy(
 
 def make_scorer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The scoring forward of a causal model or an encoder-decoder."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        from trl.models.scoring.encoder_decoder import Seq2SeqScorer
-
-        return Seq2SeqScorer(model, pad_token_id=pad_token_id(tokenizer))
-    return Scorer(model, pad_token_id=pad_token_id(tokenizer))
+    return language_scorer(model, pad_token_id=pad_token_id(tokenizer))
 
 
 def report_fallbacks(model: Any, scorer: Any) -> None:

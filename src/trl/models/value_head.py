@@ -141,6 +141,7 @@ class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
     lm_head_namings: ClassVar[list[str]] = ["lm_head", "embed_out", "output_projection"]
 
 
+ModelWithValueHead = AutoModelForCausalLMWithValueHead | AutoModelForSeq2SeqLMWithValueHead
 SUPPORTED_ARCHITECTURES = (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)
 
 

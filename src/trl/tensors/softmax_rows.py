@@ -54,6 +54,13 @@ class LogitRule:
         products.mul_(self.scale / self.soft_cap).tanh_()
         return products.mul_(self.soft_cap / self.temperature)
 
+    def logits(self, products: Tensor) -> Tensor:
+        """The same out of place, in float32 or wider, for autograd."""
+        products = products.to(torch.promote_types(products.dtype, torch.float32))
+        if self.soft_cap is None:
+            return products * self.linear_slope
+        return torch.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
+
     def through_cap_(self, slopes: Tensor, logits: Tensor, *, scratch: Tensor) -> None:
         """Multiply `slopes` in place by the slope of the cap, 1 - tanh^2; overwrites `scratch`."""
         if self.soft_cap is not None:

@@ -18,8 +18,6 @@ from trl.models.lending import undisturbed, without_ddp
 from trl.models.policy import make_scorer
 from trl.models.reference import Reference
 from trl.models.setup import pad_token_id
-from trl.models.value_scoring import value_scorer
-from trl.models.value_wrapper import PreTrainedModelWrapper
 from trl.rollouts.response_scores import ResponseScorer, concatenated, join_rows
 from trl.trainer.ppo_config import PPOConfig
 
@@ -103,10 +101,7 @@ class ScoresRollouts:
         inner = getattr(model, "pretrained_model", model)
         if scored is not None and (model is scored or inner is getattr(self.reference, "module", None)):
             return ResponseScorer(self.reference.scorer, is_encoder_decoder=self.is_encoder_decoder), scored
-        if isinstance(model, PreTrainedModelWrapper):
-            made: Any = value_scorer(model, pad_token_id=self._scorer.scorer.pad_token_id)  # type: ignore[arg-type]
-        else:
-            made = make_scorer(model, self.tokenizer)
+        made = make_scorer(model, self.tokenizer)
         return ResponseScorer(made, is_encoder_decoder=self.is_encoder_decoder), model
 
     @torch.no_grad()

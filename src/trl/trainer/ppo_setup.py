@@ -21,9 +21,11 @@ from trl.models.peft import is_peft_model
 from trl.models.policy import make_scorer, report_fallbacks
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_copies import create_reference_model
-from trl.models.setup import pad_token_id
-from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
-from trl.models.value_scoring import ModelWithValueHead, value_scorer
+from trl.models.value_head import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    ModelWithValueHead,
+)
 from trl.models.value_wrapper import PreTrainedModelWrapper
 from trl.trainer.ppo_config import PPOConfig
 
@@ -152,7 +154,7 @@ def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
 
 def policy_scorer(model: ModelWithValueHead, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The scoring forward of the policy; what the model cannot take is said in the log."""
-    scorer = value_scorer(model, pad_token_id=pad_token_id(tokenizer))
+    scorer = make_scorer(model, tokenizer)
     report_fallbacks(model.get_base_model(), scorer)
     return scorer
 

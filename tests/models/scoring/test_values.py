@@ -9,9 +9,9 @@ from peft import LoraConfig, PromptTuningConfig
 from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from trl.collators.seq2seq import seq2seq_batch
 from trl.models.scoring.classifier import ClassificationScorer
+from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
-from trl.models.value_scoring import value_scorer
 
 BATCH = {
     "input_ids": torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]]),
@@ -51,7 +51,7 @@ def test_log_probs_values_and_gradients(architecture, flat):
     model = wrapped(architecture)
     plain = copy.deepcopy(model)
     expected = own(plain)
-    scorer = value_scorer(model, flat=flat)
+    scorer = language_scorer(model, flat=flat)
     assert scorer.flat == (flat is None and architecture != "bloom")
     scored = scorer.score(model, BATCH)
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if architecture != "llama" else {"rtol": 1e-5, "atol": 1e-5}
@@ -70,7 +70,7 @@ def test_log_probs_values_and_gradients(architecture, flat):
 
 def test_a_forward_is_one_forward_and_the_model_is_left_as_it_was():
     model, calls = wrapped(), []
-    scorer = value_scorer(model)
+    scorer = language_scorer(model)
     model.get_base_model().transformer.register_forward_hook(lambda *_: calls.append(1))
     model.register_forward_hook(lambda *_: calls.append("outer"))
     scorer.score(model, BATCH, ScoreOptions(entropy="scored"))
@@ -80,7 +80,7 @@ def test_a_forward_is_one_forward_and_the_model_is_left_as_it_was():
 
 def test_logits_come_with_values_on_request():
     model = wrapped()
-    scored, logits = value_scorer(model).score_with_logits(model, BATCH)
+    scored, logits = language_scorer(model).score_with_logits(model, BATCH)
     expected = own(model)
     torch.testing.assert_close((scored.logps, scored.values), expected, rtol=1e-9, atol=1e-10)
     assert logits.shape == (2, 6, 96)
@@ -92,7 +92,7 @@ def test_logits_come_with_values_on_request():
 )
 def test_adapters(config):
     model = wrapped(peft_config=config)
-    scorer = value_scorer(model)
+    scorer = language_scorer(model)
     scored = scorer.score(model, BATCH)
     assert scored.values is not None
     assert scorer.uses_head == isinstance(config, LoraConfig)
@@ -117,7 +117,7 @@ def test_encoder_decoders(architecture):
         {"prompt_input_ids": [9, 1], "completion_input_ids": [4, 1]},
     ]
     batch = seq2seq_batch(rows, completions=("completion_input_ids",))
-    scored = value_scorer(model).score(model, batch)
+    scored = language_scorer(model).score(model, batch)
     logits, _, values = model(
         batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["decoder_labels"]
     )

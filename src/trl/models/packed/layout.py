@@ -66,6 +66,12 @@ class ModelBatch:
         Tensor  # int64 (tokens,): length of the sequence of each flattened position (0: padding)
     )
     sequence_ends: Tensor  # int64 (S,): flattened position of the last token of each sequence
+    prompts: Tensor | None = None  # int64 (S,): the prompt of each of an encoder-decoder's completions
+
+    @property
+    def width(self) -> int:
+        """How many tokens a row has, T; of an encoder-decoder a completion."""
+        return self.inputs.get("decoder_input_ids", self.inputs["input_ids"]).shape[1]
 
 
 def is_flat(batch: Mapping[str, Any]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from trl.models.packed.attention import flat_obstacle, use_flat_attention
 from trl.models.packed.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
-from trl.models.rotary import rotated_by_row, stretched_rotaries
+from trl.models.parts import replaced_forward
 
 logger = logging.getLogger(__name__)
 
 _OWN_LOGITS = "it is scored from its own logits"
-_STRETCHED = "its rotary angles depend on the length of a sequence (longrope or dynamic)"
+_LENGTH_DEPENDENT = "its rotary angles depend on the length of a sequence (longrope or dynamic)"
+_STRETCHED = ("longrope", "dynamic")  # other frequencies for sequences beyond the length of pretraining
 
 
 class ScorerBase:
@@ -39,7 +40,7 @@ class ScorerBase:
         if obstacle:
             self.fallbacks.append(f"{_OWN_LOGITS}, because {obstacle}")
         self.stretched_rotaries = stretched_rotaries(core)  # once: it walks all modules
-        obstacle = _STRETCHED if self.stretched_rotaries else flat_obstacle(core)
+        obstacle = _LENGTH_DEPENDENT if self.stretched_rotaries else flat_obstacle(core)
         obstacle = obstacle if self.uses_head else _OWN_LOGITS
         self.flat = flat is not False and obstacle is None
         if flat is not False and obstacle:
@@ -58,6 +59,10 @@ class ScorerBase:
                 batch = without_trees(batch, pad_token_id=self.pad_token_id)
             return flat_batch(batch, with_table=self._needs_table, shifted=shifted)
         return padded_batch(batch, pad_token_id=self.pad_token_id, shifted=shifted)
+
+    def padded(self, batch: Mapping[str, Any]) -> ModelBatch:
+        """The batch as padded rows, whatever layout the model takes."""
+        return padded_batch(batch, pad_token_id=self.pad_token_id)
 
     def padded_inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """A batch of either layout as padded `input_ids`, `attention_mask` and `labels`, each `(B, T)`."""
@@ -110,3 +115,38 @@ class ScorerBase:
 def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a wrapper (PEFT) hands to a model's forward, without those that say nothing to a decoder."""
     return {name: value for name, value in inputs.items() if value is not None and name != "return_dict"}
+
+
+def stretched_rotaries(model: nn.Module) -> list[Any]:
+    """The rotary embeddings of a model that turn long sequences by other angles than short ones."""
+    return [module for module in model.modules() if getattr(module, "rope_type", None) in _STRETCHED]
+
+
+@contextmanager
+def rotated_by_row(rotaries: Iterable[Any], rows: ModelBatch) -> Iterator[None]:
+    """A block in which these rotary embeddings compute each of the padded rows as if it were alone.
+
+    transformers takes the longest position of a call for all of its rows: a short sequence would be scored differently
+    beside a long one, so that losses and gradients would depend on how a step is cut.
+    """
+    with ExitStack() as replaced:
+        for module in rotaries:
+            replaced.enter_context(replaced_forward(module, _by_row(module, rows)))
+        yield
+
+
+def _by_row(module: Any, rows: ModelBatch) -> Any:
+    inner, width = module.forward, rows.inputs["input_ids"].shape[1]
+    lengths = rows.sequence_lengths.view(-1, width).amax(dim=1)
+
+    def forward(x: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if position_ids.shape[1] != width:
+            return inner(x, position_ids, **kwargs)
+        angles = []
+        for length in lengths.tolist():
+            inner(x[:1], position_ids[:1, :1] * 0, **kwargs)  # "dynamic" angles only grow until a short call
+            angles.append(inner(x[:1], position_ids[:1].clamp(max=length - 1), **kwargs))
+        cosines, sines = (torch.cat(part) for part in zip(*angles, strict=True))
+        return cosines, sines
+
+    return forward

@@ -1,21 +1,25 @@
-"""The scoring forward: a causal language model's log-probabilities of given tokens, without its logits.
+"""The scoring forward: a language model's log-probabilities of given tokens, without its logits.
 
 `Scorer` runs a model's decoder and then the scoring primitive of `tensors/logprobs.py` on the scored positions only.
 Both run inside the model's own `forward` and the head's own `__call__`, so that the hooks of DDP, FSDP2 and ZeRO-3
 fire: parameters are gathered, gradients reduced, exactly as in a plain call. A model that does not expose a decoder
-and a head, or whose logits are not what its head and config say, is scored from its own logits instead; the scorer
-says so once.
+and a head, or whose logits are not what its head and config say, is scored from its own logits instead; `fallbacks`
+says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from trl.models.packed.layout import ModelBatch, ScoredPositions, padded_batch
+from trl.models.lending import in_eval_mode
+from trl.models.packed.layout import ModelBatch, ScoredPositions
 from trl.models.parts import (
     causal_core,
     check_decoder_only,
@@ -26,9 +30,19 @@ from trl.models.parts import (
     replaced_forward,
 )
 from trl.models.scoring.base import ScorerBase, given_inputs
-from trl.models.scoring.head import ScoreOptions, call_head, router_inputs, router_loss, score_hidden
+from trl.models.scoring.head import (
+    Reader,
+    ScoreOptions,
+    call_head,
+    head_products,
+    router_inputs,
+    router_loss,
+    score_hidden,
+)
+from trl.models.value_head import SUPPORTED_ARCHITECTURES, last_hidden
 from trl.tensors.reduce import Weighted
 from trl.tensors.softmax_rows import LogitRule
+from trl.tensors.vocabulary_loss import LogitsOf, LossOfLogits, VocabularyLoss, vocabulary_loss
 
 
 class Scored(NamedTuple):
@@ -43,26 +57,40 @@ class Scored(NamedTuple):
     aux_loss: Tensor | None  # scalar with gradient: the router's load-balancing loss, not weighted
     log_collision: Tensor | None = None  # (K,) detached: log of the sum over the vocabulary of p(token)^2
     mean_logits: Tensor | None = None  # (K,) detached: mean of the raw logits over the vocabulary
-    values: Tensor | None = None  # (K,) with gradient: what a value head says where the token is predicted
+    values: Tensor | None = None  # (K,) with gradient: the value head at the position that predicts the token
 
 
 class Scorer(ScorerBase):
-    """How one model is scored, decided once: layout (flat or padded) and path (head or own logits).
+    """How one decoder is scored, decided once: layout (flat or padded) and path (head or own logits).
 
-    `flat=None` takes the flat layout wherever the model can; `flat=False` always pads. `fallbacks` holds, in words,
-    what the model could not take. The model may be wrapped afterwards (PEFT before, DDP, FSDP2, DeepSpeed after).
+    `flat=None` takes the flat layout wherever the model can; `flat=False` always pads. `fallbacks` lists what the model
+    could not take. The model may be wrapped afterwards (PEFT before, DDP, FSDP2, DeepSpeed after). With a value head
+    (`AutoModelForCausalLMWithValueHead`) results also have `values` `(K,)`, float32.
 
     Example:
         >>> scorer = Scorer(model, pad_token_id=tokenizer.pad_token_id)  # doctest: +SKIP
         >>> scorer.score(model, batch).logps  # doctest: +SKIP
     """
 
+    rule: LogitRule
+
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, flat: bool | None = None) -> None:
-        core = causal_core(model)
+        self.wrapper: Any = model if isinstance(model, SUPPORTED_ARCHITECTURES) else None
+        inner = model if self.wrapper is None else self.wrapper.pretrained_model
+        core = causal_core(inner)
+        obstacle = prompt_learning_obstacle(inner) or self._set_up_head(core)
+        super().__init__(core, obstacle=obstacle, pad_token_id=pad_token_id, flat=flat)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What the model adds to its head's products outside of the head, `(V,)`."""
+        return None
+
+    def _set_up_head(self, core: PreTrainedModel) -> str | None:
+        """Set `rule` and `bias`; why the head and they are not the model's logits, None where they are."""
         check_decoder_only(core)
         self.rule = logit_rule(core.config)
-        obstacle = prompt_learning_obstacle(model) or head_obstacle(core, self.rule)
-        super().__init__(core, obstacle=obstacle, pad_token_id=pad_token_id, flat=flat)
+        return head_obstacle(core, self.rule)
 
     def score(
         self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
@@ -72,64 +100,162 @@ class Scorer(ScorerBase):
         The returned loss and metrics do not depend on the layout. Call it under autocast where the run uses mixed
         precision.
         """
-        options = options or ScoreOptions()
-        laid_out = self.lay_out(batch)
-        model = self.uncompiled(model)
-        if not self.uses_head:
-            return self.score_outputs(self.outputs(model, laid_out), laid_out, options)
-
-        def forward(**inputs: Any) -> dict[str, Tensor | None]:
-            return self._forward(inputs, laid_out, options)
-
-        with replaced_forward(self.core, forward):
-            found = model(**laid_out.inputs)
-        return scored_of(laid_out, found)
+        rows = self.lay_out(batch)
+        return _scored_of(rows, self.through_head(model, rows, _reads_scores(rows, options)))
 
     def score_with_logits(
         self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
     ) -> tuple[Scored, Tensor]:
-        """The same, and the model's own logits `(B, T, V)` of the padded rows: for those who ask for logits."""
-        rows = padded_batch(batch, pad_token_id=self.pad_token_id)
+        """`score`, and the model's own logits `(B, T, V)` of the padded rows."""
+        rows = self.padded(batch)
         outputs = self.outputs(model, rows)
-        return self.score_outputs(outputs, rows, options or ScoreOptions()), self.row_logits(outputs, rows)
+        return self.score_outputs(outputs, rows, options), self.row_logits(outputs, rows)
+
+    def over_chunks(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss_of: LossOfLogits,
+        *,
+        other: tuple[Scorer, nn.Module] | None = None,
+        temperature: float = 1.0,
+    ) -> VocabularyLoss:
+        """Sum of a loss over the whole distributions of one or two models at the scored positions, chunk by chunk.
+
+        `loss_of(logits (C, V), other_logits (C, V') or None, rows)` returns the weighted loss `(C,)` of the scored positions
+        `rows` (a slice); a token's loss may depend on that token alone. `other`, a scorer and its model, runs in eval mode
+        without gradient. The logits of no model are held for all tokens; `model`'s gradients are taken in the same
+        pass. `temperature` divides the logits of both.
+        """
+        rows = self.lay_out(batch)
+        if other is None:
+            return self._vocabulary_loss(model, rows, loss_of, None, temperature)
+        scorer, other_model = other
+        others = scorer.lay_out(batch)
+        if (self.flat, self.takes_trees) != (scorer.flat, scorer.takes_trees):
+            rows, others = self.padded(batch), scorer.padded(batch)  # one order of positions
+        with_gradient, found = torch.is_grad_enabled(), []
+
+        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+            """The model runs inside the other one's head, where the weights of both are whole."""
+            states = hidden[others.scored.source]
+            logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
+            with torch.set_grad_enabled(with_gradient):
+                found.append(
+                    self._vocabulary_loss(
+                        model, rows, loss_of, lambda part: logits_of(states[part]), temperature
+                    )
+                )
+            return {}
+
+        with torch.no_grad(), in_eval_mode(other_model):
+            scorer.through_head(other_model, others, read)
+        return found[0]
+
+    def _vocabulary_loss(
+        self, model: nn.Module, rows: ModelBatch, loss_of: LossOfLogits, others: Any, temperature: float
+    ) -> VocabularyLoss:
+        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+            logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
+            loss = vocabulary_loss(
+                hidden[rows.scored.source],
+                logits_of,
+                loss_of,
+                parameters=head.parameters(),
+                vocabulary=self.core.config.get_text_config().vocab_size,
+                others=others,
+            )
+            return {"total": loss.total, "losses": loss.values}
+
+        found = self.through_head(model, rows, read)
+        return VocabularyLoss(found["total"], found["losses"], found["aux_loss"])
+
+    def through_head(self, model: nn.Module, rows: ModelBatch, read: Reader) -> dict[str, Any]:
+        """What `read` returns of the decoder's hidden states, inside the model's own forward and the head's own call.
+
+        Where the head cannot be used alone, `read` is given an identity and the model's own logits. Beside it `aux_loss`,
+        and `values` of a model with a value head.
+        """
+        model = self.uncompiled(model)
+        if not self.uses_head:
+            return self._read_outputs(self.outputs(model, rows), rows, read)
+
+        def forward(**inputs: Any) -> dict[str, Any]:
+            with self.embedded(rows):
+                states, aux_loss = self.hidden_states(given_inputs(inputs), rows)
+            hidden, head = states.flatten(0, 1), self.core.get_output_embeddings()
+            assert head is not None
+            found = call_head(head, hidden, lambda plain, states: read(plain, states, self.rule, self.bias))
+            return {"aux_loss": aux_loss, **found, **self._values(hidden, rows)}
+
+        with self._as_language_model(), replaced_forward(self.core, forward):
+            return model(**rows.inputs)
+
+    def hidden_states(self, inputs: dict[str, Any], rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
+        """The decoder's last hidden states `(B, T, H)`, and a router's loss."""
+        router = router_inputs(self.core)
+        outputs = decoder_of(self.core)(**inputs, **router, use_cache=False)
+        if not router:
+            return outputs.last_hidden_state, None
+        loss = router_loss(self.core, outputs.router_logits, inputs.get("attention_mask"))
+        return outputs.last_hidden_state, loss
+
+    # ---- from the model's own logits
 
     def outputs(self, model: nn.Module, rows: ModelBatch) -> Any:
         """The model's own outputs for padded rows, with all their logits."""
-        with self.embedded(rows):
-            return model(**rows.inputs, **router_inputs(self.core), use_cache=False)
+        with self._as_language_model(output_hidden_states=True), self.embedded(rows):
+            return model(**self.own_inputs(rows), use_cache=False)
+
+    def own_inputs(self, rows: ModelBatch) -> dict[str, Any]:
+        """The arguments of the model's own forward."""
+        return {**rows.inputs, **router_inputs(self.core)}
 
     def row_logits(self, outputs: Any, rows: ModelBatch) -> Tensor:
         """The logits `(B, T, V)` of the rows' own tokens; prompt tuning puts virtual tokens in front."""
-        return outputs.logits[:, -rows.inputs["input_ids"].shape[1] :]
+        return outputs.logits[:, -rows.width :]
 
-    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
+    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions | None = None) -> Scored:
         """Score padded rows from the model's own outputs."""
+        return _scored_of(rows, self._read_outputs(outputs, rows, _reads_scores(rows, options)))
+
+    def _read_outputs(self, outputs: Any, rows: ModelBatch, read: Reader) -> dict[str, Any]:
         logits = self.row_logits(outputs, rows).flatten(0, 1)
-        found = score_hidden(nn.Identity(), logits, rows, LogitRule(), options)
-        found["aux_loss"] = getattr(outputs, "aux_loss", None)
-        return scored_of(rows, found)
+        found = read(nn.Identity(), logits, LogitRule(), None)
+        hidden = None if self.wrapper is None else last_hidden(outputs)[:, -rows.width :].flatten(0, 1)
+        return {"aux_loss": getattr(outputs, "aux_loss", None), **found, **self._values(hidden, rows)}
 
-    def _forward(self, inputs: dict[str, Any], batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
-        """Stands in for the model's own forward: decoder, then the head over chunks of the scored positions."""
-        router = router_inputs(self.core)
-        with self.embedded(batch):
-            outputs = decoder_of(self.core)(**given_inputs(inputs), **router, use_cache=False)
-        hidden = outputs.last_hidden_state.flatten(0, 1)
-        found = self.through_head(hidden, batch, options)
-        if router:
-            found["aux_loss"] = router_loss(self.core, outputs.router_logits, inputs.get("attention_mask"))
-        return found
+    # ---- a value head
 
-    def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
-        """What is found of the decoder's hidden states `(tokens, H)`; called inside the model's own forward."""
-        head = self.core.get_output_embeddings()
-        assert head is not None
-        return call_head(head, hidden, batch, self.rule, options)
+    def _values(self, hidden: Tensor | None, rows: ModelBatch) -> dict[str, Tensor]:
+        if self.wrapper is None or hidden is None:
+            return {}
+        return {"values": self.wrapper.v_head(hidden[rows.scored.source]).squeeze(-1)}
+
+    def _as_language_model(self, **wanted: bool) -> AbstractContextManager[None]:
+        """Let a wrapper with a value head return what the model inside returns."""
+        if self.wrapper is None:
+            return nullcontext()
+        wrapper = self.wrapper
+        return replaced_forward(wrapper, lambda **inputs: wrapper.pretrained_model(**inputs, **wanted))
 
 
-def scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:
+def _reads_scores(rows: ModelBatch, options: ScoreOptions | None) -> Reader:
+    def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+        return score_hidden(head, hidden, rows, rule, options or ScoreOptions(), bias=bias)
+
+    return read
+
+
+def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsOf:
+    """Hidden states `(C, H)` to logits `(C, V)`, in float32 or wider, with gradient."""
+    products = head_products(head, bias)
+    return lambda states: rule.logits(products.call(states))
+
+
+def _scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:
     """What `score_hidden` found of a batch, with its positions; the entropy of all tokens comes with their number."""
-    values = {"aux_loss": None, **found}
+    values = {**found}
     total = values.pop("entropy_total", None)
     count = torch.tensor(batch.real_tokens.numel(), device=batch.real_tokens.device)
     return Scored(batch.scored, entropy=None if total is None else Weighted(total, count), **values)

@@ -1,8 +1,4 @@
-"""The scoring forward of encoder-decoders: log-probabilities of completions, without the logits.
-
-`Seq2SeqScorer` runs the encoder once per prompt, repeats its states for the prompt's completions, runs the decoder and
-then the scoring primitive on the labelled positions, inside the model's own `forward` and the head's own `__call__`.
-"""
+"""The scoring forward of encoder-decoders: the encoder runs once per prompt, its states are repeated for the completions."""
 
 from __future__ import annotations
 
@@ -14,21 +10,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.layout import IGNORED, ModelBatch, labelled_positions
-from trl.models.parts import causal_core, logits_obstacle, prompt_learning_obstacle, replaced_forward
-from trl.models.scoring.base import ScorerBase, given_inputs
-from trl.models.scoring.causal import Scored, scored_of
-from trl.models.scoring.head import ScoreOptions, call_head, score_hidden
+from trl.models.parts import logits_obstacle
+from trl.models.scoring.causal import Scorer
 from trl.tensors.softmax_rows import LogitRule
 
 _KEYS = ("input_ids", "attention_mask", "decoder_labels", "decoder_prompt")
 
 
-class Seq2SeqScorer(ScorerBase):
-    """How one encoder-decoder is scored, decided once, as `Scorer` decides for decoders.
+class Seq2SeqScorer(Scorer):
+    """How one encoder-decoder is scored, decided once, as `Scorer` decides for decoders; its rows are always padded.
 
     A batch holds `input_ids`, `attention_mask` `(B, P)`: the prompts; `decoder_labels` `(S, T)`: the completions, -100
-    where a position is padding or not trained; `decoder_prompt` `(S,)`: the prompt of each. A model whose logits are not
-    what its decoder and head give is scored from its own logits; `fallbacks` says so.
+    where a position is padding or not trained; `decoder_prompt` `(S,)`: the prompt of each. `positions.sequence` of a
+    result is the completion's index in `decoder_labels`.
 
     Example:
         >>> scorer = Seq2SeqScorer(model, pad_token_id=tokenizer.pad_token_id)  # doctest: +SKIP
@@ -36,76 +30,43 @@ class Seq2SeqScorer(ScorerBase):
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0) -> None:
-        core = causal_core(model)
+        super().__init__(model, pad_token_id=pad_token_id, flat=False)
+
+    def _set_up_head(self, core: PreTrainedModel) -> str | None:
         _check_encoder_decoder(core)
-        self.rule = _seq2seq_rule(core.config)
-        obstacle = prompt_learning_obstacle(model) or _head_obstacle(core, self.rule)
-        super().__init__(core, obstacle=obstacle, pad_token_id=pad_token_id, flat=False)
+        scaled = getattr(core.config, "scale_decoder_outputs", False)  # T5, where the embeddings are the head
+        self.rule = LogitRule(scale=core.config.d_model**-0.5 if scaled else 1.0)
+        return _head_obstacle(core, self.rule)
 
-    def score(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> Scored:
-        """Score the labels of all completions; `positions.sequence` is the completion's index in `decoder_labels`."""
-        self._check(batch)
-        options = options or ScoreOptions()
-        prompt, laid_out = batch["decoder_prompt"], self._lay_out(batch)
-        if not self.uses_head:
-            return self._score_own_logits(self.uncompiled(model), prompt, laid_out, options)
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias `(V,)` that BART and its kin add to their head's products."""
+        return _logits_bias(self.core)
 
-        def forward(**inputs: Any) -> dict[str, Any]:
-            return self._forward(given_inputs(inputs), prompt, laid_out, options)
-
-        with replaced_forward(self.core, forward):
-            return scored_of(laid_out, self.uncompiled(model)(**laid_out.inputs))
-
-    def _forward(
-        self, inputs: dict[str, Any], prompt: Tensor, batch: ModelBatch, options: ScoreOptions
-    ) -> dict[str, Any]:
-        """Stands in for the model's own forward: encoder, decoder, then the head over chunks of labelled positions."""
+    def hidden_states(self, inputs: dict[str, Any], rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
+        """The decoder's last hidden states `(S, T, H)`."""
         core: Any = self.core
         mask, decoder_input_ids = inputs["attention_mask"], inputs.pop("decoder_input_ids")
         encoded = core.get_encoder()(**inputs).last_hidden_state
         decoded = core.get_decoder()(
             input_ids=decoder_input_ids,
-            encoder_hidden_states=encoded[prompt],
-            encoder_attention_mask=mask[prompt],
+            encoder_hidden_states=encoded[rows.prompts],
+            encoder_attention_mask=mask[rows.prompts],
             use_cache=False,
         )
-        return self.through_head(decoded.last_hidden_state.flatten(0, 1), batch, options)
+        return decoded.last_hidden_state, None
 
-    def through_head(self, hidden: Tensor, batch: ModelBatch, options: ScoreOptions) -> dict[str, Any]:
-        """What is found of the decoder's hidden states `(tokens, H)`; called inside the model's own forward."""
-        head = self.core.get_output_embeddings()
-        assert head is not None
-        return call_head(head, hidden, batch, self.rule, options, bias=_logits_bias(self.core))
+    def own_inputs(self, rows: ModelBatch) -> dict[str, Any]:
+        """The arguments of the model's own forward, each completion with its prompt."""
+        prompts = {name: rows.inputs[name][rows.prompts] for name in ("input_ids", "attention_mask")}
+        return {**rows.inputs, **prompts}
 
-    def score_with_logits(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> tuple[Scored, Tensor]:
-        """The same, and the model's own logits `(S, T, V)` of the completions: for those who ask for logits."""
+    def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
+        """The batch as inputs of the model; labels are never shifted, the decoder's inputs are.
+
+        Raises: ValueError for a batch without its keys, or noise on the embeddings.
+        """
         self._check(batch)
-        laid_out = self._lay_out(batch)
-        outputs = self._outputs(model, batch["decoder_prompt"], laid_out)
-        return self.score_outputs(outputs, laid_out, options or ScoreOptions()), _row_logits(
-            outputs, laid_out
-        )
-
-    def _score_own_logits(
-        self, model: nn.Module, prompt: Tensor, batch: ModelBatch, options: ScoreOptions
-    ) -> Scored:
-        return self.score_outputs(self._outputs(model, prompt, batch), batch, options)
-
-    def _outputs(self, model: nn.Module, prompt: Tensor, batch: ModelBatch) -> Any:
-        ids, mask = (batch.inputs[name][prompt] for name in ("input_ids", "attention_mask"))
-        decoder_ids = batch.inputs["decoder_input_ids"]
-        return model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False)
-
-    def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions) -> Scored:
-        """Score completions from the model's own outputs."""
-        logits = _row_logits(outputs, rows).flatten(0, 1)
-        return scored_of(rows, score_hidden(nn.Identity(), logits, rows, LogitRule(), options))
-
-    def _lay_out(self, batch: Mapping[str, Any]) -> ModelBatch:
         labels = batch["decoder_labels"]
         rows, width = labels.shape
         sequence = torch.arange(rows, device=labels.device)[:, None].expand(rows, width)
@@ -119,7 +80,12 @@ class Seq2SeqScorer(ScorerBase):
             real_tokens=scored.source,
             sequence_lengths=(lengths[:, None] * real).flatten(),
             sequence_ends=sequence[:, 0] * width + lengths - 1,
+            prompts=batch["decoder_prompt"],
         )
+
+    def padded(self, batch: Mapping[str, Any]) -> ModelBatch:
+        """The batch, which is padded."""
+        return self.lay_out(batch)
 
     def _check(self, batch: Mapping[str, Any]) -> None:
         missing = [name for name in _KEYS if batch.get(name) is None]
@@ -135,9 +101,11 @@ class Seq2SeqScorer(ScorerBase):
             )
 
 
-def _row_logits(outputs: Any, rows: ModelBatch) -> Tensor:
-    """The logits `(S, T, V)` of the completions' own tokens; prompt tuning puts virtual tokens in front."""
-    return outputs.logits[:, -rows.inputs["decoder_input_ids"].shape[1] :]
+def language_scorer(model: Any, *, pad_token_id: int = 0, flat: bool | None = None) -> Scorer:
+    """The scorer of a decoder or an encoder-decoder, with or without a value head."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return Seq2SeqScorer(model, pad_token_id=pad_token_id)
+    return Scorer(model, pad_token_id=pad_token_id, flat=flat)
 
 
 def _check_encoder_decoder(core: PreTrainedModel) -> None:
@@ -151,12 +119,6 @@ def _check_encoder_decoder(core: PreTrainedModel) -> None:
             f"the config of {type(core).__name__} must have a decoder_start_token_id, got None. Set it to the token that "
             "every completion begins with (T5: the pad token)."
         )
-
-
-def _seq2seq_rule(config: Any) -> LogitRule:
-    """What the model does to its head's products: T5 scales its decoder's outputs where the embeddings are the head."""
-    scaled = getattr(config, "scale_decoder_outputs", False)
-    return LogitRule(scale=config.d_model**-0.5 if scaled else 1.0)
 
 
 def _head_obstacle(core: Any, rule: LogitRule) -> str | None:

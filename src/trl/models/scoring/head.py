@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear as linear_product
 from transformers import PreTrainedModel
 
 from trl.models.head_precision import as_the_head_wants
@@ -24,6 +25,8 @@ from trl.tensors.softmax_rows import LogitRule, Statistics
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """(log-probs of a chunk (C,), which scored positions these are) -> each token's weighted loss (C,)."""
+Reader = Callable[[nn.Module, Tensor, LogitRule, Tensor | None], dict[str, Any]]
+"""(head, hidden states (tokens, H), rule of the logits, bias outside of the head) -> what was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +48,14 @@ class ScoreOptions:
 
 
 def call_head(
-    head: nn.Module,
-    hidden: Tensor,
-    batch: ModelBatch,
-    rule: LogitRule,
-    options: ScoreOptions,
-    *,
-    bias: Tensor | None = None,
+    head: nn.Module, hidden: Tensor, function: Callable[[nn.Module, Tensor], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Run the scoring primitive as the head's own forward: `hidden (tokens, H)`.
-
-    `bias` `(V,)` is what a model adds to its head's products outside of the head (BART's `final_logits_bias`).
-    """
+    """Run `function(head, hidden (tokens, H))` as the head's own forward; a head that PEFT saves is the layer inside."""
     plain = plain_linear(head)
     if plain is None:
-        return score_hidden(head, hidden, batch, rule, options, bias=bias)
-    scored = replaced_forward(
-        plain, lambda states: score_hidden(plain, states, batch, rule, options, bias=bias)
-    )
-    with as_the_head_wants(plain, hidden.device.type), scored:
+        return function(head, hidden)
+    replaced = replaced_forward(plain, lambda states: function(plain, states))
+    with as_the_head_wants(plain, hidden.device.type), replaced:
         return plain(hidden)
 
 
@@ -93,7 +85,7 @@ def score_hidden(
     states, targets = hidden[batch.scored.source], batch.scored.target
     wanted = Statistics(options.entropy != "none", options.correct, options.collision, options.mean_logits)
     wants: dict[str, Any] = {"rule": rule, "wanted": wanted}
-    products = _Products.of(head, bias)
+    products = head_products(head, bias)
     weight, bias = products.weight, products.bias
     if options.loss_of is None:
         if weight is not None:
@@ -112,27 +104,27 @@ def score_hidden(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
+class Products(NamedTuple):
     """How hidden states become products: by a weight and bias that can be read, or by a call."""
 
     weight: Tensor | None
     bias: Tensor | None
     call: AnyHead
 
-    @classmethod
-    def of(cls, head: nn.Module, bias: Tensor | None) -> _Products:
-        """The products of a head, with a bias from outside of it."""
-        linear = plain_linear(head)
-        if linear is None:
-            return cls(None, None, head if bias is None else lambda states: head(states) + bias)
-        biases = [x for x in (linear.bias, bias) if x is not None]
-        return cls(linear.weight, sum(biases[1:], biases[0]) if biases else None, head)
+
+def head_products(head: nn.Module, bias: Tensor | None) -> Products:
+    """The products of a head, with a bias `(V,)` from outside of it (BART's `final_logits_bias`)."""
+    linear = plain_linear(head)
+    if linear is None:
+        return Products(None, None, head if bias is None else lambda states: head(states) + bias)
+    biases = [x for x in (linear.bias, bias) if x is not None]
+    total = sum(biases[1:], biases[0]) if biases else None
+    return Products(linear.weight, total, lambda states: linear_product(states, linear.weight, total))
 
 
 @torch.no_grad()
 def _entropy_of_all(
-    products: _Products, hidden: Tensor, batch: ModelBatch, rule: LogitRule, scored: Tensor
+    products: Products, hidden: Tensor, batch: ModelBatch, rule: LogitRule, scored: Tensor
 ) -> Tensor:
     """Sum of the entropies of all real tokens; those of the scored positions are known already."""
     unscored = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)

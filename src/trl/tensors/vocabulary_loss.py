@@ -1,0 +1,114 @@
+"""Losses over the whole distribution of each token, of one model or two, without `[tokens, vocabulary]` of either.
+
+A chunk's gradients are taken while its logits are at hand, as in `local_loss`: three matrix products per chunk, and
+nothing of it is kept. So what the other model's head needs (weights that are gathered for its forward) is only used there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trl.tensors.heads import chunks, default_chunk_size
+
+LogitsOf = Callable[[Tensor], Tensor]
+"""Hidden states `(C, H)` -> logits `(C, V)`, differentiable."""
+LossOfLogits = Callable[[Tensor, Tensor | None, slice], Tensor]
+"""(logits (C, V), the other model's logits (C, V') or None, which tokens these are) -> their weighted losses (C,)."""
+
+
+class VocabularyLoss(NamedTuple):
+    """`total`, the sum of all tokens' losses, with gradient; `values (N,)`, detached; a router's loss where there is one."""
+
+    total: Tensor
+    values: Tensor
+    aux_loss: Tensor | None = None
+
+
+def vocabulary_loss(
+    hidden: Tensor,
+    logits_of: LogitsOf,
+    loss_of: LossOfLogits,
+    *,
+    parameters: Iterable[Tensor],
+    vocabulary: int,
+    others: Callable[[slice], Tensor] | None = None,
+    chunk_size: int | None = None,
+) -> VocabularyLoss:
+    """Sum of `loss_of(logits, other logits, rows)` over chunks of tokens, its gradients computed in the same pass.
+
+    `hidden (N, H)` and the `parameters` that `logits_of` uses get gradients; whatever else `loss_of` reads is a
+    constant, `others(rows)`, the other model's logits, too. A token's loss may depend on that token alone. The backward pass
+    can run once. `chunk_size` is in tokens (None: by `vocabulary`). Raises: ValueError for losses of another shape.
+
+    >>> def entropy(logits, _, rows):
+    ...     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    >>> vocabulary_loss(torch.zeros(3, 4), torch.nn.Identity(), entropy, parameters=[], vocabulary=4).total
+    tensor(4.1589)
+    """
+    itemsize = torch.promote_types(hidden.dtype, torch.float32).itemsize
+    size = chunk_size or default_chunk_size(vocabulary, itemsize=itemsize, device=hidden.device)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def chunk_loss(states: Tensor, rows: slice) -> Tensor:
+        with torch.no_grad():
+            other = None if others is None else others(rows)
+        values = loss_of(logits_of(states), other, rows)
+        if values.shape != states.shape[:1]:
+            raise ValueError(
+                f"loss_of must return one loss per token, shape {tuple(states.shape[:1])}, got {tuple(values.shape)}. "
+                "Sum over the vocabulary, not over the tokens."
+            )
+        return values
+
+    return VocabularyLoss(*_VocabularyLoss.apply(hidden, chunk_loss, size, torch.is_grad_enabled(), *trained))
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        chunk_loss: Callable[[Tensor, slice], Tensor],
+        size: int,
+        with_gradient: bool,
+        *trained: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        wants_hidden = with_gradient and ctx.needs_input_grad[0]
+        with_gradient = wants_hidden or (with_gradient and bool(trained))
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        values, slopes = hidden.new_empty(len(hidden), dtype=exact), torch.zeros_like(hidden)
+        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in trained]
+        for rows in chunks(len(hidden), size):
+            with torch.set_grad_enabled(with_gradient):
+                states = hidden[rows].detach().requires_grad_(wants_hidden)
+                losses = chunk_loss(states, rows)
+                total = losses.sum()
+            values[rows] = losses.detach()
+            if not total.requires_grad:
+                continue
+            inputs = [*([states] if wants_hidden else []), *trained]
+            found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+            if wants_hidden:
+                slopes[rows], *found = found
+            for whole, gradient in zip(sums, found, strict=True):
+                whole += gradient
+        ctx.gradients = (slopes if wants_hidden else None, sums, [x.dtype for x in trained])
+        ctx.mark_non_differentiable(values)
+        return values.sum(), values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "a loss over chunks can go backward once, got a second pass. Score the batch again."
+            )
+        slopes, sums, dtypes = ctx.gradients
+        ctx.gradients = None  # autograd then takes the sums over instead of copying them
+        parts = [(x * slope).to(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
+        return (None if slopes is None else slopes * slope, None, None, None, *parts)
