@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import (
     GRPOWithReplayBufferConfig,
 )
-from trl.experimental.grpo_with_replay_buffer.padded_methods import PaddedReplayMethods
 from trl.objectives.group_advantages import group_moments, has_no_variance
 from trl.options.training import config_or_default
 from trl.rollouts.columns import OLD, REPLAYED, SCORES, WINDOW_SHARE
@@ -28,7 +27,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.overrides import NOT_CALLED_OF_REPLAY
 
 
-class GRPOWithReplayBufferTrainer(PaddedReplayMethods, GRPOTrainer):
+class GRPOWithReplayBufferTrainer(GRPOTrainer):
     """`GRPOTrainer` with a buffer of earlier groups, which are learned from again where new ones teach nothing.
 
     A group whose rewards are all equal is replaced by one drawn from the buffer, with the log-probs, rewards and advantages
@@ -134,3 +133,12 @@ class GRPOWithReplayBufferTrainer(PaddedReplayMethods, GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.buffer.load(checkpoint)
+
+    def slice_group_data(self, *args: Any, **named: Any) -> Any:
+        """Not supported, nor are the other methods of 0.26 for padded tensors."""
+        raise RuntimeError(
+            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in make_window(number); for a loop "
+            "of your own use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
+        )
+
+    update_replay_buffer = sample_from_replay_buffer = update_with_replay_buffer = slice_group_data
