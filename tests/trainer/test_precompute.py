@@ -13,7 +13,8 @@ from datasets import Dataset, Features, List, Value
 
 from tests.trainer.one_step import launch
 from tests.trainer.precompute_worker import COLUMNS, Counted, collate, pair_rows
-from trl.trainer.precompute import FOLDER, hash_rows
+from trl.checkpoints.identity import hash_rows
+from trl.trainer.precompute import FOLDER
 
 
 @pytest.fixture(autouse=True)

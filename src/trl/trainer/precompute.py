@@ -19,8 +19,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 import xxhash
 from accelerate import Accelerator
@@ -32,6 +30,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from trl.checkpoints.identity import hash_rows
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.seq2seq import Seq2SeqPairCollator
 from trl.collators.unpaired import UnpairedCollator
@@ -39,9 +38,8 @@ from trl.data.formats import column_names
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # raise it when the same inputs no longer give the same numbers
+FORMAT = 2  # raise it when the same inputs no longer give the same numbers
 FOLDER = "trl_reference"
-_ROWS_HASHED_AT_ONCE = 1000
 # These lay out tokens that are in the rows: no number depends on how.
 _LAY_OUT_TOKENS = (PairCollator, DPODataCollatorWithPadding, Seq2SeqPairCollator, UnpairedCollator)
 
@@ -225,44 +223,3 @@ def _fingerprint(
         "rows": hash_rows(dataset),
     }
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def hash_rows(dataset: Dataset) -> str:
-    """A hash of a dataset's content, 32 hex digits: of names and values, not of how it was made or stored."""
-    hasher = xxhash.xxh3_128()
-    for table in dataset.with_format("arrow").iter(batch_size=_ROWS_HASHED_AT_ONCE):
-        for name in sorted(table.column_names):  # type: ignore[attr-defined]
-            hasher.update(name.encode())
-            _hash_array(hasher, table[name].combine_chunks())  # type: ignore[index]
-    return hasher.hexdigest()
-
-
-def _hash_array(hasher: Any, array: Any) -> None:
-    """Types, lengths, places of nulls and values; never the buffers, which depend on how an array was cut."""
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks)
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    kind = array.type
-    hasher.update(f"{kind} {len(array)} {array.null_count}".encode())
-    if array.null_count:
-        hasher.update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)).tobytes())
-    if pa.types.is_struct(kind):
-        for index in range(kind.num_fields):
-            hasher.update(kind.field(index).name.encode())
-            _hash_array(hasher, pc.struct_field(array, index))  # type: ignore[attr-defined]
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        _hash_plain(hasher, pc.list_value_length(array))  # type: ignore[attr-defined]
-        _hash_array(hasher, pc.list_flatten(array))  # type: ignore[attr-defined]
-    elif not pa.types.is_null(kind):
-        _hash_plain(hasher, array)
-
-
-def _hash_plain(hasher: Any, array: Any) -> None:
-    array = array.drop_null()
-    if pa.types.is_primitive(array.type) and not pa.types.is_temporal(array.type):
-        hasher.update(np.ascontiguousarray(array.to_numpy(zero_copy_only=False)).tobytes())
-        return
-    for value in array.to_pylist():
-        data = value if isinstance(value, bytes) else str(value).encode()
-        hasher.update(len(data).to_bytes(8, "little") + data)
