@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.preparation import SFTPreparation, prepare_sft_dataset
+from trl.data.text import SFTPreparation, prepare_sft_dataset
 
 USER = {"role": "user", "content": "And then?"}
 BLUE = {"role": "assistant", "content": "Blue."}

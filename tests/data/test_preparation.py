@@ -13,8 +13,9 @@ from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
 
-from trl.data.counting import PreparationReport, RowCounts, apply_policy, count_rows, ragged_of
-from trl.data.preparation import SFTPreparation, prepare_sft_dataset
+from trl.data.pipeline import PreparationReport
+from trl.data.text import SFTPreparation, SFTTokenizer, prepare_sft_dataset
+from trl.data.validation import SFTRowType
 
 TALK = [
     {"role": "user", "content": "What colour is the sky?"},
@@ -110,21 +111,20 @@ def test_policies_for_untrained_rows() -> None:
 
 
 def test_the_first_token_of_a_row_is_not_a_trained_one() -> None:
-    columns = {
-        "input_ids": ragged_of([[7, 8, 9], [7], [7, 8]]),
-        "completion_mask": ragged_of([[1, 1, 0], [1], [0, 1]]),
-    }
-    counts = count_rows(columns, max_length=2, name="train")
-    assert counts.lengths.tolist() == [3, 1, 2]
-    assert counts.kept.tolist() == [2, 1, 2]
-    assert counts.trained.tolist() == [1, 0, 1]
+    rows = {"input_ids": [[7, 8, 9], [7], [7, 8]], "completion_mask": [[1, 1, 0], [1], [0, 1]]}
+    kind = SFTTokenizer(tiny_tokenizer(), SFTRowType("tokens", ("input_ids",), False), "train", max_length=2)
+    numbers = kind.numbers(rows, 5)
+    assert numbers["row"].tolist() == [5, 6, 7]
+    assert numbers["tokens"].tolist() == [2, 1, 2]
+    assert numbers["removed_tokens"].tolist() == [1, 0, 0]
+    assert numbers["untrained_rows"].tolist() == [0, 1, 0]
 
 
 def test_dropped_rows_take_their_tokens_out_of_the_report() -> None:
-    counts = RowCounts(np.array([3, 5]), np.array([3, 4]), np.array([0, 2]))
-    report = PreparationReport(tokens=7)
-    assert apply_policy(counts, report, "drop").tolist() == [1]
-    assert (report.tokens, report.dropped_rows) == (4, 1)
+    numbers = {"row": [4, 5], "tokens": [3, 4], "removed_tokens": [0, 1], "untrained_rows": [1, 0]}
+    report = PreparationReport()
+    assert report.add({name: np.array(each) for name, each in numbers.items()}, drops=True).tolist() == [1]
+    assert (report.rows, report.tokens, report.dropped_rows, report.first["untrained_rows"]) == (2, 4, 1, [4])
 
 
 def test_packing_loses_no_token() -> None:

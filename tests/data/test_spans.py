@@ -8,8 +8,9 @@ from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from transformers import AutoTokenizer
 
 from trl.data.rendering import Chat, TemplateRefusal
-from trl.data.spans import assistant_tokens, encode, token_boundaries
+from trl.data.spans import assistant_tokens, token_boundaries
 from trl.data.templates import get_training_chat_template
+from trl.data.tokenization import encode
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -6,7 +6,8 @@ import pytest
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from trl.data.tokenization import SFTTokenizer, encode_closed, encode_open
+from trl.data.text import SFTTokenizer
+from trl.data.tokenization import encode_closed, encode_open
 from trl.data.validation import SFTRowType
 
 TEXT = SFTRowType("text", ("text",), False)
@@ -67,14 +68,14 @@ def test_eos_that_the_tokenizer_adds_is_not_doubled_and_not_in_the_prompt() -> N
     assert identifier not in opened
     row = one_row(tokenizer, PAIR, {"prompt": "Sky:", "completion": " blue"}, completion_mask=True)
     assert text_where(tokenizer, row, "completion_mask") == " blue<|im_end|>"
-    assert row["shifted_boundaries"] == 0
+    assert row["shifted_rows"] == 0
 
 
 def test_completion_mask_covers_the_completion_and_its_eos() -> None:
     tokenizer = tiny_tokenizer()
     row = one_row(tokenizer, PAIR, {"prompt": "The sky is", "completion": " blue."}, completion_mask=True)
     assert text_where(tokenizer, row, "completion_mask") == " blue.<|im_end|>"
-    assert row["shifted_boundaries"] == 0
+    assert row["shifted_rows"] == 0
 
 
 def test_pad_as_eos_leaves_the_stop_token_trained() -> None:
@@ -89,7 +90,7 @@ def test_boundary_inside_a_token_starts_the_completion_at_that_token() -> None:
     tokenizer.add_tokens([" blue"])
     row = one_row(tokenizer, PAIR, {"prompt": "The sky is bl", "completion": "ue."}, completion_mask=True)
     assert text_where(tokenizer, row, "completion_mask") == " blue.<|im_end|>"
-    assert row["shifted_boundaries"] == 1
+    assert row["shifted_rows"] == 1
 
 
 def test_empty_prompt_trains_everything() -> None:
@@ -101,8 +102,8 @@ def test_conversations_get_no_extra_eos() -> None:
     tokenizer = tiny_tokenizer()
     row = one_row(tokenizer, CHAT, {"messages": USER + BLUE})
     assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(USER + BLUE, tokenize=False)
-    assert row["unstopped_turns"] == 0
-    assert one_row(tiny_tokenizer("no_stop"), CHAT, {"messages": USER + BLUE})["unstopped_turns"] == 1
+    assert row["unstopped_rows"] == 0
+    assert one_row(tiny_tokenizer("no_stop"), CHAT, {"messages": USER + BLUE})["unstopped_rows"] == 1
 
 
 def test_conversational_prompt_ends_with_the_generation_prompt() -> None:

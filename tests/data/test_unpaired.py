@@ -191,7 +191,7 @@ def test_rows_that_lose_their_completion_are_left_out_and_counted(caplog: pytest
     assert "in 2 of 5 rows (first: [0, 2]) truncation left no token of the completion" in caplog.text
     with pytest.raises(ValueError, match="row 0, column 'completion_input_ids': the prompt fills max_length"):
         prepare(TEXT, max_length=limit, untrained_rows="error")
-    with pytest.raises(ValueError, match=r"Set or lower max_prompt_length.* All 5 rows looked at are like"):
+    with pytest.raises(ValueError, match=r"Set or lower max_prompt_length.* All 5 rows are like"):
         prepare(TEXT, max_length=5)
 
 
@@ -300,7 +300,7 @@ BAD: dict[str, tuple[list[dict], dict[str, Any], type[Exception], str]] = {
     "tokens with a number as label": ([{**TOKENS, "label": 0}], {}, TypeError, "row 0, column 'label': 0 is of type int"),
     "no tokens": ([TOKENS, {**TOKENS, "completion_input_ids": []}], {}, ValueError, "row 1, column 'completion_input_ids': an empty list"),
     "token of another vocabulary": ([{**TOKENS, "prompt_input_ids": [9999]}], {}, ValueError, "row 0, column 'prompt_input_ids': token id 9999"),
-    "tokens to be embedded": ([TOKENS], {"embedding_tokenizer": tiny_tokenizer()}, ValueError, "without 'embedding_input_ids', the prompts under embedding_tokenizer"),
+    "tokens to be embedded": ([TOKENS], {"embedding_tokenizer": tiny_tokenizer()}, ValueError, "without 'embedding_input_ids'"),
     "a number that is none": ([row(reference_logps=float("nan"))], {}, ValueError, "row 0, column 'reference_logps': nan"),
     "a prompt limit that leaves no room": (TEXT, {"max_length": 8, "max_prompt_length": 8}, ValueError, "max_prompt_length 8 leaves no token"),
 }  # fmt: skip

@@ -13,8 +13,8 @@ from trl.data.preference import (
     prepare_preference_dataset,
     prepare_reward_dataset,
 )
-from trl.data.preparation import SFTPreparation, prepare_sft_dataset
 from trl.data.prompts import PromptPreparation, prepare_prompts
+from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 
 SPOKEN = (

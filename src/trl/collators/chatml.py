@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
 from trl.data.formats import common_prefix_length
 from trl.data.rendering import Chat, TemplateRefusal, split_rendering
-from trl.data.spans import encode
+from trl.data.tokenization import encode
 
 _DEFAULT_MAX_LENGTH = 1024
 

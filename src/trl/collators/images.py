@@ -16,20 +16,13 @@ from trl.collators.rows import IGNORED, Row, check_multiple, round_up
 from trl.data.formats import common_prefix_length
 from trl.data.image_rows import TextHalves
 from trl.data.rendering import text_tokenizer
-from trl.data.spans import encode
+from trl.data.tokenization import encode
 from trl.data.validation import Place
 
 logger = logging.getLogger(__name__)
 
 # Prefix attention lets every token of these models' rows see all others, also those that it should predict.
 _PREFIX_ATTENTION = ("PaliGemmaProcessor", "ColPaliProcessor")
-
-
-class BatchPlace(Place):
-    """Where in a batch a value stands."""
-
-    def __str__(self) -> str:
-        return f"row {self.row} of the batch, column {self.column!r}"
 
 
 class Illustrated(NamedTuple):

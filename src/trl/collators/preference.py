@@ -12,7 +12,7 @@ from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import IGNORED, Row, as_ids, flatten_rows, pad_rows
 from trl.collators.trees import flatten_trees
-from trl.data.preference_tokens import OWN_PROMPT
+from trl.data.preference import OWN_PROMPT
 from trl.tensors.padding import pad
 
 Prompted = tuple[Any, Sequence[Any]]

@@ -12,7 +12,7 @@ from torch import Tensor
 from trl.collators.preference import Prompted, completion_batch
 from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
 from trl.collators.seq2seq import seq2seq_batch
-from trl.data.unpaired_tokens import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
+from trl.data.unpaired import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
 from trl.tensors.segments import Segments
 
 UNPAIRED_COLUMNS = (*TOKEN_COLUMNS, "label")

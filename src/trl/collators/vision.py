@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from trl.collators.images import BatchPlace, Illustrated, ImageCollator, Limits, check_examples
+from trl.collators.images import Illustrated, ImageCollator, Limits, check_examples
 from trl.collators.rows import Row
 from trl.data.image_rows import ImageRows, image_column, image_row_type, read_images
 from trl.data.validation import Place
@@ -68,7 +68,7 @@ class DataCollatorForVisionLanguageModeling(ImageCollator):
         check_examples(examples)
         rows = self._rows(examples[0])
         places: list[Place] = [
-            BatchPlace("", index, rows.column or rows.row_type.columns[0]) for index in range(len(examples))
+            Place("", index, rows.column or rows.row_type.columns[0]) for index in range(len(examples))
         ]
         images = [read_images(row, rows.column, place) for row, place in zip(examples, places, strict=True)]
         halves = [rows.halves(row, index, images[index]) for index, row in enumerate(examples)]
@@ -78,7 +78,7 @@ class DataCollatorForVisionLanguageModeling(ImageCollator):
     def _rows(self, first: Row) -> ImageRows:
         column = image_column(list(first))
         row_type = image_row_type(list(first), first, text_field=self.dataset_text_field, name="batch")
-        return ImageRows(self.processor, row_type, column, lambda row, column: BatchPlace("", row, column))
+        return ImageRows(self.processor, row_type, column, lambda row, column: Place("", row, column))
 
     def _completions_only(self, rows: ImageRows) -> bool:
         has_completions = rows.row_type.kind == "prompt_completion"

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from trl.collators.images import (
-    BatchPlace,
     Illustrated,
     ImageCollator,
     Limits,
@@ -90,7 +89,7 @@ class DataCollatorForVisionPreference(ImageCollator):
             self.processor,
             row_type,
             image_column(columns),
-            lambda row, column: BatchPlace("", row, column),
+            lambda row, column: Place("", row, column),
             tools=self.tools,
         )
 

@@ -19,10 +19,9 @@ from trl.data.image_rows import (
     is_stored,
 )
 from trl.data.preference_rows import SIDES, PairReader, PairRowType, pair_row_type
-from trl.data.rendering import Chat, template_source, text_tokenizer
+from trl.data.rendering import Chat, text_tokenizer
 from trl.data.tokenization import read_chat
-from trl.data.unread_tools import warn_of_unread_tools
-from trl.data.validation import Place, SFTRowType, accepted_roles, check_text
+from trl.data.validation import Place, SFTRowType, check_text, warn_of_unread_tools
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +41,8 @@ class ImagePairReader(PairReader):
         return check_text(row.get(column), self.place(index, column), may_be_empty=may_be_empty)
 
     def _chat(self, row: dict[str, Any], index: int, column: str) -> Chat:
-        roles = accepted_roles(template_source(self.processing_class))
         tokenizer = text_tokenizer(self.processing_class)  # leaves image parts as they are
-        return read_chat(tokenizer, row, self.place(index, column), roles=roles, tools=self.tools)
+        return read_chat(tokenizer, row, self.place(index, column), tools=self.tools)
 
 
 class ImagePairs:

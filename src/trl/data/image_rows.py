@@ -28,8 +28,15 @@ from trl.data.rendering import (
     template_source,
     text_tokenizer,
 )
-from trl.data.unread_tools import warn_of_unread_tools
-from trl.data.validation import Place, SFTRowType, accepted_roles, check_messages, check_text, sft_row_type
+from trl.data.validation import (
+    Place,
+    SFTRowType,
+    accepted_roles,
+    check_messages,
+    check_text,
+    sft_row_type,
+    warn_of_unread_tools,
+)
 
 IMAGE_COLUMNS = ("images", "image")
 ROWS_RENDERED = 64  # before the first step; a stream's other rows are met in training

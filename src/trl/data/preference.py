@@ -1,36 +1,74 @@
 """A data set of paired preferences -> token rows for the pair losses and for reward models, and a report."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from datasets import Dataset, IterableDataset, List, Value
+from datasets import Dataset, List, Value
 
 from trl.data.formats import column_names
-from trl.data.preference_lengths import PairLengths, TruncationMode, TruncationOrder
-from trl.data.preference_report import PairCounting, PairReport
-from trl.data.preference_reward import RewardTokenizer
-from trl.data.preference_rows import PairReader, PairRowType, pair_row_type
-from trl.data.preference_tokens import (
-    OWN_PROMPT,
-    PairTokenizer,
-    PreferenceTokenizer,
-    RowCounts,
-    tokenize_preference_row,
+from trl.data.pipeline import (
+    TEXTS,
+    AnyDataset,
+    PreparationReport,
+    RowKind,
+    Text,
+    Texts,
+    Vocabulary,
+    allowed_ids,
+    check_ids,
+    first_row,
+    prepare_rows,
 )
-from trl.data.preparation import AnyDataset, allowed_ids, with_eos
-from trl.data.rendering import ProcessingClass
-from trl.data.row_counters import count_rows_by, map_rows
-from trl.data.unread_tools import warn_of_unread_tools
-from trl.data.validation import Place, check_chat_template, check_eos
+from trl.data.preference_lengths import Ids, PairLengths, Side, TruncationMode, TruncationOrder, with_context
+from trl.data.preference_rows import OLDER_REWARD_COLUMNS, PAIR_COLUMNS, SIDES, PairReader, pair_row_type
+from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.templates import shared_prompt
+from trl.data.text import with_eos
+from trl.data.tokenization import encode, encode_closed, rows_of, tokenize_split
+from trl.data.validation import Place, check_chat_template, check_eos, check_number, warn_of_unread_tools
 
-__all__ = [
-    "PairReport",
-    "PreferencePreparation",
-    "RewardPreparation",
-    "prepare_preference_dataset",
-    "prepare_reward_dataset",
-    "tokenize_preference_row",
-]
+# The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
+OWN_PROMPT = "rejected_prompt_input_ids"
+REFERENCE_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
+
+PAIR_TEXTS: Texts = {
+    **TEXTS,
+    "untrained_rows": Text(
+        "{0.untrained_rows} with a completion cut off whole",
+        "in {0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) truncation left no token of a completion; "
+        "{0.dropped_rows} of them were left out. Raise max_length, lower max_prompt_length, or filter these rows.",
+    ),
+    "equal_rows": Text(
+        "{0.equal_rows} with equal completions",
+        "in {0.equal_rows} of {0.rows} rows (first: {0.first[equal_rows]}) the chosen and the rejected completion are equal, "
+        "so they show no preference. Filter these rows, or raise the lengths if truncation made them equal.",
+    ),
+    "promptless_rows": Text(
+        "{0.promptless_rows} with no prompt left",
+        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) no token of the prompt is left, and the "
+        "completion's first token is not trained. Give prompts, or where they were cut off raise max_length or lower "
+        "max_completion_length.",
+    ),
+    "empty_completions": Text(
+        "{0.empty_completions} with a completion of the eos token alone",
+        "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer is what the other one "
+        "continues; its completion is the eos token alone. Give the prompts in a column 'prompt' if that is not meant.",
+    ),
+    "repeated_prompts": Text(
+        "{0.repeated_prompts} whose answers repeated the prompt",
+        "in {0.repeated_prompts} of {0.rows} rows (first: {0.first[repeated_prompts]}) 'chosen' and 'rejected' begin with the "
+        "messages of 'prompt', which were taken off. Give the answers only, or remove the column 'prompt'.",
+    ),
+}
+REWARD_TEXTS: Texts = {
+    **PAIR_TEXTS,
+    "untrained_rows": Text(
+        "{0.untrained_rows} longer than max_length",
+        "{0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) have a sequence of more than max_length "
+        "tokens; {0.dropped_rows} of them were left out. Raise max_length to train on them.",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -96,22 +134,20 @@ def prepare_preference_dataset(
     settings: PreferencePreparation,
     *,
     name: str = "train",
-) -> tuple[AnyDataset, PairReport]:
+) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids`, and its report.
 
-    Where the two completions do not stand behind the same tokens, `rejected_prompt_input_ids` holds the rejected one's
-    prompt; it is None elsewhere, and a stored data set without any such row lacks the column. `ref_chosen_logps` and
-    `ref_rejected_logps` are kept. The report of a streaming data set fills as rows pass.
+    Where the two completions have different prompts, `rejected_prompt_input_ids` holds the rejected one's; it is None
+    elsewhere, and a stored data set without any such row lacks the column. `ref_chosen_logps` and `ref_rejected_logps`
+    are kept. The report of a streaming data set fills as rows pass.
 
     Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A
     streaming data set is checked on its first rows here, and on the others as they pass.
     """
-    row_type, processing_class = _checked(dataset, processing_class, settings, name=name, for_reward=False)
-    reader = PairReader(processing_class, row_type, name, tools=settings.tools)
-    vocabulary = allowed_ids(processing_class, settings.vocab_size, given=row_type.kind == "tokens")
-    special = settings.add_special_tokens
-    tokenizer = PreferenceTokenizer(reader, special, vocabulary, lengths=settings.lengths)
-    return _prepared(dataset, tokenizer, settings, PairReport(name))
+    rows, report = _prepared(dataset, processing_class, settings, name, PairTokenizer)
+    if isinstance(rows, Dataset) and rows.data.column(OWN_PROMPT).null_count == len(rows.data):
+        rows = rows.remove_columns(OWN_PROMPT)
+    return rows, report  # type: ignore[return-value]
 
 
 def prepare_reward_dataset(
@@ -120,62 +156,275 @@ def prepare_reward_dataset(
     settings: RewardPreparation,
     *,
     name: str = "train",
-) -> tuple[AnyDataset, PairReport]:
+) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of whole sequences, `chosen_input_ids` and `rejected_input_ids`, and its report.
 
     A column `margin` is kept as floats. Rows longer than `max_length` are left out and counted. Raises as
     `prepare_preference_dataset` does.
     """
-    row_type, processing_class = _checked(dataset, processing_class, settings, name=name, for_reward=True)
-    reader = PairReader(processing_class, row_type, name, needs_prompt=False, tools=settings.tools)
-    vocabulary = allowed_ids(processing_class, settings.vocab_size, given=row_type.kind == "tokens")
-    special = settings.add_special_tokens
-    tokenizer = RewardTokenizer(reader, special, vocabulary, max_length=settings.max_length)
-    return _prepared(dataset, tokenizer, settings, PairReport(name, for_reward=True))
-
-
-def _checked(
-    dataset: Any,
-    processing_class: ProcessingClass,
-    settings: RewardPreparation,
-    *,
-    name: str,
-    for_reward: bool,
-) -> tuple[PairRowType, ProcessingClass]:
-    first_row = next(iter(dataset), None)
-    if first_row is None:
-        raise ValueError(
-            f"{name} dataset: no rows, expected at least one with 'chosen' and 'rejected'. Check its file and filters."
-        )
-    processing_class = with_eos(processing_class, settings.eos_token)
-    row_type = pair_row_type(column_names(dataset), first_row, name=name, for_reward=for_reward)
-    place = Place(name, 0, row_type.columns[0])
-    if row_type.kind == "messages":
-        check_chat_template(processing_class, place)
-    if row_type.kind == "text" or (row_type.kind == "messages" and not for_reward):
-        check_eos(processing_class, place, remedy="Set tokenizer.eos_token to a token of its vocabulary.")
-    is_chat = row_type.kind == "messages"
-    warn_of_unread_tools(dataset, processing_class, name=name, is_chat=is_chat, tools=settings.tools)
-    return row_type, processing_class
+    return _prepared(dataset, processing_class, settings, name, RewardTokenizer)
 
 
 def _prepared(
-    dataset: Any, tokenizer: PairTokenizer, settings: RewardPreparation, report: PairReport
-) -> tuple[Any, PairReport]:
-    report.is_streaming = isinstance(dataset, IterableDataset)
-    columns = column_names(dataset)
-    features: dict[str, Any] = dict.fromkeys(tokenizer.columns, List(Value("int32")))
-    features |= {column: Value("float32") for column in tokenizer.numbers if column in columns}
-    rows = map_rows(
-        dataset,
-        tokenizer,
-        features={**features, **dict.fromkeys(RowCounts._fields, Value("int32"))},
-        keep_columns=settings.keep_columns,
-        num_proc=settings.num_proc,
-        desc=f"Tokenizing {report.dataset_name} dataset",
+    dataset: AnyDataset, processing_class: ProcessingClass, settings: RewardPreparation, name: str, make: Any
+) -> tuple[AnyDataset, PreparationReport]:
+    for_reward = make is RewardTokenizer
+    row, columns = first_row(dataset, name, "'chosen' and 'rejected'"), column_names(dataset)
+    processing_class = with_eos(processing_class, settings.eos_token)
+    row_type = pair_row_type(columns, row, name=name, for_reward=for_reward)
+    place, is_chat = Place(name, 0, row_type.columns[0]), row_type.kind == "messages"
+    if is_chat:
+        check_chat_template(processing_class, place)
+    if row_type.kind == "text" or (is_chat and not for_reward):
+        check_eos(processing_class, place, remedy="Set tokenizer.eos_token to a token of its vocabulary.")
+    warn_of_unread_tools(dataset, processing_class, name=name, is_chat=is_chat, tools=settings.tools)
+    kind = make(
+        PairReader(processing_class, row_type, name, not for_reward, settings.tools),
+        settings.lengths,
+        allowed_ids(processing_class, settings.vocab_size, given=row_type.kind == "tokens"),
+        settings.add_special_tokens,
+        tuple(column for column in make.given_numbers if column in columns),
     )
-    if isinstance(rows, Dataset) and OWN_PROMPT in tokenizer.columns:
-        is_needed = rows.data.column(OWN_PROMPT).null_count < len(rows)
-        rows = rows if is_needed else rows.remove_columns(OWN_PROMPT)
-    counting = PairCounting(report, settings.lengths, is_strict=settings.untrained_rows == "error")
-    return count_rows_by(rows, counting, RowCounts._fields), report
+    report = PreparationReport(name, texts=make.texts)
+    rows = prepare_rows(
+        dataset,
+        kind,
+        report,
+        policy=settings.untrained_rows,
+        num_proc=settings.num_proc,
+        keep_columns=settings.keep_columns,
+    )
+    return rows, report
+
+
+class PairTokens(NamedTuple):
+    """A row before truncation: a prompt (empty for reward models) and two completions, and counts."""
+
+    prompt: Ids
+    chosen: Ids
+    rejected: Ids
+    own_prompt: Ids | None = None
+    counts: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class PairTokenizer(RowKind):
+    """Rows of preferences as `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids`, cut to `lengths`.
+
+    The completions begin at the first token that the prompt alone does not have, or that the two do not share, so that
+    the tokens are those of the whole text. `version` is part of the cache key of the prepared data set.
+    """
+
+    counts = (
+        *RowKind.counts, "equal_rows", "promptless_rows", "shifted_rows", "removed_begin_tokens", "empty_completions",
+        "repeated_prompts",
+    )  # fmt: skip
+    refused = ("untrained_rows", "promptless_rows")
+    columns = (*PAIR_COLUMNS, OWN_PROMPT)
+    given_numbers = REFERENCE_LOGPS
+    texts = PAIR_TEXTS
+
+    reader: PairReader
+    lengths: PairLengths
+    vocabulary: Vocabulary | None = None
+    add_special_tokens: bool = True
+    kept_numbers: tuple[str, ...] = ()
+    version: int = 2
+
+    @property
+    def features(self) -> dict[str, Any]:
+        ids: dict[str, Any] = dict.fromkeys(self.columns, List(Value("int32")))
+        return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
+
+    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
+        rows, is_given = rows_of(batch), self.reader.row_type.kind == "tokens"
+        tokens = self._given(batch, rows, indices) if is_given else self._made(rows, indices)
+        finished = [self._finished(row, index) for row, index in zip(tokens, indices, strict=True)]
+        made = {name: [row.get(name, 0) for row in finished] for name in (*self.columns, *self.counts)}
+        if not is_given:
+            for name in ("chosen_input_ids", "rejected_input_ids", "prompt_input_ids"):
+                ids = [row or [0] for row in made.get(name, [[0]] * len(rows))]  # empty ones are counted
+                check_ids(ids, self.vocabulary, self.reader.dataset_name, indices, name)
+        numbers = {
+            name: [
+                check_number(v, self.reader.place(i, name)) for i, v in zip(indices, batch[name], strict=True)
+            ]
+            for name in self.kept_numbers
+        }
+        return {**made, **numbers}
+
+    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[PairTokens]:
+        pairs = [self.reader.read(row, index) for index, row in zip(indices, rows, strict=True)]
+        texts = []
+        for pair in pairs:
+            shared = shared_prompt([pair.chosen[0], pair.rejected[0]])
+            texts.append((shared, ["".join(side)[len(shared) :] for side in (pair.chosen, pair.rejected)]))
+        is_text = self.reader.row_type.kind == "text"
+        splits = tokenize_split(
+            text_tokenizer(self.reader.processing_class),
+            texts,
+            add_special_tokens=self.add_special_tokens and is_text,
+            is_encoder_decoder=self.lengths.is_encoder_decoder,
+        )
+        # The answers of an implicit prompt may part within a token: nobody chose that boundary.
+        chosen_boundary = not is_text or self.reader.row_type.has_prompt
+        return [
+            PairTokens(
+                split.prompt,
+                split.completions[0],
+                split.completions[1],
+                counts={
+                    "shifted_rows": split.shifted if chosen_boundary else 0,
+                    "removed_begin_tokens": split.removed_begin_tokens,
+                    "empty_completions": int(not all(answers)),
+                    "repeated_prompts": int(pair.is_repeated),
+                },
+            )
+            for split, (_, answers), pair in zip(splits, texts, pairs, strict=True)
+        ]
+
+    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[PairTokens]:
+        row_type = self.reader.row_type
+        columns = (*row_type.columns, *(["prompt_input_ids"] if row_type.has_prompt else []))
+        for column in columns:
+            check_ids(batch[column], self.vocabulary, self.reader.dataset_name, indices, column)
+        if row_type.columns == OLDER_REWARD_COLUMNS:
+            each = zip(rows, indices, strict=True)
+            return [
+                PairTokens([], self._unpadded(row, index, SIDES[0]), self._unpadded(row, index, SIDES[1]))
+                for row, index in each
+            ]
+        return [
+            PairTokens(
+                list(row["prompt_input_ids"]) if row_type.has_prompt else [],
+                list(row["chosen_input_ids"]),
+                list(row["rejected_input_ids"]),
+                None if row.get(OWN_PROMPT) is None else list(row[OWN_PROMPT]),
+            )
+            for row in rows
+        ]
+
+    def _unpadded(self, row: dict[str, Any], index: int, side: str) -> Ids:
+        ids, column = row[f"input_ids_{side}"], f"attention_mask_{side}"
+        mask = row.get(column)
+        if mask is None:
+            return list(ids)
+        if len(mask) != len(ids) or not any(mask):
+            given = f"{len(mask)} values ({sum(map(bool, mask))} not 0) for {len(ids)} tokens in 'input_ids_{side}'"
+            remedy = "Give 1 for each token, 0 for padding."
+            raise self.reader.place(index, column).error(given, "as many, and at least one that is 1", remedy)
+        return [token for token, is_real in zip(ids, mask, strict=True) if is_real]
+
+    def _finished(self, tokens: PairTokens, index: int) -> dict[str, Any]:
+        own_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
+        sides = [Side(tokens.prompt, tokens.chosen), Side(own_prompt, tokens.rejected)]
+        with self.reader.place(index, "prompt_input_ids").named():
+            if tokens.own_prompt is None:
+                cut = self.lengths.cut(tokens.prompt, [tokens.chosen, tokens.rejected])
+            else:
+                cut = [self.lengths.cut(side.prompt, [side.completion])[0] for side in sides]
+        chosen, rejected = cut if self.lengths.is_encoder_decoder else map(with_context, cut)
+        own = rejected.prompt if rejected.prompt != chosen.prompt else None
+        ids = (chosen.prompt, chosen.completion, rejected.completion, own)
+        lost = [(len(a.prompt) - len(b.prompt), len(a.completion) - len(b.completion)) for a, b in zip(sides, cut, strict=True)]  # fmt: skip
+        return {
+            **dict(zip(self.columns, ids, strict=True)),
+            **tokens.counts,
+            "row": index,
+            "tokens": sum(len(part) for part in ids if part),
+            # Of the prompt, which is counted once, as many as the side that lost more of it.
+            "removed_tokens": max(prompt for prompt, _ in lost) + sum(completion for _, completion in lost),
+            "untrained_rows": int(not (chosen.completion and rejected.completion)),
+            "equal_rows": int(own is None and chosen.completion == rejected.completion),
+            "promptless_rows": int(any(not side.prompt for side in cut)),
+        }
+
+    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
+        place, other = Place(name, numbers["row"], "chosen_input_ids"), "the one in 'rejected_input_ids'"
+        if not numbers["untrained_rows"]:
+            given = (
+                f"no token of the prompt is left before it or {other} (max_length {self.lengths.max_length})"
+            )
+            remedy = "Raise max_length, lower max_completion_length, or filter the row out."
+            return str(place.error(given, "at least one", remedy))
+        given = f"truncation to {self.lengths} leaves no token of this completion or of {other}"
+        remedy = "Raise max_length, lower max_prompt_length, or filter the row out."
+        return str(place.error(given, "at least one of each", remedy))
+
+
+@dataclass(frozen=True)
+class RewardTokenizer(PairTokenizer):
+    """Rows as `chosen_input_ids` and `rejected_input_ids`: whole sequences, never cut; longer ones are left out.
+
+    Text ends with one eos; a conversation is what the chat template writes.
+    """
+
+    refused = ("untrained_rows",)
+    columns = ("chosen_input_ids", "rejected_input_ids")
+    given_numbers = ("margin",)
+    texts = REWARD_TEXTS
+
+    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[PairTokens]:
+        pairs = [self.reader.read(row, index) for index, row in zip(indices, rows, strict=True)]
+        texts = [side[1] for pair in pairs for side in (pair.chosen, pair.rejected)]
+        tokenizer = text_tokenizer(self.reader.processing_class)
+        if self.reader.row_type.kind == "text":
+            encoded = encode_closed(tokenizer, texts, add_special_tokens=self.add_special_tokens)
+        else:
+            encoded = [(ids, 0) for ids in encode(tokenizer, texts)]
+        return [
+            PairTokens([], chosen, rejected, None, {"removed_begin_tokens": removed, "repeated_prompts": int(pair.is_repeated)})
+            for pair, (chosen, removed), (rejected, _) in zip(pairs, encoded[::2], encoded[1::2], strict=True)
+        ]  # fmt: skip
+
+    def _finished(self, tokens: PairTokens, index: int) -> dict[str, Any]:
+        own = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
+        chosen, rejected = tokens.prompt + tokens.chosen, own + tokens.rejected
+        longest, limit = max(len(chosen), len(rejected)), self.lengths.max_length
+        return {
+            **tokens.counts,
+            "chosen_input_ids": chosen,
+            "rejected_input_ids": rejected,
+            "row": index,
+            "tokens": len(chosen) + len(rejected),
+            "untrained_rows": int(limit is not None and longest > limit),
+            "equal_rows": int(chosen == rejected),
+        }
+
+    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
+        given = f"this sequence or the one in 'rejected_input_ids' has more than max_length {self.lengths.max_length} tokens"
+        place = Place(name, numbers["row"], "chosen_input_ids")
+        return str(place.error(given, "at most as many", "Raise max_length, or filter the row out."))
+
+
+def tokenize_preference_row(
+    features: Mapping[str, str],
+    processing_class: ProcessingClass,
+    max_prompt_length: int | None = None,
+    max_completion_length: int | None = None,
+    add_special_tokens: bool = True,
+) -> dict[str, list[int]]:
+    """One row of text as token ids, as the 0.26 trainers' `tokenize_row` gives them: every part tokenised by itself.
+
+    `features` holds `prompt`, `chosen` and `rejected`. The completions get an eos and keep their first
+    `max_completion_length` tokens, the prompt keeps its last `max_prompt_length`; with `add_special_tokens` (for
+    encoder-decoders) it stands between a begin token, where the tokenizer has one, and an eos. Training data is prepared
+    by `prepare_preference_dataset`, which tokenises prompt and completion together.
+
+    Raises: ValueError where the tokenizer has no eos token.
+    """
+    tokenizer = text_tokenizer(processing_class)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no eos token, expected one to close the completions with. Set tokenizer.eos_token."
+        )
+    prompt, chosen, rejected = encode(tokenizer, [features[key] for key in ("prompt", *SIDES)])
+    eos = [tokenizer.eos_token_id]
+    if add_special_tokens:
+        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        prompt = begin + prompt + eos
+    return {  # type: ignore[return-value]
+        "prompt_input_ids": prompt if max_prompt_length is None else prompt[-max_prompt_length:],
+        "chosen_input_ids": (chosen + eos)[:max_completion_length],
+        "rejected_input_ids": (rejected + eos)[:max_completion_length],
+    }

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from transformers import ProcessorMixin
-
 from trl.data.formats import common_prefix_length, extract_prompt
-from trl.data.rendering import Chat, Message, ProcessingClass, template_source
-from trl.data.tokenization import read_chat
-from trl.data.validation import Place, accepted_roles, check_answer, check_text
+from trl.data.rendering import Chat, Message, ProcessingClass, render, render_prompt, split_rendering
+from trl.data.tokenization import read_chat, read_text
+from trl.data.validation import Place, check_answer
 
 SIDES = ("chosen", "rejected")
 PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
@@ -76,19 +74,22 @@ class ChatPair(NamedTuple):
     prompt: Chat
     chosen: list[Message]
     rejected: list[Message]
-    is_repeated: bool = False  # whether the answers began with the prompt too; the repetition is off
+    is_repeated: bool = False  # whether the answers began with the prompt too; the repetition is removed
 
-    def conversations(self) -> tuple[tuple[str, list[Message]], ...]:
-        """The whole conversation of each side, by its name."""
-        head = self.prompt.messages
-        return ("chosen", [*head, *self.chosen]), ("rejected", [*head, *self.rejected])
+
+class RenderedPair(NamedTuple):
+    """Prompt and completion of the chosen and of the rejected side, as text."""
+
+    chosen: tuple[str, str]
+    rejected: tuple[str, str]
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True)
 class PairReader:
-    """Reads prompt and answers off rows of one type, checked.
+    """Reads prompt and answers of rows of one type, checked.
 
-    `needs_prompt`: whether the prompt of an implicit row has to be told apart (reward models score the whole).
+    `needs_prompt`: whether the prompt is told apart from the answers (reward models score the whole).
     `tools` stand in for those of the rows' own column.
     """
 
@@ -100,6 +101,32 @@ class PairReader:
 
     def place(self, row: int, column: str) -> Place:
         return Place(self.dataset_name, row, column)
+
+    def read(self, row: dict[str, Any], index: int) -> RenderedPair:
+        """Both sides of a row of text or messages; without `needs_prompt` the whole of each is its completion.
+
+        Raises: TypeError or ValueError naming row, column and remedy.
+        """
+        if self.row_type.kind == "text":
+            text = self.text(row, index)
+            if self.needs_prompt:
+                return RenderedPair((text.prompt, text.chosen), (text.prompt, text.rejected))
+            return RenderedPair(("", text.prompt + text.chosen), ("", text.prompt + text.rejected))
+        pair = self.chat(row, index)
+        if self.needs_prompt:
+            with self.place(index, "chosen").named():
+                opened = render_prompt(self.processing_class, pair.prompt)
+                chosen, rejected = (
+                    split_rendering(self.processing_class, pair.prompt, answer, opened)
+                    for answer in (pair.chosen, pair.rejected)
+                )
+            return RenderedPair(chosen, rejected, pair.is_repeated)
+        texts = []
+        for side in SIDES:
+            whole = pair.prompt._replace(messages=[*pair.prompt.messages, *getattr(pair, side)])
+            with self.place(index, side).named():
+                texts.append(("", render(self.processing_class, whole)))
+        return RenderedPair(texts[0], texts[1], pair.is_repeated)
 
     def text(self, row: dict[str, Any], index: int) -> TextPair:
         """The texts of a row.
@@ -113,31 +140,35 @@ class PairReader:
             return TextPair("", chosen, rejected)
         split = extract_prompt({"chosen": chosen, "rejected": rejected})
         if not split["prompt"]:
-            raise ValueError(
-                f"{self.place(index, 'chosen')}: {chosen[:20]!r}... and 'rejected' {rejected[:20]!r}... begin differently, "
-                "expected both to begin with their prompt. Begin them with it, or give it in a column 'prompt'."
-            )
+            given = f"{chosen[:20]!r}... and 'rejected' {rejected[:20]!r}... begin differently"
+            raise self._unshared(index, given)
         return TextPair(**split)  # type: ignore[arg-type]
 
+    def _unshared(self, index: int, given: str) -> Exception:
+        remedy = "Begin them with it, or give it in a column 'prompt'."
+        return self.place(index, "chosen").error(given, "both to begin with their prompt", remedy)
+
     def _text(self, row: dict[str, Any], index: int, column: str, *, may_be_empty: bool = False) -> str:
-        text = check_text(row.get(column), self.place(index, column), may_be_empty=may_be_empty)
-        image = getattr(self.processing_class, "image_token", None)
-        if image and str(image) in text and isinstance(self.processing_class, ProcessorMixin):
-            raise ValueError(
-                f"{self.place(index, column)}: the text holds the placeholder {str(image)!r}, but the rows have no images. "
-                "Give them in a column 'images' or 'image', or remove it."
-            )
-        return text
+        return read_text(self.processing_class, row, self.place(index, column), may_be_empty=may_be_empty)
 
     def chat(self, row: dict[str, Any], index: int) -> ChatPair:
         """The messages of a row.
 
-        Raises: TypeError or ValueError for what are no messages, for a prompt that the answers do not go with, and for
+        Raises: TypeError or ValueError for what are no messages, for a prompt that does not fit the answers, and for
         answers that do not begin and end with the assistant.
         """
         pair = self._split(row, index)
         for side, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            self._check_roles(messages, self.place(index, side), is_answer=bool(pair.prompt.messages))
+            place, (first, last) = self.place(index, side), (messages[0]["role"], messages[-1]["role"])
+            if pair.prompt.messages and first in NOT_ANSWERING:
+                remedy = "Put what comes before the assistant's answer into the prompt."
+                raise place.error(
+                    f"the answer begins with a message of role {first!r}", "the assistant's", remedy
+                )
+            if last in NOT_ENDING:
+                remedy = "Remove what comes after the answer, or filter the row out."
+                raise place.error(f"the last message has the role {last!r}", "the assistant's", remedy)
+            check_answer(messages, place)
         return pair
 
     def _split(self, row: dict[str, Any], index: int) -> ChatPair:
@@ -151,16 +182,14 @@ class PairReader:
         if not self.needs_prompt:
             return ChatPair(chosen._replace(messages=[]), chosen.messages, rejected.messages)
         if not shared:
-            raise ValueError(
-                f"{self.place(index, 'chosen')}: the first message is not that of 'rejected', or the assistant's only one; "
-                "expected both to begin with their prompt. Begin them with it, or give it in a column 'prompt'."
+            raise self._unshared(
+                index, "the first message is not that of 'rejected', or the assistant's only one"
             )
         head = chosen._replace(messages=chosen.messages[:shared])
         return ChatPair(head, chosen.messages[shared:], rejected.messages[shared:])
 
     def _chat(self, row: dict[str, Any], index: int, column: str) -> Chat:
-        roles = accepted_roles(template_source(self.processing_class))
-        return read_chat(self.processing_class, row, self.place(index, column), roles=roles, tools=self.tools)
+        return read_chat(self.processing_class, row, self.place(index, column), tools=self.tools)
 
     def _after_prompt(self, prompt: Chat, chosen: Chat, rejected: Chat, index: int) -> ChatPair:
         """Answers to a prompt of its own column; where both are whole conversations, without the prompt's messages."""
@@ -171,39 +200,26 @@ class PairReader:
         for side, answer in zip(SIDES, answers, strict=True):
             role = answer[0]["role"]
             if role in NOT_ANSWERING:
-                raise ValueError(
-                    f"{self.place(index, side)}, message 0: role {role!r}, as a whole conversation begins, but 'prompt' is not "
-                    "how this one begins; expected the assistant's answer to 'prompt'. Give the answer only, or remove "
-                    "the column 'prompt'."
+                given = (
+                    f"role {role!r}, as a whole conversation begins, but 'prompt' is not how this one begins"
                 )
+                remedy = "Give the answer only, or remove the column 'prompt'."
+                place = self.place(index, side)._replace(message=0)
+                raise place.error(given, "the assistant's answer to 'prompt'", remedy)
         return ChatPair(prompt, *answers)
 
     def _check_repeats(self, prompt: str, shared: list[Message], index: int) -> None:
         """A prompt of text beside conversations must be one that they begin with."""
-        told = [text for text in map(_spoken, shared) if text]
-        if not any(text in prompt or prompt.strip() in text for text in told):
-            raise ValueError(
-                f"{self.place(index, 'prompt')}: {prompt[:40]!r} is not what the conversations in 'chosen' and 'rejected' both "
-                'begin with, expected their prompt. Write it as messages ([{"role": "user", "content": ...}]), or remove '
-                "the column."
+        texts = [text for text in map(_text_of, shared) if text]
+        if not any(text in prompt or prompt.strip() in text for text in texts):
+            given = (
+                f"{prompt[:40]!r} is not what the conversations in 'chosen' and 'rejected' both begin with"
             )
-
-    def _check_roles(self, messages: list[Message], place: Place, *, is_answer: bool) -> None:
-        first, last = messages[0]["role"], messages[-1]["role"]
-        if is_answer and first in NOT_ANSWERING:
-            raise ValueError(
-                f"{place}: the answer begins with a message of role {first!r}, expected the assistant's. Let both answers "
-                "begin with the assistant, and put what comes before into the prompt."
-            )
-        if last in NOT_ENDING:
-            raise ValueError(
-                f"{place}: the last message has the role {last!r}, expected the assistant's. Remove what comes after the "
-                "answer, or filter the row out."
-            )
-        check_answer(messages, place)
+            remedy = 'Write it as messages ([{"role": "user", "content": ...}]), or remove the column.'
+            raise self.place(index, "prompt").error(given, "their prompt", remedy)
 
 
-def _spoken(message: Message) -> str:
+def _text_of(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content)

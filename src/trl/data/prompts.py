@@ -9,16 +9,9 @@ from typing import Any
 from datasets import Dataset, Features, List, Value
 
 from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
-from trl.data.rendering import (
-    ProcessingClass,
-    TemplateRefusal,
-    render_prompt,
-    template_source,
-    text_tokenizer,
-)
-from trl.data.tokenization import encode_open, read_chat
-from trl.data.unread_tools import warn_of_unread_tools
-from trl.data.validation import Place, accepted_roles, check_chat_template, check_text
+from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
+from trl.data.tokenization import encode_open, read_chat, rows_of
+from trl.data.validation import Place, check_chat_template, check_text, warn_of_unread_tools
 
 PROMPT_IDS = "input_ids"
 IMAGE_KEY = "image_key"  # of a prompt with images: where they are found again
@@ -128,7 +121,7 @@ class _Prompts:
     chat: bool
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        rows = rows_of(batch)
         ids = self._given(rows) if self.tokenized else self._encoded(rows, indices)
         if self.settings.keep is not None:
             ids = [prompt[-self.settings.keep :] for prompt in ids]
@@ -156,31 +149,25 @@ class _Prompts:
     def _text(self, row: dict[str, Any], place: Place) -> str:
         if not self.chat:
             return check_text(row["prompt"], place)
-        roles = accepted_roles(template_source(self.processing_class))
-        try:
-            tools: Any = None if self.settings.tools is None else list(self.settings.tools)
-            chat = read_chat(self.processing_class, row, place, roles=roles, tools=tools)
-            kwargs = {**(self.settings.template_kwargs or {}), **chat.template_kwargs}
+        chat = read_chat(self.processing_class, row, place, tools=self.settings.tools)  # type: ignore[arg-type]
+        kwargs = {**(self.settings.template_kwargs or {}), **chat.template_kwargs}
+        with place.named():
             return render_prompt(self.processing_class, chat._replace(template_kwargs=kwargs))
-        except TemplateRefusal as error:
-            raise ValueError(f"{place}: {error}") from error
 
 
 def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Place) -> None:
     """Raise ValueError for a prompt without tokens, with ids that are none of the model's, or of too many."""
     longest, vocabulary = settings.longest, settings.vocabulary
     if not prompt:
-        raise ValueError(
-            f"{place}: a prompt without tokens, expected at least 1. Begin it with the tokenizer's bos token."
-        )
-    if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
-        wrong = next(token for token in prompt if token < 0 or token >= (vocabulary or token + 1))
-        raise ValueError(
-            f"{place}: token id {wrong}, expected 0 to {(vocabulary or 0) - 1} (the rows of the model's embedding). "
-            "Tokenize with the tokenizer that belongs to the model."
-        )
+        raise place.error("a prompt without tokens", "at least 1", "Begin it with the tokenizer's bos token.")
+    for token in prompt:
+        if token < 0 or (vocabulary is not None and token >= vocabulary):
+            expected = f"0 to {(vocabulary or 0) - 1} (the model's vocabulary)"
+            raise place.error(
+                f"token id {token}", expected, "Tokenize with the tokenizer that belongs to the model."
+            )
     if longest is not None and len(prompt) > longest:
-        raise ValueError(
-            f"{place}: a prompt of {len(prompt)} tokens, expected at most {longest}: the model's window holds the "
-            "response too. Shorten or filter out such prompts."
+        expected = f"at most {longest}: the response needs room in the model's context, too"
+        raise place.error(
+            f"a prompt of {len(prompt)} tokens", expected, "Shorten or filter out such prompts."
         )

@@ -20,6 +20,7 @@ from trl.data.rendering import (
     text_tokenizer,
 )
 from trl.data.templates import has_generation_marks
+from trl.data.tokenization import encode
 
 
 class AssistantTokens(NamedTuple):
@@ -226,11 +227,6 @@ def token_boundaries(
         return whole, counts
     heads = encode(tokenizer, [text[:cut] for cut in cuts])
     return whole, [len(head) if whole[: len(head)] == head else None for head in heads]
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of texts that bring their own special tokens: none are added."""
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []  # type: ignore[return-value]
 
 
 def _straddling(tokenizer: PreTrainedTokenizerBase, head: str, ids: list[int]) -> int:

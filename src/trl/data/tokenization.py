@@ -1,191 +1,43 @@
-"""Rows -> token ids and masks of what is trained, a batch of rows at a time."""
+"""Texts and conversations of rows -> token ids, and the boundary between prompt and completion."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.data.formats import common_prefix_length, maybe_convert_to_chatml, remove_none_values
 from trl.data.multimodal import prepare_multimodal_messages
-from trl.data.rendering import (
-    Chat,
-    ProcessingClass,
-    TemplateRefusal,
-    read_tools,
-    render,
-    split_rendering,
-    template_source,
-    text_tokenizer,
-)
-from trl.data.spans import AssistantTokens, StopTokens, assistant_tokens, encode
-from trl.data.validation import Place, SFTRowType, accepted_roles, check_messages, check_text
+from trl.data.rendering import Chat, ProcessingClass, read_tools, template_source
+from trl.data.validation import Place, accepted_roles, check_messages, check_text
 
-# What is counted for each row beside its tokens; these columns are taken off again once they are summed.
-COUNTED = ("shifted_boundaries", "unstopped_turns", "removed_begin_tokens")
+Ids = list[int]
 
 
-class TokenRow(NamedTuple):
-    """One tokenised row; a mask is None where the setting does not ask for it."""
-
-    input_ids: list[int]
-    completion_mask: list[int] | None = None
-    assistant_masks: list[int] | None = None
-    shifted_boundaries: int = 0
-    unstopped_turns: int = 0
-    removed_begin_tokens: int = 0
+def rows_of(batch: Mapping[str, Sequence]) -> list[dict[str, Any]]:
+    """The rows of a batch given as columns."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
-@dataclass(frozen=True)
-class SFTTokenizer:
-    """Tokenises batches of rows of one type for `datasets.Dataset.map` (batched, with indices).
-
-    Text gets the tokenizer's special tokens and an eos token unless it ends with one; conversations get exactly what
-    the chat template writes. `version` is part of the cache key of the prepared data set.
-    """
-
-    processing_class: ProcessingClass
-    row_type: SFTRowType
-    dataset_name: str
-    completion_mask: bool = False
-    assistant_masks: bool = False
-    add_special_tokens: bool = True
-    version: int = 2
-
-    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        """Columns `input_ids`, the masks asked for, and those in `COUNTED`."""
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        tokenize = _METHODS[self.row_type.kind, self.row_type.is_conversational]
-        tokenized = tokenize(self, rows, indices)
-        columns = {name: [getattr(row, name) for row in tokenized] for name in TokenRow._fields}
-        masks = {"completion_mask": self.completion_mask, "assistant_masks": self.assistant_masks}
-        return {name: values for name, values in columns.items() if masks.get(name, True)}
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return text_tokenizer(self.processing_class)
-
-    def _place(self, row: int, column: str) -> Place:
-        return Place(self.dataset_name, row, column)
-
-    def _texts(
-        self, rows: list[dict], indices: Sequence[int], column: str, *, may_be_empty: bool = False
-    ) -> list[str]:
-        texts = [
-            check_text(row.get(column), self._place(index, column), may_be_empty=may_be_empty)
-            for index, row in zip(indices, rows, strict=True)
-        ]
-        placeholder = getattr(self.processing_class, "image_token", None)
-        for index, text in zip(indices, texts, strict=True):
-            if placeholder and str(placeholder) in text and isinstance(self.processing_class, ProcessorMixin):
-                raise ValueError(
-                    f"{self._place(index, column)}: the text holds the placeholder {str(placeholder)!r}, but the rows have no "
-                    "images. Give them in a column 'images' or 'image', or remove it."
-                )
-        return texts
-
-    def text_rows(self, rows: list[dict], indices: Sequence[int]) -> list[TokenRow]:
-        texts = self._texts(rows, indices, self.row_type.columns[0])
-        return [
-            TokenRow(closed, removed_begin_tokens=removed)
-            for closed, removed in encode_closed(
-                self.tokenizer, texts, add_special_tokens=self.add_special_tokens
-            )
-        ]
-
-    def prompt_completion_rows(self, rows: list[dict], indices: Sequence[int]) -> list[TokenRow]:
-        prompts = self._texts(rows, indices, "prompt", may_be_empty=True)
-        completions = self._texts(rows, indices, "completion")
-        joint = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        special = self.add_special_tokens
-        whole = encode_closed(self.tokenizer, joint, add_special_tokens=special)
-        heads = encode_open(self.tokenizer, prompts, add_special_tokens=special)
-        return [
-            _completion_row(head, ids)._replace(removed_begin_tokens=removed)
-            for (head, _), (ids, removed) in zip(heads, whole, strict=True)
-        ]
-
-    def message_rows(self, rows: list[dict], indices: Sequence[int]) -> list[TokenRow]:
-        column = self.row_type.columns[0]
-        stop_tokens = StopTokens(self.tokenizer)
-        chats = self._chats(rows, indices, (column,))
-        if self.assistant_masks:
-            return [
-                _assistant_row(self._assistant_tokens(chat, stop_tokens, self._place(index, column)))
-                for index, chat in zip(indices, chats, strict=True)
-            ]
-        texts = [
-            self._rendered(render, self._place(index, column), self.processing_class, chat)
-            for index, chat in zip(indices, chats, strict=True)
-        ]
-        unstopped = [int(stop_tokens.end_in(text) is None) for text in texts]
-        return [
-            TokenRow(ids, unstopped_turns=missing)
-            for ids, missing in zip(encode(self.tokenizer, texts), unstopped, strict=True)
-        ]
-
-    def prompt_completion_chats(self, rows: list[dict], indices: Sequence[int]) -> list[TokenRow]:
-        stop_tokens = StopTokens(self.tokenizer)
-        prompts = self._chats(rows, indices, ("prompt",))
-        answers = self._chats(rows, indices, ("completion",))
-        halves = [
-            self._rendered(
-                split_rendering,
-                self._place(index, "completion"),
-                self.processing_class,
-                prompt,
-                answer.messages,
-            )
-            for index, prompt, answer in zip(indices, prompts, answers, strict=True)
-        ]
-        heads = encode(self.tokenizer, [prompt for prompt, _ in halves])
-        if not self.assistant_masks:
-            whole = encode(self.tokenizer, [prompt + completion for prompt, completion in halves])
-            return [
-                _completion_row(head, ids)._replace(
-                    unstopped_turns=int(stop_tokens.end_in(completion) is None)
-                )
-                for head, ids, (_, completion) in zip(heads, whole, halves, strict=True)
-            ]
-        rows_out = []
-        for index, head, prompt, answer in zip(indices, heads, prompts, answers, strict=True):
-            chat = prompt._replace(messages=[*prompt.messages, *answer.messages])
-            tokens = self._assistant_tokens(chat, stop_tokens, self._place(index, "completion"))
-            split, row = _completion_row(head, tokens.input_ids), _assistant_row(tokens)
-            shifted = split.shifted_boundaries + row.shifted_boundaries
-            rows_out.append(row._replace(completion_mask=split.completion_mask, shifted_boundaries=shifted))
-        return rows_out
-
-    def _chats(self, rows: list[dict], indices: Sequence[int], columns: tuple[str, ...]) -> list[Chat]:
-        roles = accepted_roles(template_source(self.processing_class))
-        return [self._chat(row, index, columns[0], roles) for index, row in zip(indices, rows, strict=True)]
-
-    def _chat(self, row: dict, index: int, column: str, roles: frozenset[str]) -> Chat:
-        return read_chat(self.processing_class, row, self._place(index, column), roles=roles)
-
-    def _assistant_tokens(self, chat: Chat, stop_tokens: StopTokens, place: Place) -> AssistantTokens:
-        if not any(message["role"] == "assistant" for message in chat.messages):
-            raise ValueError(
-                f"{place}: no message of the assistant, expected one to train on with assistant_only_loss=True. Filter "
-                "the row out, or set assistant_only_loss=False."
-            )
-        return self._rendered(assistant_tokens, place, self.processing_class, chat, stop_tokens)
-
-    def _rendered(self, function: Any, place: Place, *arguments: Any) -> Any:
-        """`function(*arguments)`, with the place added to what the chat template complains about."""
-        try:
-            return function(*arguments)
-        except TemplateRefusal as error:
-            raise ValueError(f"{place}: {error}") from error
+def read_text(
+    processing_class: ProcessingClass, row: Mapping[str, Any], place: Place, *, may_be_empty: bool = False
+) -> str:
+    """The text in the column at `place`, checked; without a placeholder for images."""
+    text = check_text(row.get(place.column), place, may_be_empty=may_be_empty)
+    image = getattr(processing_class, "image_token", None)
+    if image and str(image) in text and isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"{place}: the text holds the placeholder {str(image)!r}, but the rows have no images. Give them in a column "
+            "'images' or 'image', or remove it."
+        )
+    return text
 
 
 def read_chat(
     processing_class: ProcessingClass,
-    row: dict[str, Any],
+    row: Mapping[str, Any],
     place: Place,
     *,
-    roles: frozenset[str],
-    tools: list[dict | Callable] | None = None,
+    tools: Sequence[dict | Callable] | None = None,
 ) -> Chat:
     """The messages in the column at `place`, checked, with the row's template variables and tools.
 
@@ -193,43 +45,41 @@ def read_chat(
 
     Raises: TypeError or ValueError naming the place where messages, tools or template variables are not readable.
     """
-    converted = maybe_convert_to_chatml(row)
-    messages = check_messages(converted.get(place.column), place, roles=roles)
+    roles = accepted_roles(template_source(processing_class))
+    messages = check_messages(maybe_convert_to_chatml(dict(row)).get(place.column), place, roles=roles)
     if isinstance(processing_class, ProcessorMixin):
-        try:
+        with place.named():
             messages = prepare_multimodal_messages(messages, images=[])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{place}: {error} Images stand in a column 'images' or 'image'.") from error
-    try:
-        tools = read_tools(row.get("tools") if tools is None else tools)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{place._replace(column='tools')}: {error}") from error
+    return Chat(messages, *template_inputs(row, place, tools=tools))
+
+
+def template_inputs(
+    row: Mapping[str, Any], place: Place, *, tools: Sequence[dict | Callable] | None = None
+) -> tuple[list[dict | Callable] | None, dict[str, Any]]:
+    """The tools of a row, and its variables for the chat template."""
+    with place._replace(column="tools").named():
+        found = read_tools(row.get("tools") if tools is None else tools)
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
-        raise TypeError(
-            f"{place._replace(column='chat_template_kwargs')}: a {type(kwargs).__name__}, expected a dict of template "
-            "variables. Give one dict for each row."
-        )
-    return Chat(messages, tools, remove_none_values(kwargs))
+        place, remedy = place._replace(column="chat_template_kwargs"), "Give one dict for each row."
+        raise place.error(f"a {type(kwargs).__name__}", "a dict of template variables", remedy, TypeError)
+    return found, remove_none_values(kwargs)
 
 
-_METHODS = {
-    ("text", False): SFTTokenizer.text_rows,
-    ("prompt_completion", False): SFTTokenizer.prompt_completion_rows,
-    ("messages", True): SFTTokenizer.message_rows,
-    ("prompt_completion", True): SFTTokenizer.prompt_completion_chats,
-}
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
+    """Token ids of texts that bring their own special tokens: none are added."""
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []  # type: ignore[return-value]
 
 
 def encode_open(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool = True
-) -> list[tuple[list[int], int]]:
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = True
+) -> list[tuple[Ids, int]]:
     """Token ids of texts that something follows, and how many begin tokens were removed.
 
     The tokenizer's begin token is kept once where the text already starts with it; an end token that the tokenizer
     adds is taken off.
     """
-    encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     opened = [single_begin(tokenizer, ids) for ids in encoded]  # type: ignore[union-attr]
     eos, eos_text = tokenizer.eos_token_id, str(tokenizer.eos_token)
     return [
@@ -239,15 +89,20 @@ def encode_open(
 
 
 def encode_closed(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool = True
-) -> list[tuple[list[int], int]]:
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = True
+) -> list[tuple[Ids, int]]:
     """Token ids of texts that end here, each with one eos token at its end, and how many begin tokens were removed."""
-    eos = tokenizer.eos_token_id
     opened = encode_open(tokenizer, texts, add_special_tokens=add_special_tokens)
-    return [(ids if ids and ids[-1] == eos else [*ids, eos], removed) for ids, removed in opened]  # type: ignore[list-item]
+    return [(closed(ids, tokenizer), removed) for ids, removed in opened]
 
 
-def single_begin(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[list[int], int]:
+def closed(ids: Ids, tokenizer: PreTrainedTokenizerBase) -> Ids:
+    """The ids with an eos token at their end, unless they have it."""
+    eos: int = tokenizer.eos_token_id  # type: ignore[assignment]
+    return ids if ids and ids[-1] == eos else [*ids, eos]
+
+
+def single_begin(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> tuple[Ids, int]:
     """The ids with one begin token where text and tokenizer both brought one, and how many were removed."""
     begin = tokenizer.bos_token_id
     removed = 0
@@ -256,17 +111,50 @@ def single_begin(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[li
     return ids[removed:], removed
 
 
-def _completion_row(head: list[int], ids: list[int]) -> TokenRow:
-    """The completion begins at the first token that the prompt alone does not have, so none of its text is lost."""
-    boundary = common_prefix_length(head, ids)
-    mask = [0] * boundary + [1] * (len(ids) - boundary)
-    return TokenRow(ids, completion_mask=mask, shifted_boundaries=int(boundary < len(head)))
+class Split(NamedTuple):
+    """A prompt and the completions behind it; 1 in `shifted` where the boundary is inside a token of the prompt."""
+
+    prompt: Ids
+    completions: list[Ids]
+    shifted: int
+    removed_begin_tokens: int
 
 
-def _assistant_row(tokens: AssistantTokens) -> TokenRow:
-    return TokenRow(
-        tokens.input_ids,
-        assistant_masks=tokens.mask,
-        shifted_boundaries=tokens.shifted,
-        unstopped_turns=tokens.unstopped,
+def split_ids(head: Ids, wholes: Sequence[Ids]) -> tuple[int, int]:
+    """The boundary: the first token that the prompt alone (`head`) does not have; and whether it is inside a token."""
+    boundary = min(common_prefix_length(head, whole) for whole in wholes)
+    return boundary, int(boundary < len(head))
+
+
+def tokenize_split(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[tuple[str, Sequence[str]]],
+    *,
+    add_special_tokens: bool,
+    is_encoder_decoder: bool = False,
+) -> list[Split]:
+    """Prompts and the completions of each, which end with one eos token.
+
+    Both are tokenised together, so that no text is lost at the boundary. The two sides of an encoder-decoder are
+    tokenised apart, the prompt with an eos token of its own.
+    """
+    texts = list(dict.fromkeys(prompt for prompt, _ in rows))
+    encode_prompts = encode_closed if is_encoder_decoder else encode_open
+    heads = dict(
+        zip(texts, encode_prompts(tokenizer, texts, add_special_tokens=add_special_tokens), strict=True)
     )
+    if is_encoder_decoder:
+        answers = iter(encode(tokenizer, [answer for _, answers in rows for answer in answers]))
+        return [
+            Split(heads[prompt][0], [closed(next(answers), tokenizer) for _ in row], 0, heads[prompt][1])
+            for prompt, row in rows
+        ]
+    joint = [prompt + answer for prompt, answers in rows for answer in answers]
+    wholes = iter(encode_closed(tokenizer, joint, add_special_tokens=add_special_tokens))
+    splits = []
+    for prompt, row in rows:
+        own = [next(wholes) for _ in row]
+        boundary, shifted = split_ids(heads[prompt][0], [ids for ids, _ in own])
+        completions = [ids[boundary:] for ids, _ in own]
+        splits.append(Split(heads[prompt][0][:boundary], completions, shifted, own[0][1]))
+    return splits

@@ -2,39 +2,76 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.formats import column_names
-from trl.data.preference_lengths import PairLengths, TruncationMode
-from trl.data.preference_rows import SIDES, PairReader, pair_row_type
-from trl.data.preparation import AnyDataset, allowed_ids
-from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.data.row_counters import Numbers, RowReport, count_rows_by, map_rows
-from trl.data.unpaired_tokens import (
-    EMBEDDING_COLUMN,
-    KL_COLUMNS,
-    REFERENCE_LOGPS,
-    TOKEN_COLUMNS,
-    WHOLE,
-    CompletionLengths,
-    Mismatching,
-    UnpairedCounts,
-    UnpairedReader,
-    UnpairedTokenizer,
-    row_kind,
+from trl.data.formats import column_names, is_conversational, maybe_convert_to_chatml
+from trl.data.pipeline import (
+    TEXTS,
+    AnyDataset,
+    PreparationReport,
+    RowKind,
+    Text,
+    Texts,
+    Vocabulary,
+    allowed_ids,
+    check_ids,
+    first_row,
+    prepare_rows,
 )
-from trl.data.unread_tools import warn_of_unread_tools
-from trl.data.validation import Place, check_chat_template, check_eos
+from trl.data.preference_lengths import Ids, PairLengths, Side, TruncationMode, with_context
+from trl.data.preference_rows import NOT_ANSWERING, SIDES, PairReader, pair_row_type
+from trl.data.rendering import ProcessingClass, split_rendering, text_tokenizer
+from trl.data.tokenization import read_chat, read_text, rows_of, tokenize_split
+from trl.data.validation import (
+    Place,
+    check_answer,
+    check_chat_template,
+    check_eos,
+    check_label,
+    check_number,
+    warn_of_unread_tools,
+)
 
 logger = logging.getLogger(__name__)
 
 BATCH = 1000
 BALANCED = (1.0, 4 / 3)  # of weight x rows, desirable over undesirable
+TOKEN_COLUMNS = ("prompt_input_ids", "completion_input_ids")
+KL_COLUMNS = ("KL_completion_input_ids", "KL_prompt_input_ids")
+EMBEDDING_COLUMN = "embedding_input_ids"
+REFERENCE_LOGPS = ("reference_logps", "reference_KL_logps")
+MARKS = 2  # places that are kept for a begin token and an eos
+NO_MODEL_LIMIT = 10**9  # tokenizers without a length of their own have a larger one
+
+UNPAIRED_TEXTS: Texts = {
+    "desirable_rows": Text("{0.desirable_rows} desirable"),
+    **TEXTS,
+    "untrained_rows": Text(
+        "{0.untrained_rows} with the completion cut off whole",
+        "in {0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) truncation left no token of the completion; "
+        "{0.dropped_rows} of them were left out. Raise max_length, lower max_prompt_length, or filter these rows.",
+    ),
+    "equal_rows": Text(
+        "{0.equal_rows} of pairs with equal completions",
+        "in {0.equal_rows} rows of pairs (first pairs: {0.first[equal_rows]}) the undesirable completion is the desirable one "
+        "too, so the two teach nothing. Filter these pairs, or raise the lengths if truncation made them equal.",
+    ),
+    "promptless_rows": Text(
+        "{0.promptless_rows} with no prompt",
+        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) there is no token of a prompt, and the "
+        "completion's first token is not trained. Give prompts, or a tokenizer that adds a begin token.",
+    ),
+    "empty_completions": Text(
+        "{0.empty_completions} with a completion of the eos token alone",
+        "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer of a pair is what the "
+        "other one continues; its completion is the eos token alone. Give the prompts in a column 'prompt' if that is "
+        "not meant.",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -92,121 +129,93 @@ class UnpairedPreparation:
         )
 
 
-@dataclass
-class UnpairedReport(RowReport):
-    """Counts of one data set of unpaired preferences; of pairs both completions are rows."""
-
-    desirable_rows: int = 0
-    undesirable_rows: int = 0
-
-    def phrases(self) -> Mapping[str, str]:
-        return {"desirable_rows": "{0.desirable_rows} desirable", **super().phrases(), **_PHRASES}
-
-    def warnings(self) -> Mapping[str, str]:
-        return {**super().warnings(), **_WARNINGS}
-
-
-_PHRASES = {
-    "untrained_rows": "{0.untrained_rows} with the completion cut off whole",
-    "equal_rows": "{0.equal_rows} of pairs with equal completions",
-    "promptless_rows": "{0.promptless_rows} with no prompt",
-    "empty_completions": "{0.empty_completions} with a completion of the eos token alone",
-}
-_WARNINGS = {
-    "untrained_rows": (
-        "in {0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) truncation left no token of the completion; "
-        "{0.dropped_rows} of them were left out. Raise max_length, lower max_prompt_length, or filter these rows."
-    ),
-    "equal_rows": (
-        "in {0.equal_rows} rows of pairs (first pairs: {0.first[equal_rows]}) the undesirable completion is the desirable one "
-        "too, so the two teach nothing. Filter these pairs, or raise the lengths if truncation made them equal."
-    ),
-    "promptless_rows": (
-        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) there is no token of a prompt, and the "
-        "completion's first token is not trained. Give prompts, or a tokenizer that adds a begin token."
-    ),
-    "empty_completions": (
-        "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer of a pair is what the "
-        "other one continues; its completion is the eos token alone. Give the prompts in a column 'prompt' if that is "
-        "not meant."
-    ),
-}
-_FLAGS = ("equal_rows", "promptless_rows", "empty_completions")
-
-
 def prepare_unpaired_dataset(
     dataset: AnyDataset,
     processing_class: ProcessingClass,
     settings: UnpairedPreparation,
     *,
     name: str = "train",
-) -> tuple[AnyDataset, UnpairedReport]:
+) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of `prompt_input_ids`, `completion_input_ids` and `label`, and its report.
 
     Pairs are taken apart: each chosen completion (label true) is followed by the rejected one (label false). With
     `mismatch_group`, `KL_completion_input_ids` is the completion of the row before it in its group (groups are counted
-    from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or
-    less of it than of `prompt_input_ids`, None elsewhere; a stored data set without any such row lacks the column.
-    `reference_logps` and `reference_KL_logps` are kept. The report of a stream fills as rows pass.
+    from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this row's
+    prompt; `KL_prompt_input_ids` is that prompt where its length took more or less of it than of `prompt_input_ids`, None
+    elsewhere; a stored data set without any such row lacks the column. `reference_logps` and `reference_KL_logps` are
+    kept. The report of a stream fills as rows pass.
 
     Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A stream
     is checked on its first rows here, and on the others as they pass.
     """
-    reader = _checked(dataset, processing_class, settings, name)
-    report = UnpairedReport(name, is_streaming=isinstance(dataset, IterableDataset))
-    columns = column_names(dataset)
-    group = settings.mismatch_group if KL_COLUMNS[0] not in columns or reader.kind != "tokens" else None
+    row = first_row(dataset, name, "'prompt', 'completion' and 'label'")
+    reader, columns = _reader(dataset, row, processing_class, settings, name), column_names(dataset)
+    is_given = reader.kind == "tokens"
+    report = PreparationReport(name, texts=UNPAIRED_TEXTS)
+    group = None if is_given and KL_COLUMNS[0] in columns else settings.mismatch_group
     tokenizer = text_tokenizer(processing_class)
     lengths = CompletionLengths(settings.limits, tokenizer.bos_token_id, tokenizer.eos_token_id)  # type: ignore[arg-type]
-    tokenize = UnpairedTokenizer(
+    kind = UnpairedTokenizer(
         reader,
         lengths,
         settings.add_special_tokens,
-        allowed_ids(processing_class, settings.vocab_size, given=reader.kind == "tokens"),
-        settings.embedding_tokenizer,
+        allowed_ids(processing_class, settings.vocab_size, given=is_given),
+        None if is_given else settings.embedding_tokenizer,
         keep_whole=group is not None,
+        kept_numbers=tuple(
+            column for column in REFERENCE_LOGPS if column in columns and reader.pairs is None
+        ),
     )
-    rows = map_rows(
+    rows: Any = prepare_rows(
         dataset,
-        tokenize,
-        features={**_features(columns, tokenize), **dict.fromkeys(UnpairedCounts._fields, Value("int32"))},
-        keep_columns=(*KL_COLUMNS, EMBEDDING_COLUMN) if reader.kind == "tokens" else (),
+        kind,
+        report,
+        policy=settings.untrained_rows,
         num_proc=settings.num_proc,
-        desc=f"Tokenizing {name} dataset",
+        keep_columns=(*KL_COLUMNS, EMBEDDING_COLUMN) if is_given else (),
     )
-    rows = count_rows_by(rows, UnpairedCounting(report, settings), UnpairedCounts._fields)
     if isinstance(rows, Dataset):
         _warn_of_balance(report, settings)
     if group is not None:
-        paired = reader.pairs is not None
-        if paired and group < 4:
+        is_paired = reader.pairs is not None
+        if is_paired and group < 4:
             logger.warning(
                 "%s dataset: an optimiser step of %d rows holds too few pairs for the KL estimate, which then reads the other "
                 "completion of the same pair. Raise per_device_train_batch_size, to at least 4 rows per step.",
                 name,
                 group,
             )
-        rows = _with_mismatches(rows, Mismatching(lengths, group, same_label=paired), name)
+        rows = _with_mismatches(rows, Mismatching(lengths, group, same_label=is_paired), name)
     return rows, report  # type: ignore[return-value]
 
 
-def _checked(
-    dataset: Any, processing_class: ProcessingClass, settings: UnpairedPreparation, name: str
-) -> UnpairedReader:
-    """The reader of this data set's rows, whose columns, tokenizer and template it has what it needs."""
-    first_row = next(iter(dataset), None)
-    if first_row is None:
-        raise ValueError(f"{name} dataset: no rows, expected at least one with 'prompt', 'completion' and 'label'. Check its file and filters.")  # fmt: skip
+def _reader(
+    dataset: Any,
+    row: Mapping[str, Any],
+    processing_class: ProcessingClass,
+    settings: UnpairedPreparation,
+    name: str,
+) -> "UnpairedReader":
+    """The reader of this data set's rows, after checks of columns, tokenizer and template."""
     columns = column_names(dataset)
     if set(TOKEN_COLUMNS) <= set(columns):
-        _check_token_columns(columns, settings, name)
+        needed = ("label", *([EMBEDDING_COLUMN] if settings.embedding_tokenizer is not None else []))
+        for column in needed:
+            if column not in columns:
+                raise ValueError(
+                    f"{name} dataset, row 0, has columns {columns}, without {column!r}. Add it (label: true where the "
+                    f"completion is desirable; {EMBEDDING_COLUMN}: the prompts under embedding_tokenizer), or give text."
+                )
         return UnpairedReader(processing_class, "tokens", name)
+    pairs, kind, column = None, "text", "completion"
     if set(SIDES) <= set(columns):
-        row_type = pair_row_type(columns, first_row, name=name)
+        row_type = pair_row_type(columns, row, name=name)
         pairs, kind, column = PairReader(processing_class, row_type, name), row_type.kind, SIDES[0]
     else:
         _check_columns(columns, name)
-        pairs, kind, column = None, row_kind(first_row), "completion"
+        turns = maybe_convert_to_chatml(dict(row))
+        if is_conversational({key: turns.get(key) for key in ("prompt", "completion")}):
+            kind = "messages"
     place = Place(name, 0, column)
     if kind == "messages":
         check_chat_template(processing_class, place)
@@ -231,25 +240,291 @@ def _check_columns(columns: Sequence[str], name: str) -> None:
     )
 
 
-def _check_token_columns(columns: Sequence[str], settings: UnpairedPreparation, name: str) -> None:
-    place = f"{name} dataset, row 0, has columns {list(columns)}"
-    if "label" not in columns:
-        raise ValueError(f"{place}, without 'label'. Add it: true where the completion is desirable.")
-    if settings.embedding_tokenizer is not None and EMBEDDING_COLUMN not in columns:
-        raise ValueError(
-            f"{place}, without {EMBEDDING_COLUMN!r}, the prompts under embedding_tokenizer. Add it, or give text."
+class Sample(NamedTuple):
+    """One completion behind its prompt, as text, and the row that it comes from."""
+
+    prompt: str
+    completion: str
+    label: bool
+    row: int
+
+
+class Tokens(NamedTuple):
+    """One completion behind its prompt before truncation, and counts."""
+
+    prompt: Ids
+    completion: Ids
+    label: bool
+    row: int
+    counts: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class UnpairedReader:
+    """Reads prompt, completion and label of rows of one format, checked; of pairs two of each.
+
+    `pairs` reads rows of `chosen` and `rejected`; None for rows of `completion` and `label`.
+    """
+
+    processing_class: ProcessingClass
+    kind: Literal["tokens", "text", "messages"]
+    dataset_name: str
+    pairs: PairReader | None = None
+
+    def place(self, row: int, column: str) -> Place:
+        return Place(self.dataset_name, row, column)
+
+    def samples(self, row: dict[str, Any], index: int) -> list[Sample]:
+        """The row's completions: the chosen before the rejected one, or the only one.
+
+        Raises: TypeError or ValueError naming row, column and remedy.
+        """
+        if self.pairs is not None:
+            pair = self.pairs.read(row, index)
+            return [Sample(*pair.chosen, True, index), Sample(*pair.rejected, False, index)]
+        label, place = (
+            check_label(row.get("label"), self.place(index, "label")),
+            self.place(index, "completion"),
         )
+        if self.kind == "text":
+            prompt = read_text(self.processing_class, row, self.place(index, "prompt"), may_be_empty=True)
+            return [Sample(prompt, read_text(self.processing_class, row, place), label, index)]
+        chat = read_chat(self.processing_class, row, self.place(index, "prompt"))
+        answer = read_chat(self.processing_class, row, place).messages
+        role = answer[0]["role"]
+        if role in NOT_ANSWERING:
+            remedy = "Give the answer only, and put what comes before it into the prompt."
+            raise place._replace(message=0).error(
+                f"role {role!r}", "the assistant's answer to 'prompt'", remedy
+            )
+        check_answer(answer, place)
+        with place.named():
+            return [Sample(*split_rendering(self.processing_class, chat, answer), label, index)]
 
 
-def _features(columns: Sequence[str], tokenize: UnpairedTokenizer) -> dict[str, Any]:
-    made: dict[str, Any] = {**dict.fromkeys(TOKEN_COLUMNS, List(Value("int32"))), "label": Value("bool")}
-    if tokenize.keep_whole:
-        made |= dict.fromkeys(WHOLE, List(Value("int32")))
-    if tokenize.embedding_tokenizer is not None and tokenize.reader.kind != "tokens":
-        made[EMBEDDING_COLUMN] = List(Value("int32"))
-    if tokenize.reader.pairs is None:
-        made |= {column: Value("float64") for column in REFERENCE_LOGPS if column in columns}
-    return made
+@dataclass(frozen=True)
+class CompletionLengths:
+    """What is left of a completion and its prompt: `limits` in the order "prompt_first", for one completion.
+
+    A prompt keeps the begin token that it starts with, a completion the eos that it ends with; a place is kept for both
+    even where the tokenizer has none, as in the recorded runs.
+    """
+
+    limits: PairLengths
+    begin: int | None
+    eos: int | None
+
+    def cut(self, prompt: Ids, completion: Ids) -> Side:
+        """The two, cut; of the completion nothing but its eos may be left.
+
+        >>> CompletionLengths(PairLengths(7, 2, order="prompt_first"), begin=1, eos=2).cut([1, 5, 6, 7], [8, 9, 9, 9, 2])
+        Side(prompt=[1, 6, 7], completion=[8, 9, 9, 2])
+        """
+        if self.limits.is_encoder_decoder:
+            return self._cut_apart(prompt, completion)
+        beginning = prompt[:1] if prompt[:1] == [self.begin] else []
+        content, ending = self._without_eos(completion)
+        length = self.limits.max_length
+        limits = self.limits if length is None else replace(self.limits, max_length=length - MARKS)
+        side = limits.cut(prompt[len(beginning) :], [content])[0]
+        return Side([*beginning, *side.prompt], [*side.completion, *ending])
+
+    def _cut_apart(self, prompt: Ids, completion: Ids) -> Side:
+        side, (_, ending) = self.limits.cut(prompt, [completion])[0], self._without_eos(completion)
+        if len(side.completion) == len(completion) or not ending:
+            return side
+        return side._replace(completion=[*side.completion[:-1], *ending])
+
+    def _without_eos(self, completion: Ids) -> tuple[Ids, Ids]:
+        return (completion[:-1], completion[-1:]) if completion[-1:] == [self.eos] else (completion, [])
+
+
+@dataclass(frozen=True)
+class UnpairedTokenizer(RowKind):
+    """Rows of a prompt, a completion and a label, cut to `lengths`; a pair becomes two rows.
+
+    The completion begins at the first token that the prompt alone does not have. `keep_whole` adds what a row was before
+    it was cut, for the mismatched completions. `version` is part of the cache key of the prepared data set.
+    """
+
+    counts = (
+        *RowKind.counts, "desirable_rows", "undesirable_rows", "equal_rows", "promptless_rows", "shifted_rows",
+        "removed_begin_tokens", "empty_completions",
+    )  # fmt: skip
+
+    reader: UnpairedReader
+    lengths: CompletionLengths
+    add_special_tokens: bool = True
+    vocabulary: Vocabulary | None = None
+    embedding_tokenizer: PreTrainedTokenizerBase | None = None
+    keep_whole: bool = False
+    kept_numbers: tuple[str, ...] = ()
+    version: int = 3
+
+    @property
+    def features(self) -> dict[str, Any]:
+        ids = List(Value("int32"))
+        made: dict[str, Any] = {**dict.fromkeys(TOKEN_COLUMNS, ids), "label": Value("bool")}
+        made |= dict.fromkeys(WHOLE, ids) if self.keep_whole else {}
+        made |= {EMBEDDING_COLUMN: ids} if self.embedding_tokenizer is not None else {}
+        return made | dict.fromkeys(self.kept_numbers, Value("float64"))
+
+    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
+        rows, embedded = rows_of(batch), {}
+        if self.reader.kind == "tokens":
+            tokens = self._given(batch, rows, indices)
+        else:
+            samples = [
+                s for index, row in zip(indices, rows, strict=True) for s in self.reader.samples(row, index)
+            ]
+            tokens, embedded = self._tokenized(samples), self._embedded(samples)
+        finished = [self._finished(row) for row in tokens]
+        if self.reader.pairs is not None:  # mark rejected completions that are what the chosen one is
+            for chosen, rejected in zip(finished[::2], finished[1::2], strict=True):
+                rejected["equal_rows"] = int(all(rejected[name] == chosen[name] for name in TOKEN_COLUMNS))
+        numbers = {
+            name: [
+                check_number(v, self.reader.place(i, name)) for i, v in zip(indices, batch[name], strict=True)
+            ]
+            for name in self.kept_numbers
+        }
+        made = {name: [row.get(name, 0) for row in finished] for name in (*finished[0], *self.counts)}
+        return {**made, **embedded, **numbers}
+
+    def _tokenized(self, samples: Sequence[Sample]) -> list[Tokens]:
+        splits = tokenize_split(
+            text_tokenizer(self.reader.processing_class),
+            [(sample.prompt, [sample.completion]) for sample in samples],
+            add_special_tokens=self.add_special_tokens and self.reader.kind == "text",
+            is_encoder_decoder=self.lengths.limits.is_encoder_decoder,
+        )
+        rows = [sample.row for sample in samples]
+        for column, ids in (
+            ("prompt", [split.prompt or [0] for split in splits]),
+            ("completion", [split.completions[0] or [0] for split in splits]),
+        ):
+            check_ids(ids, self.vocabulary, self.reader.dataset_name, rows, column)
+        return [
+            Tokens(
+                split.prompt,
+                split.completions[0],
+                sample.label,
+                sample.row,
+                {
+                    "shifted_rows": split.shifted,
+                    "removed_begin_tokens": split.removed_begin_tokens,
+                    "empty_completions": int(not sample.completion),
+                },
+            )
+            for split, sample in zip(splits, samples, strict=True)
+        ]
+
+    def _embedded(self, samples: Sequence[Sample]) -> dict[str, list[Ids]]:
+        """The prompts under the tokenizer of the embedding model, cut to its length."""
+        tokenizer = self.embedding_tokenizer
+        if tokenizer is None:
+            return {}
+        texts = list(dict.fromkeys(sample.prompt for sample in samples))
+        truncation = tokenizer.model_max_length < NO_MODEL_LIMIT
+        encoded = tokenizer(texts, truncation=truncation, verbose=False)["input_ids"]
+        ids = dict(zip(texts, encoded, strict=True))  # type: ignore[arg-type]
+        return {EMBEDDING_COLUMN: [ids[sample.prompt] for sample in samples]}
+
+    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[Tokens]:
+        for column in (name for name in (*TOKEN_COLUMNS, KL_COLUMNS[0]) if name in batch):
+            check_ids(batch[column], self.vocabulary, self.reader.dataset_name, indices, column)
+        found = []
+        for index, row in zip(indices, rows, strict=True):
+            label = check_label(row["label"], self.reader.place(index, "label"))
+            found.append(
+                Tokens(list(row["prompt_input_ids"]), list(row["completion_input_ids"]), label, index)
+            )
+        return found
+
+    def _finished(self, tokens: Tokens) -> dict[str, Any]:
+        with self.reader.place(tokens.row, TOKEN_COLUMNS[0]).named():
+            cut = self.lengths.cut(tokens.prompt, tokens.completion)
+        removed = len(tokens.prompt) + len(tokens.completion) - len(cut.prompt) - len(cut.completion)
+        side = cut if self.lengths.limits.is_encoder_decoder else with_context(cut)
+        is_lost = removed > 0 and cut.completion in ([], [self.lengths.eos])
+        is_untrained = not side.completion or is_lost
+        whole = (tokens.prompt, tokens.completion) if removed else (None, None)
+        return {
+            **dict(zip(TOKEN_COLUMNS, side, strict=True)),
+            "label": tokens.label,
+            **(dict(zip(WHOLE, whole, strict=True)) if self.keep_whole else {}),
+            **tokens.counts,
+            "row": tokens.row,
+            "tokens": len(side.prompt) + len(side.completion),
+            "removed_tokens": removed,
+            "untrained_rows": int(is_untrained),
+            "desirable_rows": int(tokens.label and not is_untrained),
+            "undesirable_rows": int(not tokens.label and not is_untrained),
+            "promptless_rows": int(not cut.prompt),
+        }
+
+    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
+        limit = self.lengths.limits.max_length
+        given = f"the prompt fills max_length {limit}, so truncation leaves no token of the completion"
+        remedy = "Set or lower max_prompt_length, raise max_length, or filter the row out."
+        return str(Place(name, numbers["row"], TOKEN_COLUMNS[1]).error(given, "at least one", remedy))
+
+
+WHOLE = ("whole_prompt", "whole_completion")
+
+
+@dataclass(frozen=True)
+class Mismatching:
+    """Adds to each row the completion of the row before it among `group` rows, cut behind this row's prompt (for KTO).
+
+    The first row of a group gets its last row's. With `same_label` (rows of pairs) rows of the other label are passed over.
+    For `datasets.Dataset.map` in batches of whole groups.
+    """
+
+    lengths: CompletionLengths
+    group: int
+    same_label: bool = False
+    version: int = 2
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        """Columns `KL_completion_input_ids`, and `KL_prompt_input_ids` where the prompt was cut in another way."""
+        wholes = [
+            [whole or cut for whole, cut in zip(batch[column], batch[name], strict=True)]
+            for column, name in zip(WHOLE, TOKEN_COLUMNS, strict=True)
+        ]
+        sides = [
+            self._side(wholes[0][row], wholes[1][other])
+            for row, other in enumerate(partners(batch["label"], self.group, same_label=self.same_label))
+        ]
+        own = zip(sides, batch["prompt_input_ids"], strict=True)
+        return {
+            "KL_completion_input_ids": [side.completion for side in sides],
+            "KL_prompt_input_ids": [None if side.prompt == prompt else side.prompt for side, prompt in own],
+        }
+
+    def _side(self, prompt: Ids, completion: Ids) -> Side:
+        side = self.lengths.cut(prompt, completion)
+        return side if self.lengths.limits.is_encoder_decoder else with_context(side)
+
+
+def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) -> list[int]:
+    """Of each row, the one before it in its group of `group` rows; of a group's first row, its last one.
+
+    With `same_label` the nearest one before it that has its label, where there is one.
+
+    >>> partners([True, False, True, True, False, True, False], 3)
+    [2, 0, 1, 5, 3, 4, 6]
+    >>> partners([True, False, True, False], 4, same_label=True)
+    [2, 3, 0, 1]
+    """
+    found = []
+    for row, label in enumerate(labels):
+        start = row - row % group
+        size = min(group, len(labels) - start)
+        before = (start + (row - start - step) % size for step in range(1, size))
+        alike = (other for other in before if not same_label or labels[other] == label)
+        found.append(next(alike, start + (row - start - 1) % size))
+    return found
 
 
 def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:
@@ -279,38 +554,7 @@ def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:
     return rows
 
 
-@dataclass
-class UnpairedCounting:
-    """Sums the numbers of `UnpairedCounts` into the report."""
-
-    report: UnpairedReport
-    settings: UnpairedPreparation
-
-    def tally(self, numbers: Numbers, *, first_row: int, is_whole: bool) -> np.ndarray:
-        """Positions of the rows to keep.
-
-        Raises: ValueError where the policy is "error" and truncation takes a whole completion, or those of all rows.
-        """
-        left_out = numbers["left_out"] > 0
-        if left_out.any() and (self.settings.untrained_rows == "error" or (is_whole and left_out.all())):
-            raise ValueError(self._complaint(int(numbers["row"][left_out][0]), all_of=len(left_out) if left_out.all() else 0))  # fmt: skip
-        self.report.take(numbers, left_out=left_out, flags=_FLAGS)
-        desirable = numbers["desirable"][~left_out]
-        self.report.desirable_rows += int(desirable.sum())
-        self.report.undesirable_rows += int((desirable == 0).sum())
-        return np.flatnonzero(~left_out)
-
-    def _complaint(self, row: int, *, all_of: int) -> str:
-        limit = self.settings.max_length
-        rest = f" All {all_of} rows looked at are like this." if all_of else ""
-        return (
-            f"{Place(self.report.dataset_name, row, 'completion_input_ids')}: the prompt fills max_length {limit}, so "
-            "truncation leaves no token of the completion; expected at least one. Set or lower max_prompt_length, raise "
-            f"max_length, or filter the row out.{rest}"
-        )
-
-
-def _warn_of_balance(report: UnpairedReport, settings: UnpairedPreparation) -> None:
+def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -> None:
     """Say where rows of one kind only are trained on, or where the weights do not make up for their numbers."""
     name, good, bad = report.dataset_name, report.desirable_rows, report.undesirable_rows
     if not good or not bad:

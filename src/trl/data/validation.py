@@ -1,19 +1,30 @@
 """What a row must look like before anything is trained on it; every complaint names row, column and remedy."""
 
 import difflib
+import logging
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import (
+    column_names,
     is_conversational,
     is_list_of_dicts_with,
     maybe_convert_to_chatml,
     remove_none_values,
 )
 from trl.data.rendering import Message, ProcessingClass, template_source, text_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_READS_TOOLS = re.compile(r"\btools\b")
+_ANY_TOOL: list = [{}]
 
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -26,14 +37,36 @@ RowKind = Literal["tokens", "text", "messages", "prompt_completion"]
 
 
 class Place(NamedTuple):
-    """Where in which data set a value stands."""
+    """The position of a value: a row of a data set, or of a batch (`dataset` is ""), and its column."""
 
     dataset: str
     row: int
     column: str
+    message: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.dataset} dataset, row {self.row}, column {self.column!r}"
+        rows = f"{self.dataset} dataset, row {self.row}" if self.dataset else f"row {self.row} of the batch"
+        return f"{rows}, column {self.column!r}" + (
+            "" if self.message is None else f", message {self.message}"
+        )
+
+    def error(self, given: str, expected: str, remedy: str, kind: type[Exception] = ValueError) -> Exception:
+        """The error for a value here: what was given, what was expected, what to do."""
+        return kind(f"{self}: {given}, expected {expected}. {remedy}")
+
+    def mistyped(self, value: Any, expected: str, remedy: str) -> Exception:
+        """The error for a value of another type."""
+        shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:80]}..."
+        return self.error(f"{shown} is of type {type(value).__name__}", expected, remedy, TypeError)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name this place in a TypeError or ValueError of the block."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{self}: {error}") from error
 
 
 class SFTRowType(NamedTuple):
@@ -88,18 +121,14 @@ def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
     Raises: TypeError for anything but a string, ValueError for None and (unless allowed) for "".
     """
     if value is None:
-        raise ValueError(f"{place}: None, expected text. Fill it in or filter the row out.")
+        raise place.error("None", "text", "Fill it in or filter the row out.")
     if isinstance(value, list | tuple):
-        raise TypeError(
-            f"{place}: a list, expected a string as in the other columns and rows. Do not mix the standard and the "
-            "conversational format; convert one into the other."
-        )
+        remedy = "Do not mix the standard and the conversational format; convert one into the other."
+        raise place.error("a list", "a string as in the other columns and rows", remedy, TypeError)
     if not isinstance(value, str):
-        raise TypeError(
-            f"{place}: {value!r} is of type {type(value).__name__}, expected a string. Convert it with str()."
-        )
+        raise place.mistyped(value, "a string", "Convert it with str().")
     if not value and not may_be_empty:
-        raise ValueError(f"{place}: an empty string, expected text to train on. Filter the row out.")
+        raise place.error("an empty string", "text to train on", "Filter the row out.")
     return value
 
 
@@ -111,13 +140,28 @@ def check_label(value: Any, place: Place) -> bool:
     if isinstance(value, bool):
         return value
     if value is None:
-        raise ValueError(f"{place}: None, expected true or false. Fill it in or filter the row out.")
+        raise place.error("None", "true or false", "Fill it in or filter the row out.")
     remedy = "Map it to True where the completion (or step) is good, and to False elsewhere."
     if isinstance(value, int) and value in (0, 1):
         remedy = "Convert the column with dataset.cast_column (to Value('bool'), or a list of it), or the values with bool()."
-    raise TypeError(f"{place}: {value!r} is of type {type(value).__name__}, expected true or false. {remedy}")
+    raise place.mistyped(value, "true or false", remedy)
 
 
+def check_number(value: Any, place: Place) -> float:
+    """The number at a place.
+
+    Raises: TypeError for what is no number, ValueError for None, infinities and NaN.
+    """
+    if value is None:
+        raise place.error("None", "a number", "Fill it in or filter the row out.")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise place.mistyped(value, "a number", "Convert it with float().")
+    if not math.isfinite(value):
+        raise place.error(str(value), "a finite number", "Correct it or filter the row out.")
+    return float(value)
+
+
+@cache
 def accepted_roles(template: str) -> frozenset[str]:
     """The roles that messages may have: the usual ones, and every word that the chat template compares with.
 
@@ -133,15 +177,15 @@ def check_messages(value: Any, place: Place, *, roles: frozenset[str]) -> list[M
     Raises: TypeError for what is not a list of dicts, ValueError for empty lists, unknown roles and missing content.
     """
     if value is None:
-        raise ValueError(f"{place}: None, expected a list of messages. Fill it in or filter the row out.")
+        raise place.error("None", "a list of messages", "Fill it in or filter the row out.")
     if not isinstance(value, list | tuple):
-        raise TypeError(
-            f"{place}: {str(value)[:40]!r} is of type {type(value).__name__}, expected a list of messages as in the "
-            'other columns and rows. Write it as [{"role": "user", "content": ...}].'
-        )
+        expected = "a list of messages as in the other columns and rows"
+        raise place.mistyped(value, expected, 'Write it as [{"role": "user", "content": ...}].')
     if not value:
-        raise ValueError(f"{place}: an empty list, expected at least one message. Filter the row out.")
-    return [_check_message(message, index, place, roles) for index, message in enumerate(value)]
+        raise place.error("an empty list", "at least one message", "Filter the row out.")
+    return [
+        _check_message(message, place._replace(message=index), roles) for index, message in enumerate(value)
+    ]
 
 
 def check_answer(messages: Sequence[Message], place: Place) -> None:
@@ -155,57 +199,38 @@ def check_answer(messages: Sequence[Message], place: Place) -> None:
     if isinstance(content, list | tuple):
         content = [part for part in content if not _is_empty_text(part)]
     if not content and not any(said.values()):
-        raise ValueError(
-            f"{place}: the last message is an empty answer (content {last.get('content')!r}), expected text to train on. Filter "
-            "the row out."
-        )
+        given = f"the last message is an empty answer (content {last.get('content')!r})"
+        raise place.error(given, "text to train on", "Filter the row out.")
 
 
 def _is_empty_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type", "text") == "text" and not part.get("text")
 
 
-def _check_message(message: Any, index: int, place: Place, roles: frozenset[str]) -> Message:
+def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message:
     if not isinstance(message, Mapping):
-        raise TypeError(
-            f"{place}, message {index}: {message!r} is of type {type(message).__name__}, expected a dict with 'role' "
-            'and \'content\'. Write it as {"role": "user", "content": ...}.'
-        )
-    role = message.get("role")
+        remedy = 'Write it as {"role": "user", "content": ...}.'
+        raise place.mistyped(message, "a dict with 'role' and 'content'", remedy)
+    role, known = message.get("role"), f"one of {', '.join(KNOWN_ROLES)}"
     if not isinstance(role, str):
-        raise ValueError(
-            f"{place}, message {index}: no 'role' (keys: {sorted(remove_none_values(message))}), expected one of "
-            f"{', '.join(KNOWN_ROLES)}. Add it."
-        )
+        raise place.error(f"no 'role' (keys: {sorted(remove_none_values(message))})", known, "Add it.")
     if role not in roles:
         near = difflib.get_close_matches(role, KNOWN_ROLES, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Rename it, or use a chat template that knows it."
-        raise ValueError(
-            f"{place}, message {index}: unknown role {role!r}, expected one of {', '.join(KNOWN_ROLES)}. {hint}"
-        )
-    _check_content(message, index, place)
-    return remove_none_values(message)
-
-
-def _check_content(message: Mapping[str, Any], index: int, place: Place) -> None:
+        raise place.error(f"unknown role {role!r}", known, hint)
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
         given = "content is None" if "content" in message else "no 'content'"
-        raise ValueError(
-            f"{place}, message {index}: {given}, expected text (only messages with 'tool_calls' may go without). "
-            "Fill it in or filter the row out."
-        )
+        expected = "text (only messages with 'tool_calls' may go without)"
+        raise place.error(given, expected, "Fill it in or filter the row out.")
     if content is not None and not isinstance(content, str | list):
-        raise TypeError(
-            f"{place}, message {index}: content {content!r} is of type {type(content).__name__}, expected a string or "
-            "a list of parts. Convert it with str()."
-        )
+        given = f"content {content!r} is of type {type(content).__name__}"
+        raise place.error(given, "a string or a list of parts", "Convert it with str().", TypeError)
     for part in content if isinstance(content, list) else []:
         if not isinstance(part, Mapping) or "type" not in part:
-            raise TypeError(
-                f"{place}, message {index}: content part {part!r}, expected dicts with a 'type'. "
-                'Write text as {"type": "text", "text": ...}.'
-            )
+            remedy = 'Write text as {"type": "text", "text": ...}.'
+            raise place.error(f"content part {part!r}", "dicts with a 'type'", remedy, TypeError)
+    return remove_none_values(message)
 
 
 def check_sft_settings(
@@ -221,47 +246,29 @@ def check_sft_settings(
 
     Raises: ValueError naming the column and the setting to change.
     """
-    start = f"{name} dataset, row 0, column {row_type.columns[0]!r}"
-    if completion_only_loss and is_formatted:
-        raise ValueError(
-            f"{start}: completion_only_loss=True with a formatting_func, whose text has no completion to tell apart. "
-            "Drop formatting_func and give 'prompt' and 'completion' columns, or unset completion_only_loss."
-        )
-    has_completions = row_type.kind == "prompt_completion" or (
-        row_type.kind == "tokens" and bool({"completion_mask", "labels"} & set(columns))
-    )
-    if completion_only_loss and not has_completions:
-        raise ValueError(
-            f"{start}: completion_only_loss=True, but the data is language modelling without completions. Give "
-            "'prompt' and 'completion' columns, or leave completion_only_loss unset."
-        )
-    has_turns = row_type.is_conversational or (row_type.kind == "tokens" and "assistant_masks" in columns)
-    if assistant_only_loss and not has_turns:
-        raise ValueError(
-            f"{start}: assistant_only_loss=True, but the data is not conversational. Give 'messages' (or conversational "
-            "'prompt' and 'completion', or tokens with 'assistant_masks'), or set assistant_only_loss=False."
-        )
-
-
-def check_tokenizer(processing_class: ProcessingClass, row_type: SFTRowType, *, name: str) -> None:
-    """Refuse a tokenizer that lacks the chat template, or the eos token, that this type of rows needs.
-
-    Raises: ValueError naming the column and what to set.
-    """
     place = Place(name, 0, row_type.columns[0])
-    if row_type.is_conversational:
-        check_chat_template(processing_class, place)
-    elif row_type.kind in ("text", "prompt_completion"):
-        check_eos(processing_class, place)
+    given_tokens = row_type.kind == "tokens"
+    has_completions = row_type.kind == "prompt_completion" or (
+        given_tokens and bool({"completion_mask", "labels"} & set(columns))
+    )
+    if completion_only_loss and (is_formatted or not has_completions):
+        given = "completion_only_loss=True" + (" with a formatting_func" if is_formatted else "")
+        remedy = "Drop formatting_func, or unset completion_only_loss." if is_formatted else "Or unset it."
+        raise place.error(given, "'prompt' and 'completion' columns", remedy)
+    has_turns = row_type.is_conversational or (given_tokens and "assistant_masks" in columns)
+    if assistant_only_loss and not has_turns:
+        expected = "conversations, or tokens with 'assistant_masks'"
+        raise place.error(
+            "assistant_only_loss=True", expected, "Give them, or set assistant_only_loss=False."
+        )
 
 
 def check_chat_template(processing_class: ProcessingClass, place: Place) -> None:
     """Raise ValueError where there is no chat template for the conversations at `place`."""
     if not template_source(processing_class):
-        raise ValueError(
-            f"{place}: conversational data, but the tokenizer has no chat template. Set chat_template_path in the "
-            "config, tokenizer.chat_template, or give text."
-        )
+        remedy = "Set chat_template_path in the config, tokenizer.chat_template, or give text."
+        given = "conversational data, but the tokenizer has no chat template"
+        raise place.error(given, "one", remedy)
 
 
 def check_eos(
@@ -272,9 +279,8 @@ def check_eos(
 ) -> None:
     """Raise ValueError where there is no eos token to close the texts at `place` with."""
     if text_tokenizer(processing_class).eos_token is None:
-        raise ValueError(
-            f"{place}: the tokenizer has no eos token, so the model would not learn to stop. {remedy}"
-        )
+        given = "the tokenizer has no eos token, so the model would not learn to stop"
+        raise place.error(given, "one", remedy)
 
 
 def vocabulary_token(tokenizer: PreTrainedTokenizerBase, token: str, *, setting: str) -> int:
@@ -291,3 +297,41 @@ def vocabulary_token(tokenizer: PreTrainedTokenizerBase, token: str, *, setting:
             f"add it with tokenizer.add_special_tokens first.{hint}"
         )
     return identifier
+
+
+def warn_of_unread_tools(
+    dataset: Any, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: Any = None
+) -> None:
+    """Say how many rows have tools that reach no prompt: those of their column `tools`, or `tools` given for all.
+
+    Conversations alone show tools, where their chat template reads them. A column of tools beside text or tokens is
+    nothing to warn of: they may be in the text already.
+    """
+    if is_chat and _READS_TOOLS.search(template_source(processing_class, tools=_ANY_TOOL)):
+        return
+    if tools:
+        rows = "all rows"
+    elif is_chat and "tools" in column_names(dataset):
+        rows = _rows_with_tools(dataset)
+    else:
+        return
+    if rows:
+        logger.warning(
+            "%s dataset: %s have tools that their prompts do not show, because %s. Choose a chat template that renders "
+            "'tools', or leave tools out.",
+            name,
+            rows,
+            "the chat template reads none" if is_chat else "only conversations are rendered with tools",
+        )
+
+
+def _rows_with_tools(dataset: Any) -> str:
+    """Which rows have tools, in words; of a stream the first one is looked at. Empty where none have."""
+    if not isinstance(dataset, Dataset):
+        return "rows" if _is_given(next(iter(dataset)).get("tools")) else ""
+    count = sum(map(_is_given, dataset.with_format(None)["tools"]))
+    return f"{count} of {len(dataset)} rows" if count else ""
+
+
+def _is_given(tools: Any) -> bool:
+    return bool(tools) and tools not in ("[]", "null")

@@ -24,8 +24,8 @@ from trl.data.rendering import (
     template_source,
     text_tokenizer,
 )
-from trl.data.spans import encode
 from trl.data.templates import QWEN_RESPONSE_TEMPLATE
+from trl.data.tokenization import encode
 from trl.rollouts.tool_runs import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

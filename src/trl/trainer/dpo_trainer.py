@@ -21,7 +21,7 @@ from transformers import (
 from trl._lazy import attach
 from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, as_pair_batch
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
-from trl.data.preference_tokens import OWN_PROMPT
+from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
 from trl.models.lending import undisturbed

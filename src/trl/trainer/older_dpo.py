@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
-from trl.data.preference_tokens import tokenize_preference_row
+from trl.data.preference import tokenize_preference_row
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.models.packed.layout import IGNORED, padded_rows, scored_sequences
 from trl.models.pairs import mean_logits, row_count

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
-from trl.data.preparation import STREAM_BATCH
+from trl.data.pipeline import STREAM_BATCH
 from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_reader
 from trl.data.validation import Place
 from trl.generation.transformers.engine import context_window

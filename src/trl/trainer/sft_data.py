@@ -17,11 +17,11 @@ from torch.utils.data import Dataset as TorchDataset
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
-from trl.data.preparation import SFTPreparation, prepare_sft_dataset
 from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.streams import is_stream
 from trl.data.templates import get_training_chat_template
+from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.models.packed.layout import is_flat
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions

@@ -1,0 +1,310 @@
+"""One pipeline for every kind of row: read, tokenise and cut a batch at a time, count, report."""
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, Value
+
+from trl.data.formats import column_names
+from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.validation import Place
+
+logger = logging.getLogger(__name__)
+
+AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
+UntrainedPolicy = Literal["report", "error", "drop"]
+Numbers = Mapping[str, np.ndarray]
+
+BLOCK_ROWS = 50_000
+STREAM_BATCH = 64  # rows of a stream that are tokenised at a time, and checked before the first step
+SHOWN_ROWS = 3
+
+
+class Text(NamedTuple):
+    """How a report writes a count: in its summary, and as a warning if it needs a user's attention."""
+
+    phrase: str
+    warning: str | None = None
+
+
+Texts = Mapping[str, Text]
+TEXTS: Texts = {
+    "truncated_rows": Text("{0.truncated_rows} truncated ({0.removed_tokens} tokens removed)"),
+    "untrained_rows": Text(
+        "{0.untrained_rows} with nothing trained",
+        "{0.untrained_rows} of {0.rows} rows have no trained token left and {0.dropped_rows} of them were dropped. "
+        "Raise max_length, shorten the prompts, or filter these rows.",
+    ),
+    "dropped_rows": Text("{0.dropped_rows} of these dropped"),
+    "unstopped_rows": Text(
+        "{0.unstopped_rows} without a trained stop token",
+        "{0.unstopped_rows} of {0.rows} rows have a turn whose text ends without a stop token, so the model does not "
+        "learn to stop there. Put the token inside the template's generation marks, or add one to the template.",
+    ),
+    "shifted_rows": Text(
+        "{0.shifted_rows} with a boundary inside a token",
+        "in {0.shifted_rows} of {0.rows} rows a token reaches over the end of the prompt, or of a turn; it is "
+        "trained. Let prompts end before a space, not after it.",
+    ),
+    "removed_begin_tokens": Text(
+        "{0.removed_begin_tokens} doubled begin tokens removed",
+        "{0.removed_begin_tokens} begin tokens were written by both text and tokenizer; one of each two was removed.",
+    ),
+}
+
+
+@dataclass
+class PreparationReport:
+    """Counts of one data set's preparation; of a stream, of the rows that this process has seen so far.
+
+    `first` has the first rows behind a count; `texts` the words of this kind of row.
+    """
+
+    dataset_name: str = "train"
+    rows: int = 0
+    tokens: int = 0
+    truncated_rows: int = 0
+    removed_tokens: int = 0
+    untrained_rows: int = 0
+    dropped_rows: int = 0
+    unstopped_rows: int = 0
+    shifted_rows: int = 0
+    removed_begin_tokens: int = 0
+    equal_rows: int = 0
+    promptless_rows: int = 0
+    empty_completions: int = 0
+    repeated_prompts: int = 0
+    desirable_rows: int = 0
+    undesirable_rows: int = 0
+    steps: int = 0
+    removed_steps: int = 0
+    is_streaming: bool = False
+    first: dict[str, list[int]] = field(default_factory=dict)
+    texts: Texts = field(default_factory=lambda: TEXTS, repr=False)
+    warned: list[str] = field(default_factory=list)  # counts that a warning was already given for
+
+    def add(self, numbers: Numbers, *, drops: bool) -> np.ndarray:
+        """Add the numbers of rows; the positions of the rows to keep, all unless `drops` leaves out untrained ones."""
+        kept = np.flatnonzero(numbers["untrained_rows"] == 0) if drops else np.arange(len(numbers["row"]))
+        self.rows += len(numbers["row"])
+        self.tokens += int(numbers["tokens"][kept].sum())
+        self.dropped_rows += len(numbers["row"]) - len(kept)
+        self.truncated_rows += int((numbers["removed_tokens"] > 0).sum())
+        for name in set(numbers) - {"row", "tokens"}:
+            values = numbers[name]
+            setattr(self, name, getattr(self, name) + int(values.sum()))
+            if values.any():
+                rows = numbers["row"][values > 0][:SHOWN_ROWS].tolist()
+                self.first[name] = [*self.first.get(name, []), *rows][:SHOWN_ROWS]
+        return kept
+
+    def summary(self) -> str:
+        """Rows, tokens, and every count that is not zero, in one line."""
+        parts = [f"{self.rows} rows", f"{self.tokens} tokens"]
+        parts += [phrase.format(self) for name, (phrase, _) in self.texts.items() if getattr(self, name)]
+        seen = " (streaming, so far)" if self.is_streaming else ""
+        return f"{self.dataset_name} dataset{seen}: {', '.join(parts)}"
+
+    def warn(self) -> None:
+        """Log a warning for each count that needs a user's attention, once."""
+        for name, (_, warning) in self.texts.items():
+            if warning and getattr(self, name) and name not in self.warned:
+                self.warned.append(name)
+                logger.warning("%s dataset: %s", self.dataset_name, warning.format(self))
+
+
+class Vocabulary(NamedTuple):
+    """The token ids that are allowed, 0 to `size - 1`, and why."""
+
+    size: int
+    words: str
+
+
+def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, given: bool) -> Vocabulary | None:
+    """The allowed token ids, None where the tokenizer makes them and the model embeds all that it makes.
+
+    `rows`: how many token ids the model embeds (None: as many as the tokenizer has); `given`: whether the rows came as
+    tokens.
+    """
+    tokens = len(text_tokenizer(processing_class))
+    if rows is None:
+        return Vocabulary(tokens, f"the tokenizer has {tokens} tokens") if given else None
+    if not given and tokens <= rows:
+        return None
+    return Vocabulary(rows, f"the model embeds {rows} token ids, the tokenizer has {tokens} tokens")
+
+
+def check_ids(
+    rows: Sequence, vocabulary: Vocabulary | None, name: str, indices: Sequence[int], column: str
+) -> None:
+    """Raise for the first row whose token ids the model does not have; -100 in `labels` marks what is not trained."""
+    if vocabulary is None:
+        return
+    for index, row in zip(indices, rows, strict=True):
+        ids, place = np.asarray(row), Place(name, index, column)
+        if ids.size == 0:
+            raise place.error("an empty list", "token ids", "Filter the row out.")
+        if not np.issubdtype(ids.dtype, np.integer):
+            remedy = "Tokenize the text, or rename the column."
+            raise place.error(f"values of type {ids.dtype}", "lists of integers", remedy, TypeError)
+        is_masked = (column == "labels") & (ids == -100)
+        wrong = ids[((ids < 0) & ~is_masked) | (ids >= vocabulary.size)]
+        if wrong.size:
+            allowed = (
+                f"0 to {vocabulary.size - 1}{' or -100' if column == 'labels' else ''} ({vocabulary.words})"
+            )
+            remedy = (
+                "Tokenize with the tokenizer that belongs to the model, or grow it with "
+                "model.resize_token_embeddings(len(tokenizer))."
+            )
+            raise place.error(f"token id {wrong[0]}", allowed, remedy)
+
+
+class RowKind(ABC):
+    """Rows of one kind: reads, tokenises and cuts a batch of them, for `datasets.Dataset.map` (batched, with indices)."""
+
+    counts: ClassVar[tuple[str, ...]] = ("row", "tokens", "removed_tokens", "untrained_rows")
+    """Columns of numbers beside the tokens: summed into the report under these names, then removed."""
+    refused: ClassVar[tuple[str, ...]] = ("untrained_rows",)
+    """The numbers that the policy "error" refuses."""
+
+    @abstractmethod
+    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
+        """The columns of `features` and `counts`."""
+
+    @property
+    @abstractmethod
+    def features(self) -> Mapping[str, Any]:
+        """The columns that rows become, and their types."""
+
+    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
+        """The error for a row of these numbers in which nothing is trained."""
+        kept, removed = numbers["tokens"], numbers["removed_tokens"]
+        cut = f" ({kept} after truncation to max_length)" if removed else ""
+        remedy = (
+            "Raise max_length, shorten the prompt, or filter the row out."
+            if removed
+            else "Check the masks, the chat template's generation marks, or filter the row out."
+        )
+        given = f"none of the row's {kept + removed} tokens{cut} is trained"
+        return str(Place(name, numbers["row"], "input_ids").error(given, "at least one", remedy))
+
+    def numbers(self, columns: Any, first_row: int) -> Numbers:
+        """The numbers of a block of tokenised rows (a table, or lists by name)."""
+        return {name: np.asarray(columns[name]) for name in self.counts}
+
+
+def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
+    """The first row of a data set.
+
+    Raises: ValueError where there is none.
+    """
+    for row in dataset:
+        return row
+    raise ValueError(
+        f"{name} dataset: no rows, expected at least one with {expected}. Check its file and filters."
+    )
+
+
+def prepare_rows(
+    dataset: AnyDataset,
+    kind: RowKind,
+    report: PreparationReport,
+    *,
+    policy: UntrainedPolicy,
+    num_proc: int | None = None,
+    keep_columns: Sequence[str] = (),
+) -> AnyDataset:
+    """The data set as rows of `kind`, counted into `report`; given columns are removed, except `keep_columns`."""
+    rows = map_rows(dataset, kind, name=report.dataset_name, num_proc=num_proc, keep_columns=keep_columns)
+    return count_rows(rows, kind, report, policy)
+
+
+def map_rows(
+    dataset: Any, kind: RowKind, *, name: str, num_proc: int | None = None, keep_columns: Sequence[str] = ()
+) -> Any:
+    """The data set with the columns of `kind`, its counts and `keep_columns` only."""
+    columns, made = column_names(dataset), dict(kind.features)
+    made |= {count: Value("int32") for count in kind.counts}
+    kept = [column for column in keep_columns if column in columns and column not in made]
+    is_stored = isinstance(dataset, Dataset)
+    known = {column: dataset.features[column] for column in kept} if dataset.features else {}
+    return dataset.map(
+        kind,
+        batched=True,
+        with_indices=True,
+        batch_size=1000 if is_stored else STREAM_BATCH,
+        remove_columns=[column for column in columns if column not in kept],
+        features=Features({**known, **made}) if len(known) == len(kept) else None,
+        **({"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"} if is_stored else {}),
+    )
+
+
+def count_rows(dataset: Any, kind: RowKind, report: PreparationReport, policy: UntrainedPolicy) -> Any:
+    """The data set without its columns of numbers, and without the rows that are dropped.
+
+    A stored data set is counted here; of a stream the first rows are checked here, and all are counted as they pass.
+
+    Raises: ValueError where the policy refuses a row, and where no row has anything to train on.
+    """
+    report.is_streaming = isinstance(dataset, IterableDataset)
+    counting, columns = Counting(kind, report, policy), column_names(dataset)
+    extra = [name for name in kind.counts if name in columns]
+    if isinstance(dataset, Dataset):
+        blocks, start = [], 0
+        for table in dataset.with_format("arrow").iter(batch_size=BLOCK_ROWS):
+            blocks.append(kind.numbers(table, start))
+            start += len(table)
+        numbers = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+        kept = counting.tally(numbers, is_whole=True)
+        rows = dataset.remove_columns(extra)
+        return rows if len(kept) == len(dataset) else rows.select(kept)
+    first = list(dataset.take(STREAM_BATCH))
+    batch = {column: [row[column] for row in first] for column in first[0]}
+    Counting(kind, copy.deepcopy(report), policy).tally(kind.numbers(batch, 0), is_whole=True, warns=False)
+    features = dataset.features
+    if features is not None:
+        features = Features({name: value for name, value in features.items() if name not in extra})
+    return dataset.map(
+        counting,
+        batched=True,
+        batch_size=STREAM_BATCH,
+        with_indices=True,
+        remove_columns=extra,
+        features=features,
+    )
+
+
+@dataclass
+class Counting:
+    """Counts rows into a report, and leaves out those that the policy drops."""
+
+    kind: RowKind
+    report: PreparationReport
+    policy: UntrainedPolicy
+
+    def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        kept = self.tally(self.kind.numbers(batch, indices[0]), is_whole=False)
+        counts = self.kind.counts
+        return {name: [values[row] for row in kept] for name, values in batch.items() if name not in counts}
+
+    def tally(self, numbers: Numbers, *, is_whole: bool, warns: bool = True) -> np.ndarray:
+        """Positions of the rows to keep. `is_whole`: rows that are all untrained are an error under every policy."""
+        bad = np.any([numbers[name] > 0 for name in self.kind.refused if name in numbers], axis=0)
+        is_refused = self.policy == "error" and bad.any()
+        is_all = is_whole and bool((numbers["untrained_rows"] > 0).all())
+        if is_refused or is_all:
+            index = int(np.flatnonzero(bad)[0])
+            which = "The first {} rows are all" if self.report.is_streaming else "All {} rows are"
+            row = {name: int(values[index]) for name, values in numbers.items()}
+            rest = f" {which.format(len(bad))} like this." if is_all else ""
+            raise ValueError(self.kind.complaint(row, self.report.dataset_name) + rest)
+        kept = self.report.add(numbers, drops=self.policy == "drop")
+        if warns:
+            self.report.warn()
+        return kept
