@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trl.data.formats import maybe_convert_to_chatml as maybe_convert_to_chatml
     from trl.data.formats import maybe_extract_prompt as maybe_extract_prompt
     from trl.data.formats import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
+    from trl.data.formats import prepare_multimodal_messages as prepare_multimodal_messages
+    from trl.data.formats import prepare_multimodal_messages_vllm as prepare_multimodal_messages_vllm
     from trl.data.formats import unpair_preference_dataset as unpair_preference_dataset
     from trl.data.mixtures import DatasetMixtureConfig as DatasetMixtureConfig
     from trl.data.mixtures import get_dataset as get_dataset
-    from trl.data.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
-    from trl.data.multimodal import prepare_multimodal_messages_vllm as prepare_multimodal_messages_vllm
     from trl.data.packing import pack_dataset as pack_dataset
     from trl.data.templates import apply_chat_template as apply_chat_template
     from trl.data.templates import maybe_apply_chat_template as maybe_apply_chat_template

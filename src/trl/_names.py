@@ -33,8 +33,8 @@ _MODEL_SETUP: Row = {"trl.models.chat_setup": "clone_chat_template setup_chat_fo
     "trl.models.distributed": "prepare_deepspeed prepare_fsdp unwrap_model_for_generation",
     "trl.models.peft": "prepare_model_for_kbit_training prepare_peft_model"}
 _ROWS: Row = {"trl.data.formats": "extract_prompt is_conversational is_conversational_from_value "
-    "maybe_convert_to_chatml maybe_extract_prompt maybe_unpair_preference_dataset unpair_preference_dataset",
-    "trl.data.multimodal": "prepare_multimodal_messages prepare_multimodal_messages_vllm",
+    "maybe_convert_to_chatml maybe_extract_prompt maybe_unpair_preference_dataset prepare_multimodal_messages "
+    "prepare_multimodal_messages_vllm unpair_preference_dataset",
     "trl.data.packing": "pack_dataset", "trl.data.templates": "apply_chat_template maybe_apply_chat_template",
     "trl.data.truncation": "truncate_dataset"}
 _SCRIPTS: Row = {"trl.data.mixtures": "DatasetMixtureConfig get_dataset",
@@ -106,7 +106,7 @@ NAMES: dict[str, Row] = {
         "trl.tensors.statistics": "masked_mean masked_var masked_whiten"},
     "trl.extras": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.best_of_n_sampler": {"trl.rollouts.best_of_n": "BestOfNSampler"},
-    "trl.extras.dataset_formatting": {"trl.data.formatting": "FORMAT_MAPPING "
+    "trl.extras.dataset_formatting": {"trl.legacy.formatting": "FORMAT_MAPPING "
         "conversations_formatting_function get_formatting_func_from_dataset "
         "instructions_formatting_function"},
     "trl.extras.profiling": {"trl.reporting.profiling": "profiling_context profiling_decorator"},
@@ -157,7 +157,7 @@ NAMES: dict[str, Row] = {
         "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
         "trl.models.device_cache": "empty_cache", "trl.models.dropout": "disable_dropout_in_model",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
-        "trl.data.constant_length": "ConstantLengthDataset",
+        "trl.legacy.constant_length": "ConstantLengthDataset",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
         "trl.options.packages": "is_diffusers_available", "trl.reporting.accuracy": "compute_accuracy",
         "trl.tensors.moments": "RunningMoments", "trl.trainer.base_trainer": "BaseTrainer",
@@ -187,9 +187,9 @@ NAMES: dict[str, Row] = {
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
         "trl.collators.preference": "DPODataCollatorWithPadding",
         "trl.collators.reward": "RewardDataCollatorWithPadding",
-        "trl.data.constant_length": "ConstantLengthDataset",
+        "trl.legacy.constant_length": "ConstantLengthDataset",
         "trl.data.formats": "TListOrMapping remove_none_values",
-        "trl.data.special_tokens": "add_bos_token_if_needed add_eos_token_if_needed",
+        "trl.legacy.special_tokens": "add_bos_token_if_needed add_eos_token_if_needed",
         "trl.data.training_templates": "SIMPLE_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE",
         "trl.data.truncation": "truncate_with_protected_tokens",
         "trl.generation.transformers.padded_queries": "batch_generation decode_and_strip_padding generate",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trl.data.dialogues import split_dialogue
+from trl.data.formats import split_dialogue
 
 ASK = "\n\nHuman: Why?\n\nAssistant:"
 

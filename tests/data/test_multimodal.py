@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trl.data.multimodal import prepare_multimodal_messages, prepare_multimodal_messages_vllm
+from trl.data.formats import prepare_multimodal_messages, prepare_multimodal_messages_vllm
 
 TALK = [
     {"role": "system", "content": "Be brief."},

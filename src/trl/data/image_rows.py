@@ -16,8 +16,12 @@ from datasets import Dataset, Image, IterableDataset, LargeList, List
 from transformers import ProcessorMixin
 from transformers.image_utils import is_valid_image
 
-from trl.data.formats import column_names, maybe_convert_to_chatml, remove_none_values
-from trl.data.multimodal import prepare_multimodal_messages
+from trl.data.formats import (
+    column_names,
+    maybe_convert_to_chatml,
+    prepare_multimodal_messages,
+    remove_none_values,
+)
 from trl.data.rendering import (
     Chat,
     Message,

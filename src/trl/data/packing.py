@@ -11,9 +11,17 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from trl.data.dataset_views import restore_format, restore_streaming_format, without_list_sizes
 from trl.data.formats import DatasetType
-from trl.data.ragged import Ragged, gather_rows, is_number_list, read_ragged, write_ragged
+from trl.data.ragged import (
+    Ragged,
+    gather_rows,
+    is_number_list,
+    read_ragged,
+    restore_format,
+    restore_streaming_format,
+    without_list_sizes,
+    write_ragged,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,14 @@
-"""List columns as flat numpy values and offsets: what packing and truncation compute on."""
+"""List columns as flat numpy values and offsets, and formats kept across a change of columns: for packing and truncation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, Features, IterableDataset, List
 
 MAX_CHUNK_VALUES = 2**30  # a list array counts its values in int32
 
@@ -122,3 +122,38 @@ def _row_slabs(offsets: np.ndarray) -> list[tuple[int, int]]:
         slabs.append((first, last))
         first = last
     return slabs
+
+
+def restore_format(transformed: Dataset, original: Dataset) -> Dataset:
+    """`transformed` in the format of `original`; a choice of columns is kept as far as they still exist."""
+    kept = original.format
+    columns = [name for name in kept["columns"] if name in transformed.column_names]
+    everything = set(original.column_names) <= set(kept["columns"])
+    return transformed.with_format(
+        kept["type"],
+        columns=None if everything else columns,
+        output_all_columns=kept["output_all_columns"],
+        **kept["format_kwargs"],
+    )
+
+
+def restore_streaming_format(transformed: IterableDataset, original: IterableDataset) -> IterableDataset:
+    """`transformed` in the format of `original`."""
+    kept = original._formatting  # datasets 5 has no public way to read it
+    return transformed.with_format(kept.format_type if kept else None)
+
+
+def without_list_sizes(features: Features | None) -> Features | None:
+    """The features with every fixed-size list made a free one, because cutting and packing change sizes.
+
+    >>> from datasets import Value
+    >>> without_list_sizes(Features({"ids": List(Value("int64"), length=3)}))
+    {'ids': List(Value('int64'))}
+    """
+    if features is None:
+        return None
+    return Features({name: _without_size(kind) for name, kind in features.items()})
+
+
+def _without_size(kind: object) -> object:
+    return List(cast(List, kind).feature) if isinstance(kind, List) else kind

@@ -5,8 +5,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from trl.data.formats import common_prefix_length, maybe_convert_to_chatml, remove_none_values
-from trl.data.multimodal import prepare_multimodal_messages
+from trl.data.formats import (
+    common_prefix_length,
+    maybe_convert_to_chatml,
+    prepare_multimodal_messages,
+    remove_none_values,
+)
 from trl.data.rendering import Chat, ProcessingClass, read_tools, template_source
 from trl.data.validation import Place, accepted_roles, check_messages, check_text
 
@@ -48,8 +52,10 @@ def read_chat(
     roles = accepted_roles(template_source(processing_class))
     messages = check_messages(maybe_convert_to_chatml(dict(row)).get(place.column), place, roles=roles)
     if isinstance(processing_class, ProcessorMixin):
-        with place.named():
+        try:
             messages = prepare_multimodal_messages(messages, images=[])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{place}: {error} Images belong into a column 'images' or 'image'.") from error
     return Chat(messages, *template_inputs(row, place, tools=tools))
 
 

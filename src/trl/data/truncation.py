@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from trl.data.dataset_views import restore_format, restore_streaming_format, without_list_sizes
 from trl.data.formats import DatasetType
-from trl.data.ragged import is_number_list
+from trl.data.ragged import is_number_list, restore_format, restore_streaming_format, without_list_sizes
 
 
 def truncate_dataset(

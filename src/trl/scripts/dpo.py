@@ -70,7 +70,7 @@ def split_dialogues(dataset: Any, marker: str | None) -> Any:
     """The rows as prompt and answers, cut at `marker`; as they are where there is none, or no dataset."""
     if marker is None or dataset is None:
         return dataset
-    from trl.data.dialogues import split_dialogue
+    from trl.data.formats import split_dialogue
 
     return dataset.map(partial(split_dialogue, marker=marker))
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl.data.image_masks import MASKS
+from trl.experimental.papo.image_masks import MASKS
 from trl.objectives.perception import PerceptionOptions
 from trl.options.checks import check_one_of
 from trl.options.docs import documented

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trl.data.image_masks import masked_image
+from trl.experimental.papo.image_masks import masked_image
 
 WHITE = Image.fromarray(np.full((28, 42, 3), 255, dtype=np.uint8))
 
