@@ -213,7 +213,7 @@ NAMES: dict[str, Row] = {
         "flush_left flush_right pad pad_to_length shuffle_sequence_dict split_tensor_dict",
         "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity nanmax nanmin nanstd "
         "selective_log_softmax", "trl.trainer.callbacks.peft_saving": "PeftSavingCallback",
-        "trl.trainer.on_policy_config": "OnPolicyConfig", "trl.trainer.online_state": "OnlineTrainerState"},
+        "trl.trainer.on_policy_config": "OnPolicyConfig OnlineTrainerState"},
 }
 
 for _name in ("bco", "cpo", "kto", "orpo", "prm"):  # methods whose 0.26 path holds the classes of trl.trainer

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from tests.models.test_step_state import new_trainer
 from tests.trainer.resume_worker import digest, in_a_process, kill_while_writing, kill_within
-from tests.trainer.test_ppo_state import new_trainer
-from trl.trainer import ppo_state
+from trl.models import step_state
 
 STEPS, EVERY = 7, 2
 
@@ -44,7 +44,7 @@ def main(out: str, kill: str = "") -> None:
     Path(out).mkdir(exist_ok=True)
     trainer, user, state = new_trainer(), SimpleNamespace(reward=by_chance), Path(out, "state")
     arm(kill, trainer, user)
-    if state.exists() or ppo_state._replaced(state).exists():
+    if state.exists() or step_state._replaced(state).exists():
         trainer.load_state(state)
     with open(Path(out, "steps.jsonl"), "a", buffering=1) as log:
         while trainer.current_step < STEPS:
@@ -56,7 +56,7 @@ def main(out: str, kill: str = "") -> None:
                     break
     found = {
         "weights": digest(trainer.model.state_dict()),
-        "running": ppo_state.moments_state(trainer.running),
+        "running": step_state.moments_state(trainer.running),
         "kl_coef": trainer.kl_ctl.value,
         "learning_rate": trainer.lr_scheduler.get_last_lr(),
     }

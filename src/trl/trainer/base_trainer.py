@@ -22,6 +22,15 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStr
 
 from trl.checkpoints.identity import run_facts
 from trl.checkpoints.ownership import owned, run_folder_name
+from trl.checkpoints.progress import (
+    CheckpointWriter,
+    Run,
+    SavesState,
+    begin_run,
+    load_progress,
+    on_main,
+    save_progress,
+)
 from trl.checkpoints.wholeness import naming_weights
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.head_precision import tied_where_equal
@@ -36,15 +45,6 @@ from trl.tensors.reduce import Weighted
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.overrides import Overridable
-from trl.trainer.progress import (
-    CheckpointWriter,
-    Run,
-    SavesState,
-    begin_run,
-    load_progress,
-    on_main,
-    save_progress,
-)
 from trl.trainer.row_loaders import RowLoaders
 from trl.trainer.views import Views
 

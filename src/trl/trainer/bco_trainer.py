@@ -22,12 +22,12 @@ from trl.legacy import BCO_ARGUMENTS, Older
 from trl.models.pairs import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
+from trl.reporting.step_scores import RunningMean
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
 from trl.trainer.overrides import call_with
 from trl.trainer.row_loaders import holding
-from trl.trainer.step_scores import RunningMean
 from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere

@@ -40,6 +40,7 @@ from trl.objectives.preference import (
     nll_coefficient,
     preference_terms,
 )
+from trl.reporting.step_scores import RunningMean, rows_of_all
 from trl.tensors.reduce import Unit, weighted
 from trl.tensors.sequences import (
     alignment_by_sequence,
@@ -57,7 +58,6 @@ from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.sft_images import has_images
-from trl.trainer.step_scores import RunningMean, rows_of_all
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

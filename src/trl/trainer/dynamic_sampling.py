@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -19,12 +19,9 @@ from trl.rollouts.measures import of_all_processes
 from trl.rollouts.schedule import refill_rows, refill_streams
 from trl.tensors.reduce import Weighted
 
-if TYPE_CHECKING:
-    from trl.trainer.group_trainer import GroupTrainer
-
 
 def refilled(
-    trainer: GroupTrainer, experience: Experience, number: int, taken: Sequence[int]
+    trainer: Any, experience: Experience, number: int, taken: Sequence[int]
 ) -> tuple[Experience, dict[str, Weighted]]:
     """Window `number` with other groups for those without a difference in reward, and what is logged of it.
 
@@ -56,9 +53,7 @@ def refilled(
     }
 
 
-def _sampled(
-    trainer: GroupTrainer, prompts: Sequence[int], streams: Sequence[int]
-) -> tuple[Experience, list[Any]]:
+def _sampled(trainer: Any, prompts: Sequence[int], streams: Sequence[int]) -> tuple[Experience, list[Any]]:
     """Judged completions of groups of these prompts (rows of the data set), all of them on every process, and their texts.
 
     Every process samples as many whole groups: where that does not come out even, the last ones sample the last group too.
@@ -78,7 +73,7 @@ def _sampled(
 
 
 def _placed(
-    trainer: GroupTrainer,
+    trainer: Any,
     kept: tuple[Experience, list[Any]],
     found: tuple[Experience, list[Any]],
     slots: Tensor,

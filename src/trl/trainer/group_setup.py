@@ -10,6 +10,7 @@ from trl.generation.transformers.engine import TransformersEngine, context_windo
 from trl.generation.transformers.stopping import end_tokens
 from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
+from trl.generation.vllm.served import Served, check_served, served_of, server_engine
 from trl.models.parts import causal_core
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
@@ -19,7 +20,6 @@ from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.sft_images import has_images
-from trl.trainer.vllm_served import Served, check_served, served_of, server_engine
 
 logger = logging.getLogger(__name__)
 

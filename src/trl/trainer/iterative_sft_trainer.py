@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ProgressCallback
 
+from trl.checkpoints.progress import Run
 from trl.collators.rows import IGNORED
 from trl.collators.step_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.data.rendering import text_tokenizer
@@ -30,7 +31,6 @@ from trl.models.device_cache import empty_cache
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
-from trl.trainer.progress import Run
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from trl.options.dataset import DatasetPreparation
 from trl.options.docs import documented
@@ -46,3 +46,18 @@ def _ignore_processes(self: Any, value: Any) -> None:
 
 
 OnPolicyConfig.world_size = property(_processes, _ignore_processes)  # type: ignore[assignment]
+
+
+@dataclass
+class OnlineTrainerState(TrainerState):
+    """`transformers.TrainerState` with the number of episodes (responses that were learned from) so far, `episode`.
+
+    `epoch` is None before the first one, as in 0.26.
+
+    >>> state = OnlineTrainerState(episode=512)
+    >>> state.episode, state.global_step
+    (512, 0)
+    """
+
+    epoch: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    episode: int = 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from trl.objectives.advantages import estimate_statistics, gae, token_rewards
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty
@@ -18,7 +20,6 @@ from trl.tensors.moments import moments, over_processes, whiten_by
 from trl.tensors.reduce import Weighted, count_units, reduce_terms
 from trl.tensors.statistics import entropy_from_logits
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_update import gradient_norm
 
 logger = logging.getLogger(__name__)
 
@@ -177,3 +178,21 @@ class PPOLosses:
                 f"{what} must be finite, got {value} in step {self.current_step + 1}. No update was made with it; go on from "
                 "the last state that was saved. Lower learning_rate, set max_grad_norm, or look at the scores of this step."
             )
+
+
+def gradient_norm(model: nn.Module) -> Tensor | None:
+    """The norm of all gradients; None where there is none to see (DeepSpeed holds them)."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+
+@contextlib.contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Train mode inside; every module's own mode is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

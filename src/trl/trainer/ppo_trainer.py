@@ -15,21 +15,21 @@ from trl._lazy import attach
 from trl.data.query_loader import QueryLoader, make_loader
 from trl.data.step_inputs import StepInputs, check_step_inputs
 from trl.models.device_cache import empty_cache
+from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.objectives.advantages import scale_scores
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
+from trl.reporting.divergence_watch import DivergenceWatch, mean_over_rows
+from trl.reporting.ppo_statistics import MinibatchRecord, step_statistics
 from trl.reporting.step_statistics import stats_to_np
+from trl.rollouts.minibatches import Rollout, shuffled_minibatches, tokens_of_step
 from trl.rollouts.response_scores import ResponseScorer
 from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.trainer import ppo_setup
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_divergence import DivergenceWatch, mean_over_rows
 from trl.trainer.ppo_forward import ScoredRollout, ScoresRollouts, timed
 from trl.trainer.ppo_generation import GeneratesResponses
-from trl.trainer.ppo_losses import PPOLosses
+from trl.trainer.ppo_losses import PPOLosses, training
 from trl.trainer.ppo_saving import SavesPolicy
-from trl.trainer.ppo_state import load_step_state, moments_state, save_step_state
-from trl.trainer.ppo_statistics import MinibatchRecord, step_statistics
-from trl.trainer.ppo_update import Rollout, shuffled_minibatches, tokens_of_step, training
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from pandas import DataFrame
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -22,12 +24,13 @@ from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.objectives.reward_modelling import bradley_terry
+from trl.reporting.step_scores import smallest_and_largest
+from trl.reporting.tables import print_rich_table
+from trl.reporting.trackers import log_table
 from trl.tensors.reduce import Unit, Weighted
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.prepared_sets import PreparedSets
 from trl.trainer.reward_config import RewardConfig
-from trl.trainer.reward_samples import print_samples, scored_samples
-from trl.trainer.step_scores import smallest_and_largest
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -216,7 +219,8 @@ class RewardTrainer(PreferenceTrainer):
         """
         table = scored_samples(self, num_print_samples)
         if self.is_world_process_zero():
-            print_samples(table, self.args.report_to or (), step=self.state.global_step)
+            print_rich_table(table)
+            log_table("completions", table, self.args.report_to or (), step=self.state.global_step)
 
 
 def reward_sets(args: RewardConfig, policy: Policy) -> PreparedSets:
@@ -234,3 +238,34 @@ def reward_sets(args: RewardConfig, policy: Policy) -> PreparedSets:
         parts=[(column,) for column in REWARD_COLUMNS],
         model=policy.model,
     )
+
+
+def scored_samples(trainer: Any, count: int) -> DataFrame:
+    """The first `count` pairs of a reward trainer's evaluation set: both texts, and both rewards to four decimals.
+
+    Raises: ValueError without an evaluation set.
+    """
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()), None)
+    if dataset is None:
+        raise ValueError("visualize_samples shows pairs of eval_dataset, got None. Pass one to the trainer.")
+    rows: list[tuple[str, str, list[float]]] = []
+    was_training = trainer.model.training
+    trainer.model.eval()
+    for batch in trainer.get_eval_dataloader(dataset):
+        rows += gather_object(_rows_of(trainer, trainer.take_batch(batch)))
+        if len(rows) >= count:
+            break
+    trainer.model.train(was_training)
+    return DataFrame(rows[:count], columns=["chosen_text", "rejected_text", "logits"])
+
+
+def _rows_of(trainer: Any, batch: Any) -> list[tuple[str, str, list[float]]]:
+    with torch.no_grad():
+        rewards = trainer.rewards(trainer.model, batch).double().cpu()
+    padded = trainer.scorer.padded_inputs(batch)
+    real = zip(padded["input_ids"], padded["attention_mask"].bool(), strict=True)
+    texts = trainer.processing_class.batch_decode([ids[mask] for ids, mask in real])
+    pairs = [[round(value, 4) for value in pair] for pair in rewards.tolist()]
+    return list(zip(texts[::2], texts[1::2], pairs, strict=True))

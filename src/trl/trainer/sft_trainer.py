@@ -34,9 +34,8 @@ from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.evaluated_rows import OwnRows
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.row_loaders import holding
+from trl.trainer.row_loaders import OwnRows, holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
 from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images

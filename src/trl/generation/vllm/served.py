@@ -14,7 +14,6 @@ from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.models.parts import causal_core
 from trl.models.policy import Policy
-from trl.trainer.grpo_config import GroupTraining
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class Served(NamedTuple):
     dtype: str
 
 
-def served_of(args: GroupTraining) -> Served:
+def served_of(args: Any) -> Served:
     """The server that `args` name, waited for by the main process.
 
     Raises: ConnectionError where it does not answer within `vllm_server_timeout` seconds, PermissionError for a wrong token.
@@ -60,7 +59,7 @@ def served_of(args: GroupTraining) -> Served:
     return served._replace(client=made[0] if made else None)
 
 
-def check_served(served: Served, args: GroupTraining, policy: Policy) -> None:
+def check_served(served: Served, args: Any, policy: Policy) -> None:
     """Raise ValueError where the server cannot stand for the policy: another vocabulary, or a window that is too small."""
     vocabulary = causal_core(policy.model).config.get_text_config().vocab_size
     where = f"the vLLM server at {served.address} serves {served.model}"
@@ -90,7 +89,7 @@ def check_served(served: Served, args: GroupTraining, policy: Policy) -> None:
 
 
 def server_engine(
-    served: Served, args: GroupTraining, model: Any, *, window: int | None, accelerator: Any
+    served: Served, args: Any, model: Any, *, window: int | None, accelerator: Any
 ) -> VLLMServerEngine:
     """What generates through the server."""
     return VLLMServerEngine(
@@ -103,13 +102,13 @@ def server_engine(
     )
 
 
-def _dtype_of(args: GroupTraining, policy: Policy) -> str:
+def _dtype_of(args: Any, policy: Policy) -> str:
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     dtype: torch.dtype = MIXED.get(mixed) or causal_core(policy.model).dtype
     return str(dtype).removeprefix("torch.")
 
 
-def _warn_of_ignored(args: GroupTraining) -> None:
+def _warn_of_ignored(args: Any) -> None:
     """Say which settings only count for vLLM in the processes that train."""
     defaults = {field.name: field.default for field in fields(args)}
     for name in (name for name in COLOCATED if getattr(args, name) != defaults[name]):

@@ -2,7 +2,7 @@
 
 import json
 
-from trl.trainer.progress import load_progress, save_progress
+from trl.checkpoints.progress import load_progress, save_progress
 
 STATES = [
     {"processes": 2, "loss_since_log": 1.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 30,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +45,3 @@ def tokens_of_step(masks: Tensor, minibatches: list[list[int]], accelerator: Any
     """Number of trained tokens of an optimiser step, of all its minibatches and processes."""
     rows = [row for minibatch in minibatches for row in minibatch]
     return int(accelerator.reduce((masks[rows] != 0).sum(), reduction="sum"))
-
-
-def gradient_norm(model: nn.Module) -> Tensor | None:
-    """The norm of all gradients; None where there is none to see (DeepSpeed holds them)."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients) if gradients else None
-
-
-@contextlib.contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """Train mode inside; every module's own mode is put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -17,7 +17,7 @@ from trl import AutoModelForCausalLMWithValueHead
 from trl.checkpoints.ownership import owned, run_folder_name
 from trl.checkpoints.wholeness import CheckpointError
 from trl.data.query_loader import ShuffledShares
-from trl.trainer import ppo_state
+from trl.models import step_state
 
 ROWS = Dataset.from_dict(
     {
@@ -77,7 +77,7 @@ def test_a_killed_loop_goes_on_to_the_same_bits(tmp_path, killed_after):
     for (name, found), wanted in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(found, wanted), name
     assert resumed.kl_ctl.value == whole.kl_ctl.value
-    assert ppo_state.moments_state(resumed.running) == ppo_state.moments_state(whole.running)
+    assert step_state.moments_state(resumed.running) == step_state.moments_state(whole.running)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -110,10 +110,10 @@ def test_a_save_that_is_killed_leaves_the_last_state_whole(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ppo_state, "random_streams", killed)
+        patch.setattr(step_state, "random_streams", killed)
         with pytest.raises(KeyboardInterrupt):
             trainer.save_state(tmp_path / "state")
-    (tmp_path / "state").rename(ppo_state._replaced(tmp_path / "state"))  # killed between the two renames
+    (tmp_path / "state").rename(step_state._replaced(tmp_path / "state"))  # killed between the two renames
     resumed = new_trainer()
     resumed.load_state(tmp_path / "state")
     assert (resumed.current_step, resumed.kl_ctl.value) == (1, value)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from trl.checkpoints.ownership import clear, owned, run_folder_name
+from trl.checkpoints.progress import on_main
 from trl.checkpoints.wholeness import CheckpointError, faults, listed, write_manifest
 from trl.models.value_wrapper import under_module_names
 from trl.tensors.moments import RunningMoments
-from trl.trainer.progress import on_main
 
 _FILE = "ppo_state.json"
 _FORMAT = 1
