@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -131,10 +130,12 @@ def built(entry: Entry) -> bool:
 
 
 def find_module(name: str) -> ModuleType | None:
-    parents = [name.rsplit(".", depth)[0] for depth in range(name.count("."), 0, -1)]
-    if any(find_spec(parent) is None for parent in parents) or find_spec(name) is None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
         return None
-    return importlib.import_module(name)
 
 
 def split(text: str, separator: str) -> list[str]:
