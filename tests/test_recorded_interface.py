@@ -79,8 +79,14 @@ def config_fields() -> dict[str, dict[str, str]]:
         if not dataclasses.is_dataclass(value):
             continue
         outside = inherited if issubclass(value, TrainingArguments) else {}
+        # Not `field.type`, which HfArgumentParser narrows.
+        hints = {
+            name: hint
+            for each in reversed(value.__mro__)
+            for name, hint in inspect.get_annotations(each).items()
+        }
         found[path] = {
-            field.name: f"{type_name(field.type)} = {default_of(field)}"
+            field.name: f"{type_name(hints[field.name])} = {default_of(field)}"
             + (f" of {list(field.metadata['choices'])}" if field.metadata.get("choices") else "")
             for field in dataclasses.fields(value)
             if outside.get(field.name) != default_of(field) and field.name != "exp_name"  # that of the script

@@ -96,7 +96,7 @@ def test_config_is_left_as_it_was():
     [
         ({"kl_estimator": "k2"}, "kl_estimator must be one of 'k1', 'k3', got 'k2'"),
         ({"stop_token": "stop"}, "stop_token must be one of 'eos' or None"),
-        ({"stop_token": "eos", "stop_token_id": 3}, "two settings of one thing"),
+        ({"stop_token": "eos", "stop_token_id": 3}, "cannot be combined"),
         ({"temperature": 0.0}, "temperature must be > 0"),
         ({"num_ppo_epochs": 0}, "num_ppo_epochs must be"),
         ({"num_mini_batches": 0}, "num_mini_batches must be"),

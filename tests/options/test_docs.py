@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 
 from trl.options.docs import documented, type_name
-from trl.options.groups import OptionGroup, changed_default
+from trl.options.groups import OptionGroup, same
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Derived(Base):
         >>> Derived()
     """
 
-    rate: float = changed_default(Base, "rate", 2.0)
+    rate: float = same(Base, "rate", 2.0)
     items: list[int] = field(default_factory=list, metadata={"help": "Items."})
 
 
@@ -34,16 +34,16 @@ def test_docstring_keeps_its_head_and_lists_every_field():
     assert "    items (`list[int]`, defaults to `[]`):" in text
 
 
-def test_changed_default_keeps_the_help_text_and_the_place():
+def test_same_keeps_the_help_text_and_the_place():
     assert Derived().rate == 2.0 and Base().rate == 0.5
     assert list(Derived.__dataclass_fields__) == ["rate", "names", "items"]
     assert Derived.__dataclass_fields__["rate"].metadata["help"] == "Steps per second."
 
 
-def test_changed_default_copies_containers():
+def test_same_copies_containers():
     @dataclass
     class WithList(Base):
-        names: list[str] | None = changed_default(Base, "names", ["a"])  # noqa: RUF009
+        names: list[str] | None = same(Base, "names", ["a"])
 
     first, second = WithList(), WithList()
     assert first.names == second.names == ["a"]

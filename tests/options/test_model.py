@@ -43,7 +43,7 @@ def test_every_field_has_a_help_text():
 
 
 def test_torch_dtype_moves_to_dtype_with_one_warning():
-    with pytest.warns(FutureWarning, match="now called `dtype`") as caught:
+    with pytest.warns(FutureWarning, match="torch_dtype -> dtype") as caught:
         config = ModelConfig(torch_dtype="bfloat16")
     assert (config.dtype, config.torch_dtype) == ("bfloat16", None)
     assert len(caught) == 1 and caught[0].filename == __file__
@@ -78,7 +78,7 @@ def test_bad_values(given, message):
 
 
 def test_lora_settings_without_use_peft_warn_once():
-    with pytest.warns(UserWarning, match="lora_r, use_dora has no effect without use_peft=True") as caught:
+    with pytest.warns(UserWarning, match="lora_r=8, use_dora=True has no effect") as caught:
         ModelConfig(lora_r=8, use_dora=True)
     assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():

@@ -6,28 +6,19 @@ from trl import SFTConfig
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "name"),
     [
-        (
-            {"per_device_train_batch_size": 0},
-            "per_device_train_batch_size must be a whole number >= 1, got 0",
-        ),
-        (
-            {"per_device_eval_batch_size": -1},
-            "per_device_eval_batch_size must be a whole number >= 1, got -1",
-        ),
-        (
-            {"gradient_accumulation_steps": 0},
-            "gradient_accumulation_steps must be a whole number >= 1, got 0",
-        ),
-        ({"learning_rate": -1e-4}, r"learning_rate must be >= 0, got -0\.0001"),
-        ({"max_steps": 0}, r"max_steps must be a number of optimiser steps >= 1, or -1 .* got 0"),
-        ({"num_train_epochs": 0}, r"num_train_epochs must be > 0 .* got 0"),
-        ({"num_train_epochs": -1, "max_steps": -1}, r"num_train_epochs must be > 0 .* got -1"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
+        ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"learning_rate": -1e-4}, "learning_rate"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"num_train_epochs": 0}, "num_train_epochs"),
+        ({"num_train_epochs": -1, "max_steps": -1}, "num_train_epochs"),
     ],
 )
-def test_numbers_with_which_no_run_can_be_made(tmp_path, given, message):
-    with pytest.raises(ValueError, match=message):
+def test_numbers_with_which_no_run_can_be_made(tmp_path, given, name):
+    with pytest.raises(ValueError, match=f"{name}.* got"):
         SFTConfig(str(tmp_path), **given)
 
 
@@ -38,9 +29,7 @@ def test_numbers_that_are_unusual_and_fine(tmp_path):
 
 
 def test_prefetching_without_workers_has_no_effect(tmp_path):
-    with pytest.warns(
-        UserWarning, match="dataloader_prefetch_factor=4 has no effect with dataloader_num_workers=0"
-    ):
+    with pytest.warns(UserWarning, match="dataloader_prefetch_factor=4 has no effect"):
         assert SFTConfig(str(tmp_path), dataloader_prefetch_factor=4).dataloader_prefetch_factor is None
 
 

@@ -131,10 +131,8 @@ def test_values_that_two_dataclasses_refuse_are_reported_at_once():
         TrlParser((SFTConfig, ModelConfig)).parse_args_and_config(
             ["--output_dir", "x", "--learning_rate", "nan", "--use_peft", "--lora_r", "0"]
         )
-    assert str(caught.value).split("\n") == [
-        "learning_rate must be a finite number >= 0, got nan.",
-        "lora_r must be a whole number >= 1, got 0.",
-    ]
+    faults = str(caught.value).split("\n")
+    assert [fault.partition(" must be")[0] for fault in faults] == ["learning_rate", "lora_r"]
 
 
 @pytest.fixture

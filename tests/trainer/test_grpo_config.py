@@ -211,7 +211,7 @@ REFUSED = {
     "vllm mode": ({"vllm_mode": "local"}, "vllm_mode must be one of 'server', 'colocate', got 'local'"),
     "rounds": (
         {"dynamic_sampling": True, "max_resampling_rounds": 0},
-        "max_resampling_rounds must be a whole number >= 1, got 0. Set dynamic_sampling=False",
+        "max_resampling_rounds must be a whole number >= 1, got 0",
     ),
 }
 
@@ -249,7 +249,7 @@ IGNORED = {
 
 @pytest.mark.parametrize(("name", "given"), IGNORED.items(), ids=IGNORED)
 def test_what_has_no_effect_is_said_once(name, given):
-    with pytest.warns(Warning, match=f"{name}=.* has no effect") as caught:
+    with pytest.warns(Warning, match=rf"{name}(=.* has no effect| -> nothing)") as caught:
         config(**given)
     assert len([warning for warning in caught if name in str(warning.message)]) == 1
 
@@ -276,15 +276,13 @@ def test_older_names_of_rloo_move_with_one_warning():
     older = {name: value for name, (_, value) in OLDER_RLOO.items()}
     with pytest.warns(FutureWarning, match="rloo_k -> num_generations; cliprange -> epsilon") as caught:
         args = config(RLOOConfig, **older)
-    assert len([warning for warning in caught if "RLOO" in str(warning.message)]) == 1
+    assert len([warning for warning in caught if "rloo_k" in str(warning.message)]) == 1
     for name, (place, value) in OLDER_RLOO.items():
         assert getattr(args, place) == value and getattr(args, name) is None, name
 
 
 def test_older_names_move():
-    with pytest.warns(
-        FutureWarning, match="wandb_log_unique_prompts=True is the older name of log_unique_prompts"
-    ):
+    with pytest.warns(FutureWarning, match="wandb_log_unique_prompts -> log_unique_prompts"):
         args = config(wandb_log_unique_prompts=True)
     assert args.log_unique_prompts is True and args.wandb_log_unique_prompts is None
     with warnings.catch_warnings():

@@ -180,7 +180,7 @@ def test_the_older_liger_loss_is_the_loss():
     trainer.model.train()
     first = trainer.compute_liger_loss(trainer.model, batch)
     torch.testing.assert_close(first, trainer.compute_loss(trainer.model, batch), rtol=0, atol=0)
-    with pytest.warns(FutureWarning, match="use_liger_loss has no effect"):
+    with pytest.warns(FutureWarning, match="use_liger_loss -> nothing"):
         make(use_liger_loss=True)
 
 

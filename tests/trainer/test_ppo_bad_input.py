@@ -152,7 +152,7 @@ def test_an_optimiser_and_a_schedule_that_would_do_nothing():
 
 
 def test_centring_without_scaling_is_said():
-    with pytest.warns(UserWarning, match="use_score_norm=True has no effect without use_score_scaling=True"):
+    with pytest.warns(UserWarning, match="use_score_norm=True has no effect"):
         PPOConfig(use_score_norm=True)
 
 

@@ -79,7 +79,7 @@ def test_every_default():
     ],
 )
 def test_arguments_of_transformers_4_move_with_one_warning(tmp_path, older, place, value):
-    with pytest.warns(FutureWarning, match="transformers 5 no longer has") as caught:
+    with pytest.warns(FutureWarning, match="deprecated settings") as caught:
         args = config(tmp_path, **older)
     assert len(caught) == 1
     assert all(f"{name} -> {place or 'nothing'}" in str(caught[0].message) for name in older)
@@ -89,7 +89,7 @@ def test_arguments_of_transformers_4_move_with_one_warning(tmp_path, older, plac
 
 
 def test_a_warmup_ratio_beyond_its_range_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"warmup_ratio must be in \[0, 1\), got 3"):
+    with pytest.raises(ValueError, match="warmup_ratio"):
         config(tmp_path, warmup_ratio=3)
 
 
@@ -148,7 +148,7 @@ def test_bad_values(tmp_path, given, error, message):
 
 
 def test_max_seq_length_moves_with_one_warning(tmp_path):
-    with pytest.warns(FutureWarning, match="pass max_length instead") as caught:
+    with pytest.warns(FutureWarning, match="max_seq_length -> max_length") as caught:
         args = config(tmp_path, max_seq_length=64)
     assert (args.max_length, args.max_seq_length) == (64, None)
     assert [entry.filename for entry in caught if entry.category is FutureWarning] == [__file__]

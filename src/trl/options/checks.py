@@ -68,12 +68,11 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def warn_unread(config: Any, group: type, reason: str) -> None:
-    """Warn of every field of the option group `group` that `config` changes from its default, where nothing reads them.
+def warn_unread(config: Any, names: Iterable[str], reason: str) -> None:
+    """Warn of every field among `names` that `config` changes from its default, where nothing reads it.
 
     `reason` ends the sentence "<field>=<value> has no effect ...", and says what to do.
     """
-    of_group = {item.name for item in dataclasses.fields(group)} if isinstance(config, group) else set()
     for item in dataclasses.fields(config):
-        if item.name in of_group and (value := getattr(config, item.name)) != item.default:
+        if item.name in names and (value := getattr(config, item.name)) != item.default:
             warn_caller(f"{item.name}={value!r} has no effect {reason}.")

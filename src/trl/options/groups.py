@@ -1,37 +1,134 @@
-"""What an option group is, and how a config changes the default of a field that stands elsewhere."""
+"""What an option group is, how a field is declared with its bounds, and how a config takes a field that stands elsewhere."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from trl.options.values import check_numbers, read_text_values
+from trl.options.checks import json_object, warn_caller
+from trl.options.values import check_choices, check_numbers, json_fields, library_config, read_text_values
+
+_OURS = ("bounds", "needs", "module", "moved_to", "reason", "value_of")
+
+
+class _Metadata(dict):
+    """Metadata of a field; argparse is given a copy of it, which leaves out what only this library reads."""
+
+    def copy(self) -> dict[str, Any]:
+        return {key: value for key, value in self.items() if key not in _OURS}
+
+
+def option(
+    default: Any, help: str, bounds: str = "", *, needs: str = "", flag: bool = False, **metadata: Any
+) -> Any:
+    """A dataclass field with help text.
+
+    `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value other than the
+    default has no effect, with a warning, unless the field `needs` is true. A `flag` may stand alone on a command line
+    although None is its default. `metadata` goes to argparse. Lists and dicts are copied for every instance; a function
+    makes the default.
+    """
+    return _field(default, {"help": help, **_extras(bounds=bounds, needs=needs, flag=flag), **metadata})
+
+
+def same(owner: type, name: str, *default: Any, **metadata: Any) -> Any:
+    """The field `name` of `owner` in another config, with another default if one is given.
+
+    `metadata` replaces parts of it, such as `help`.
+    """
+    found = next(field for field in dataclasses.fields(owner) if field.name == name)
+    is_made = found.default_factory is not dataclasses.MISSING
+    (value,) = default or ((found.default_factory if is_made else found.default),)
+    return _field(value, {**found.metadata, "module": owner.__module__, **metadata})
+
+
+def moved(
+    reason: str = "",
+    bounds: str = "",
+    *,
+    to: str | None = None,
+    default: Any = None,
+    value_of: Callable[[Any, Any], Any] | None = None,
+    flag: bool = False,
+    **metadata: Any,
+) -> Any:
+    """A field that moves its value `to` another one, or (None) that has no effect any more for this reason.
+
+    `value_of` turns the config and the value into that of the new field; None leaves the new field as it is.
+    """
+    help = f"Deprecated: {reason or f'now {to}.'}"
+    place = {"moved_to": to, "reason": reason.rstrip("."), "value_of": value_of}
+    return _field(default, {"help": help, **place, **_extras(bounds=bounds, flag=flag), **metadata})
+
+
+def _extras(*, flag: bool, **given: str) -> dict[str, Any]:
+    switch = {"nargs": "?", "const": True} if flag else {}
+    return {**switch, **{key: value for key, value in given.items() if value}}
+
+
+def _field(default: Any, metadata: dict[str, Any]) -> Any:
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=_Metadata(metadata))
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=_Metadata(metadata))
+    return dataclasses.field(default=default, metadata=_Metadata(metadata))
 
 
 class OptionGroup:
     """Base of all option groups: dataclass mixins that hold related fields and check them.
 
-    A group checks its own fields in `check`, which calls `super().check()`; the config that combines the groups calls
-    `settle` once, before anything else reads the values.
+    What a field's row says is checked for all of them by `settle`; a group checks the rest in `check`, which calls
+    `super().check()`. The config that combines the groups calls `settle` once, before anything else reads the values.
     """
 
     def check(self) -> None:
         """Raise on bad values and bring good ones into their final form."""
 
     def settle(self) -> None:
-        """Read numbers and booleans given as text, run every `check`, then hold numbers to the table of bounds.
+        """Read values given as text, move those of older names, and check every field and their combinations.
 
         Raises: ValueError or TypeError for bad values.
         """
         read_text_values(self)
-        self.check()
         check_numbers(self)
+        for name in json_fields(library_config(type(self))):
+            setattr(self, name, json_object(name, getattr(self, name)))
+        _move_older(self)
+        self.check()
+        check_choices(self)
+        check_numbers(self)
+        _warn_of_unread(self)
 
 
-def changed_default(owner: type, name: str, default: Any) -> Any:
-    """A dataclass field `name` with the help text that it has in `owner` and another default.
+def _move_older(config: Any) -> None:
+    """Move the values of fields with a successor, and warn once of all of them."""
+    places = []
+    for item in dataclasses.fields(config):
+        if "moved_to" not in item.metadata or (value := getattr(config, item.name)) == item.default:
+            continue
+        target, value_of = item.metadata["moved_to"], item.metadata["value_of"]
+        setattr(config, item.name, item.default)
+        moved = value if value_of is None else value_of(config, value)
+        if target is not None and moved is not None:
+            given = getattr(config, target)
+            if value_of is None and given not in (getattr(type(config), target, None), moved):
+                raise ValueError(
+                    f"{target}={given!r} and {item.name}={value!r} disagree. {item.name} is the older name of {target}: "
+                    f"pass {target} only."
+                )
+            setattr(config, target, moved)
+        places.append(f"{item.name} -> {target or 'nothing, ' + item.metadata['reason']}")
+    if places:
+        warn_caller(f"deprecated settings: {'; '.join(places)}.", FutureWarning)
 
-    Lists and dicts are copied for every instance.
-    """
-    metadata = next(field.metadata for field in dataclasses.fields(owner) if field.name == name)
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+
+def _warn_of_unread(config: Any) -> None:
+    """Warn of fields that have no effect, because the one they need is off."""
+    unread: dict[str, list[str]] = {}
+    for item in dataclasses.fields(config):
+        needed = item.metadata.get("needs")
+        if needed and not getattr(config, needed) and getattr(config, item.name) != item.default:
+            unread.setdefault(needed, []).append(f"{item.name}={getattr(config, item.name)!r}")
+    for needed, names in unread.items():
+        warn_caller(
+            f"{', '.join(names)} has no effect with {needed}={getattr(config, needed)}. Set {needed}, or leave it out."
+        )

@@ -1,137 +1,63 @@
-"""Option groups of learning from rewards: advantages, the clipped losses, the penalty on the KL divergence, scores."""
+"""Option groups of learning from rewards that several configs share."""
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from trl.options.checks import check_one_of, warn_caller
-from trl.options.groups import OptionGroup
+from trl.options.groups import OptionGroup, option
 
-KLPenalty = Literal["kl", "abs", "mse", "full"]
-
-
-@dataclass
-class AdvantageEstimation(OptionGroup):
-    """How advantages follow from rewards and values (generalised advantage estimation)."""
-
-    gamma: float = field(
-        default=1.0,
-        metadata={
-            "help": "Discount of a reward per token that lies between it and the token it is credited to, in [0, 1]."
-        },
-    )
-    lam: float = field(
-        default=0.95,
-        metadata={
-            "help": "Lambda of generalised advantage estimation, in [0, 1]: 0 trusts the value head after one token, 1 the "
-            "rewards alone."
-        },
-    )
-    whiten_rewards: bool = field(
-        default=False,
-        metadata={"help": "Scale the tokens' rewards to unit variance before advantages are estimated."},
-    )
-
-    def check(self) -> None:
-        super().check()
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"{name} must be in [0, 1], got {getattr(self, name)}. 1.0 does not discount; the paper's lam is 0.95."
-                )
+RewardFailure = Literal["error", "skip"]
+SYNC_SETTINGS = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
 
 
 @dataclass
-class ClippedLosses(OptionGroup):
-    """PPO's losses of policy and value function."""
+class PPOOptions(OptionGroup):
+    """Generalised advantage estimation, and PPO's losses of policy and value function."""
 
-    cliprange: float = field(
-        default=0.2,
-        metadata={
-            "help": "How far the ratio of new to old probability may leave 1 before the policy loss stops rewarding it, > 0."
-        },
+    gamma: float = option(1.0, "Discount of rewards, per token.", "[0, 1]")
+    lam: float = option(
+        0.95,
+        "Lambda of generalised advantage estimation: 0 relies on the value head, 1 on the rewards alone.",
+        "[0, 1]",
     )
-    cliprange_value: float = field(
-        default=0.2,
-        metadata={
-            "help": "How far a value may leave the one of the rollout before the value loss is cut, in units of reward, > 0."
-        },
+    whiten_rewards: bool = option(
+        False, "Scale the tokens' rewards to unit variance before advantages are estimated."
     )
-    vf_coef: float = field(
-        default=0.1, metadata={"help": "Weight of the value loss beside the policy loss, >= 0."}
+    cliprange: float = option(
+        0.2,
+        "How far the ratio of new to old probability may leave 1 before the policy loss clips it.",
+        "(0, inf]",
     )
-
-    def check(self) -> None:
-        super().check()
-        for name in ("cliprange", "cliprange_value"):
-            check_positive(name, getattr(self, name), "The paper uses 0.2; a large value clips nothing.")
+    cliprange_value: float = option(
+        0.2,
+        "How far a value may leave that of the rollout before the value loss clips it, in rewards.",
+        "(0, inf]",
+    )
+    vf_coef: float = option(0.1, "Weight of the value loss beside the policy loss, >= 0.")
 
 
 @dataclass
-class KLControl(OptionGroup):
-    """The penalty that keeps a policy near its reference, and what its weight follows."""
+class RewardPolicy(OptionGroup):
+    """Weights of reward functions and models, and what happens if they fail."""
 
-    adap_kl_ctrl: bool = field(
-        default=True,
-        metadata={
-            "help": "Let the penalty's weight follow the divergence to where that is target. Otherwise the weight is fixed."
-        },
+    reward_weights: list[float] | None = option(
+        None, "Weight of each reward function or model in the sum. None: 1 each."
     )
-    init_kl_coef: float = field(
-        default=0.2,
-        metadata={"help": "Weight of the penalty at the start, in reward per nat, >= 0."},
+    reward_deadline: float | None = option(
+        None, "Seconds after which a call of a reward function is abandoned. None: no limit.", "(0, inf]"
     )
-    kl_penalty: KLPenalty = field(
-        default="kl",
-        metadata={
-            "help": "What is penalised at each token: 'kl' the log-ratio of policy to reference, 'abs' its size, 'mse' half "
-            "its square, 'full' the divergence of the whole distributions (needs memory for them)."
-        },
+    reward_failure: RewardFailure = option(
+        "error",
+        "If a reward function raises, misses its deadline or returns no number: 'error' ends the run, 'skip' counts the "
+        "rows and leaves it out of their rewards.",
     )
-    target: float = field(
-        default=6.0,
-        metadata={"help": "Divergence per response that adap_kl_ctrl aims at, in nats, > 0."},
-    )
-    horizon: float = field(
-        default=10000.0,
-        metadata={"help": "Number of responses over which adap_kl_ctrl changes the weight, > 0."},
-    )
-
-    def check(self) -> None:
-        super().check()
-        check_one_of("kl_penalty", self.kl_penalty, get_args(KLPenalty))
-        for name in ("target", "horizon"):
-            check_positive(name, getattr(self, name), "Use adap_kl_ctrl=False for a fixed coefficient.")
 
 
 @dataclass
-class ScoreScaling(OptionGroup):
-    """What is done to scores before they become rewards."""
+class ReferenceSync(OptionGroup):
+    """A reference that follows the policy (TR-DPO)."""
 
-    use_score_scaling: bool = field(
-        default=False,
-        metadata={
-            "help": "Divide scores by the running standard deviation of all scores so far (Secrets of RLHF I, "
-            "arXiv:2307.04964)."
-        },
+    sync_ref_model: bool = option(
+        False, "Every ref_model_sync_steps steps, replace the reference by a mixture of policy and reference."
     )
-    use_score_norm: bool = field(
-        default=False,
-        metadata={"help": "With use_score_scaling, also subtract their running mean."},
-    )
-    score_clip: float | None = field(
-        default=None,
-        metadata={"help": "Cut scores to [-score_clip, score_clip], after scaling. None: they are not cut."},
-    )
-
-    def check(self) -> None:
-        super().check()
-        if self.use_score_norm and not self.use_score_scaling:
-            warn_caller("use_score_norm=True has no effect without use_score_scaling=True. Set both.")
-        if self.score_clip is not None:
-            check_positive("score_clip", self.score_clip, "Use None to leave scores uncut.")
-
-
-def check_positive(name: str, value: float, hint: str) -> None:
-    """Raise ValueError unless a number is greater than 0."""
-    if not value > 0:
-        raise ValueError(f"{name} must be > 0, got {value}. {hint}")
+    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in that mixture.", "[0, 1]")
+    ref_model_sync_steps: int = option(512, "Optimiser steps between two updates of the reference.", ">= 1")

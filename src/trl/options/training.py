@@ -2,14 +2,14 @@
 
 import copy
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
 from trl.options.checks import json_object, warn_caller
-from trl.options.groups import changed_default
+from trl.options.groups import option, same
 from trl.options.older import OlderTrainingArguments
 from trl.options.precision import default_bf16
 
@@ -20,35 +20,25 @@ Config = TypeVar("Config")
 class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
     """Training arguments with the library's defaults; every training config ends its bases with this class."""
 
-    logging_steps: float = changed_default(TrainingArguments, "logging_steps", 10)
-    bf16: bool | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default=None,
-        metadata={
-            "help": "Train in bfloat16 mixed precision. None: yes on an accelerator that computes in bfloat16 (unless "
-            "fp16 is set), float32 on a CPU. Always True or False once the config is built.",
-            "nargs": "?",
-            "const": True,
-        },
+    logging_steps: float = same(TrainingArguments, "logging_steps", 10)
+    bf16: bool | None = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None,
+        "Train in bfloat16 mixed precision. None: if the accelerator computes in bfloat16 and fp16 is not set. Always "
+        "True or False in a built config.",
+        flag=True,
     )
-    gradient_checkpointing: bool = field(
-        default=True,
-        metadata={
-            "help": "Keep only some activations for the backward pass and compute the others again: less memory for "
-            "about one more forward pass of time. Non-reentrant unless gradient_checkpointing_kwargs says otherwise."
-        },
+    gradient_checkpointing: bool = option(
+        True,
+        "Recompute activations in the backward pass: less memory for about one more forward pass. Non-reentrant unless "
+        "gradient_checkpointing_kwargs says otherwise.",
     )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "Checkpoint to resume from, on the command line: its folder, or true for the newest in output_dir."
-        },
+    resume_from_checkpoint: str | None = option(
+        None, "Checkpoint to resume from: its folder, or true for the newest in output_dir."
     )
-    resume_without: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Parts of the checkpoint that resuming leaves out and starts anew: optimizer (with the schedule), "
-            "random_state, progress (sums of metrics, rollouts, running statistics). For a checkpoint that lost them."
-        },
+    resume_without: list[str] | None = option(
+        None,
+        "Parts of the checkpoint that resuming starts anew, for a checkpoint that lost them: optimizer (with the "
+        "schedule), random_state, progress (sums of metrics, rollouts, running statistics).",
     )
 
     def check(self) -> None:
@@ -59,39 +49,23 @@ class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
             )
         if "optimizer" in (self.resume_without or ()) and self.deepspeed:
             raise ValueError(
-                "resume_without=['optimizer'] cannot be used with DeepSpeed, which keeps weights and optimizer in the same files. "
-                "Start a new run from the model instead."
+                "resume_without=['optimizer'] cannot be used with DeepSpeed, which keeps weights and optimizer in the "
+                "same files. Start a new run from the model instead."
             )
-        for name in (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a whole number >= 1, got {getattr(self, name)}.")
-        self._check_length()
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ValueError(
+                f"num_train_epochs must be > 0, or max_steps >= 1, got {self.num_train_epochs} and {self.max_steps}: the "
+                "run would have no step. To evaluate alone, call trainer.evaluate()."
+            )
         if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
             warn_caller(
-                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} has no effect with dataloader_num_workers=0. Set "
-                "dataloader_num_workers, or leave it out."
+                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} has no effect with "
+                "dataloader_num_workers=0. Set dataloader_num_workers, or leave it out."
             )
             self.dataloader_prefetch_factor = None
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ImportError(
                 "The setting deepspeed needs the deepspeed package. Install it with `pip install trl[deepspeed]`."
-            )
-
-    def _check_length(self) -> None:
-        """Refuse a run of no steps: transformers makes one of max_steps=0, and calls a run without any a success."""
-        if self.max_steps == 0:
-            raise ValueError(
-                "max_steps must be a number of optimiser steps >= 1, or -1 to train for num_train_epochs, got 0. To "
-                "evaluate alone, call trainer.evaluate()."
-            )
-        if self.max_steps < 0 and self.num_train_epochs <= 0:
-            raise ValueError(
-                f"num_train_epochs must be > 0 where max_steps gives no number of steps, got {self.num_train_epochs}. "
-                "To evaluate alone, call trainer.evaluate()."
             )
 
     def __post_init__(self) -> None:

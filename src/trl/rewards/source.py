@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.options.checks import check_one_of
-from trl.options.online import RewardFailure
+from trl.options.policy_gradient import RewardFailure
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls, warn_when_slow
 from trl.rewards.answers import Answers, RewardError, describe_unusable, read_answers
 from trl.rewards.functions import FunctionSource

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trl.options.groups import moved, option
 from trl.options.model import ModelSource, QuantizationOptions
 from trl.scripts.config_file import read_config
 from trl.scripts.option_values import option_value
@@ -32,36 +33,32 @@ _COMMAND = re.compile(r"!?(clear|reset|help|exit|save|(?:save|example) \S+|set \
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # a model must not command the terminal
 
 
-def _option(default: Any, help_text: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, **metadata})
-
-
 @dataclass
 class ChatArguments(QuantizationOptions, ModelSource):
     """The model of `trl chat`, how its answers are drawn, and where conversations are kept."""
 
-    torch_dtype: str | None = _option(None, "Deprecated name of dtype.")
-    device: str | None = _option(None, "Device to run on. None: the accelerator, else the CPU.")
-    user: str = _option("user", "Name to show before your messages.")
-    system_prompt: str | None = _option(None, "First message, with the role system.")
-    save_folder: str = _option("./chat_history/", "Folder that `save` writes into.")
-    examples_path: str | None = _option(
+    torch_dtype: str | None = moved(to="dtype")
+    device: str | None = option(None, "Device to run on. None: the accelerator, else the CPU.")
+    user: str = option("user", "Name to show before your messages.")
+    system_prompt: str | None = option(None, "First message, with the role system.")
+    save_folder: str = option("./chat_history/", "Folder that `save` writes into.")
+    examples_path: str | None = option(
         None, "YAML file of prompts by name, for `example NAME`.", aliases=["--examples"]
     )
-    max_new_tokens: int = _option(256, "Longest answer, in tokens.")
-    do_sample: bool = _option(True, "Draw tokens; else take the most likely ones.")
-    num_beams: int = _option(1, "Must be 1: there is no beam search.")
-    temperature: float = _option(1.0, "Divides the logits; 0 takes the most likely tokens.")
-    top_k: int = _option(50, "Draw from this many most likely tokens; 0 for all.")
-    top_p: float = _option(1.0, "Draw from the fewest tokens that have this probability.")
-    repetition_penalty: float = _option(1.0, "Above 1, tokens seen before are less likely.")
-    eos_tokens: str | None = _option(
+    max_new_tokens: int = option(256, "Longest answer, in tokens.")
+    do_sample: bool = option(True, "Draw tokens; else take the most likely ones.")
+    num_beams: int = option(1, "Must be 1: there is no beam search.")
+    temperature: float = option(1.0, "Divides the logits; 0 takes the most likely tokens.")
+    top_k: int = option(50, "Draw from this many most likely tokens; 0 for all.")
+    top_p: float = option(1.0, "Draw from the fewest tokens that have this probability.")
+    repetition_penalty: float = option(1.0, "Above 1, tokens seen before are less likely.")
+    eos_tokens: str | None = option(
         None, "Tokens that end an answer, with commas. None: those of model and tokenizer."
     )
-    eos_token_ids: str | None = _option(None, "The same as ids, with commas.")
+    eos_token_ids: str | None = option(None, "The same as ids, with commas.")
 
     def __post_init__(self) -> None:
-        self.check()
+        self.settle()
 
     def check(self) -> None:
         super().check()
@@ -93,8 +90,8 @@ class Chat:
 
         logging.disable_progress_bar()
         self.first_settings = self.arguments = arguments
-        self.console, path, older = console, str(arguments.model_name_or_path), arguments.torch_dtype
-        loading: Any = model_init_kwargs(arguments, {"torch_dtype": older} if older else None)  # pyright: ignore
+        self.console, path = console, str(arguments.model_name_or_path)
+        loading: Any = model_init_kwargs(arguments)  # pyright: ignore
         model: Any = create_model_from_path(path, **loading).eval()
         if "quantization_config" not in loading:
             model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")

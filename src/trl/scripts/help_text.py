@@ -18,17 +18,16 @@ _ORDER = ("essential", MODEL, DATA, TRAINING, METHOD, GENERATION, LOGGING, HARDW
 _OF_MODULE = {
     "trl.options.model": MODEL,
     "trl.options.dataset": DATA,
-    "trl.options.batching": DATA,
     "trl.data.mixtures": DATA,
     "trl.scripts.arguments": DATA,
     "transformers.training_args": TRAINING,
     "trl.options.generation": GENERATION,
-    "trl.options.rollout": GENERATION,
-    "trl.options.tools": GENERATION,
-    "trl.options.memory": HARDWARE,
 }
 # Exceptions by name, for modules that declare fields of several groups.
-_MIXED = ("transformers.training_args", "trl.scripts.arguments")
+_MIXED = (
+    *("transformers.training_args", "trl.scripts.arguments", "trl.options.shared", "trl.options.dataset"),
+    *("trl.trainer.sft_config", "trl.trainer.on_policy_config"),
+)
 _LOGGING_NAMES = (
     r"(log|logging|eval|batch_eval|save|hub|trackio|include|resume|restore)_.*|report_to|run_name|project|push_to_hub"
     r"|disable_tqdm|load_best.*|metric_for.*|greater_.*|prediction_.*|.*_eval_batch_size|enable_jit.*|ignore_data.*"
@@ -36,10 +35,13 @@ _LOGGING_NAMES = (
 _HARDWARE_NAMES = (
     r"(bf16|fp16|tf32|torch|gradient_checkpointing|liger|ddp|fsdp|dataloader|accelerator|parallelism)(_.*)?|deepspeed"
     r"|use_(cpu|cache|liger_kernel)|auto_find.*|full_determinism|local_rank|debug|skip_memory.*|ignore_bias_buffers"
+    r"|activation_offloading"
 )
 _OF_NAME = {
-    MODEL: r".*model_name_or_path",
+    MODEL: r".*model_name_or_path|model_init_kwargs",
     METHOD: r"dialogue_marker",
+    DATA: r"dataset_(text|kwargs|num).*|.*packing.*|padding_free|shuffle_dataset|max_.*length|pad_.*|eos_token|chat_template_path",
+    GENERATION: r"response_length|stop_token.*|temperature|missing_eos_penalty|local_rollout.*|ds3_.*",
     LOGGING: _LOGGING_NAMES,
     HARDWARE: _HARDWARE_NAMES,
 }
@@ -78,12 +80,13 @@ def _group(kind: type, field: str) -> str:
     if str(kind.__dataclass_fields__[field].metadata.get("help")).startswith("Deprecated"):  # pyright: ignore
         return OLDER
     owner = next(base for base in reversed(kind.__mro__) if field in vars(base).get("__annotations__", {}))
-    if owner.__module__ in _MIXED:
+    module = kind.__dataclass_fields__[field].metadata.get("module", owner.__module__)  # pyright: ignore
+    if module in _MIXED:
         for title, pattern in _OF_NAME.items():
             if re.fullmatch(pattern, field):
                 return title
-    ours = owner.__module__.partition(".")[0] == "trl"
-    return _OF_MODULE.get(owner.__module__, METHOD if ours else f"options of {owner.__name__}")
+    ours = module.partition(".")[0] == "trl"
+    return _OF_MODULE.get(module, METHOD if ours else f"options of {owner.__name__}")
 
 
 class OptionHelp(argparse.HelpFormatter):

@@ -1,41 +1,18 @@
 """Configuration of binary classifier optimisation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.objectives.pairs import check_beta, require_beta
-from trl.options.checks import check_at_least
-from trl.options.dataset import DatasetPreparation
+from trl.objectives.pairs import require_beta
 from trl.options.docs import documented
-from trl.options.groups import changed_default
-from trl.options.model import ModelInit
-from trl.options.preference import (
-    Dropout,
-    EncoderDecoder,
-    EvaluationSamples,
-    ImplicitReward,
-    OlderCollation,
-    PromptFirstLengths,
-    ReferencePolicy,
-)
-from trl.options.training import TrainingDefaults
+from trl.options.groups import option, same
+from trl.options.preference import PromptFirstOptions, ReferencePolicy
 
 
 @documented
 @dataclass
-class BCOConfig(
-    ReferencePolicy,
-    EvaluationSamples,
-    PromptFirstLengths,
-    ImplicitReward,
-    Dropout,
-    EncoderDecoder,
-    OlderCollation,
-    DatasetPreparation,
-    ModelInit,
-    TrainingDefaults,
-):
+class BCOConfig(ReferencePolicy, PromptFirstOptions):
     """Settings of `BCOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     Example:
@@ -45,32 +22,24 @@ class BCOConfig(
         (0.1, 0.5, 10.0)
     """
 
-    train_sampling_strategy: str = changed_default(TrainingArguments, "train_sampling_strategy", "sequential")
-    prompt_sample_size: int = field(
-        default=1024,
-        metadata={
-            "help": "Prompts of each kind, desirable and undesirable, on which the classifier of prompts is fitted. Used "
-            "with an embedding_func only."
-        },
+    train_sampling_strategy: str = same(TrainingArguments, "train_sampling_strategy", "sequential")
+    prompt_sample_size: int = option(
+        1024,
+        "Prompts of each kind, desirable and undesirable, that fit the classifier of prompts (with an embedding_func).",
+        ">= 1",
     )
-    min_density_ratio: float = field(
-        default=0.5,
-        metadata={
-            "help": "Smallest weight of an undesirable completion by its prompt's density ratio, >= 0."
-        },
+    min_density_ratio: float = option(
+        0.5, "Smallest weight of an undesirable completion by its prompt's density ratio, >= 0."
     )
-    max_density_ratio: float = field(
-        default=10.0,
-        metadata={"help": "Largest weight of an undesirable completion by its prompt's density ratio."},
+    max_density_ratio: float = option(
+        10.0, "Largest weight of an undesirable completion by its prompt's density ratio.", "[0, inf]"
     )
 
     def check(self) -> None:
         super().check()
-        check_beta(self.beta)
         require_beta(self.beta, "bco")
-        check_at_least("prompt_sample_size", self.prompt_sample_size, minimum=1)
-        if not 0 <= self.min_density_ratio <= self.max_density_ratio:
+        if self.min_density_ratio > self.max_density_ratio:
             raise ValueError(
-                "min_density_ratio and max_density_ratio must satisfy 0 <= min <= max, got "
-                f"{self.min_density_ratio} and {self.max_density_ratio}. The defaults are 0.5 and 10."
+                f"min_density_ratio must be <= max_density_ratio, got {self.min_density_ratio} and "
+                f"{self.max_density_ratio}. The defaults are 0.5 and 10."
             )

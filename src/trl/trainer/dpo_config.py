@@ -1,6 +1,6 @@
 """Configuration of direct preference optimisation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -8,26 +8,12 @@ from transformers import TrainingArguments
 
 from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.preference import SMOOTHED, check_losses
-from trl.options.batching import PaddingFree
-from trl.options.checks import check_at_least, warn_caller
-from trl.options.dataset import DatasetPreparation, PadToken
+from trl.options.checks import warn_caller
 from trl.options.docs import documented
-from trl.options.groups import changed_default
-from trl.options.model import ModelInit
-from trl.options.preference import (
-    CompletionLengths,
-    Dropout,
-    EvaluationSamples,
-    FusedLoss,
-    ImplicitReward,
-    LabelSmoothing,
-    OlderCollation,
-    PrefixSharing,
-    ReferenceAdapters,
-    ReferencePolicy,
-    ReferenceSync,
-)
-from trl.options.training import TrainingDefaults
+from trl.options.groups import option, same
+from trl.options.policy_gradient import ReferenceSync
+from trl.options.preference import PreferenceOptions, ReferencePolicy
+from trl.options.shared import PrefixSharingMode, shared
 
 
 class FDivergenceType(Enum):
@@ -47,24 +33,7 @@ class FDivergenceConstants:
 
 @documented
 @dataclass
-class DPOConfig(
-    ReferenceSync,
-    ReferenceAdapters,
-    ReferencePolicy,
-    EvaluationSamples,
-    PrefixSharing,
-    PaddingFree,
-    CompletionLengths,
-    LabelSmoothing,
-    ImplicitReward,
-    Dropout,
-    FusedLoss,
-    OlderCollation,
-    PadToken,
-    DatasetPreparation,
-    ModelInit,
-    TrainingDefaults,
-):
+class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
     """Settings of `DPOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     Example:
@@ -74,76 +43,56 @@ class DPOConfig(
         (0.1, 0.0, 'auto')
     """
 
-    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 1e-6)
-    loss_type: list[str] = field(
-        default_factory=lambda: ["sigmoid"],
-        metadata={
-            "help": "Loss of a pair, or several: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, "
-            "aot, aot_pair, apo_zero, apo_down, discopop, sft. Averaged over the pairs of an optimiser step (sft: over "
-            "the chosen completions' tokens)."
-        },
+    learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
+    loss_type: list[str] = option(
+        ["sigmoid"],
+        "Loss of a pair, or several: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_pair, "
+        "apo_zero, apo_down, discopop, sft. Averaged over the pairs of an optimiser step (sft: over the chosen "
+        "completions' tokens).",
     )
-    loss_weights: list[float] | None = field(
-        default=None,
-        metadata={"help": "Weight of each loss of loss_type (MPO). None: 1 each."},
+    loss_weights: list[float] | None = option(None, "Weight of each loss of loss_type (MPO). None: 1 each.")
+    label_smoothing: float = shared("label_smoothing")
+    f_divergence_type: str = option(
+        FDivergenceType.REVERSE_KL,
+        "Regulariser of the policy: reverse_kl, js_divergence or alpha_divergence.",
     )
-    f_divergence_type: str = field(
-        default=FDivergenceType.REVERSE_KL,  # type: ignore[assignment]
-        metadata={
-            "help": "What the policy is regularised with: reverse_kl, js_divergence or alpha_divergence.",
-        },
+    f_alpha_divergence_coef: float = option(
+        1.0, "Alpha of the alpha divergence: u^-alpha, u the likelihood ratio.", "(-inf, inf)"
     )
-    f_alpha_divergence_coef: float = field(
-        default=1.0, metadata={"help": "Alpha of the alpha divergence: u^-alpha, u the likelihood ratio."}
+    reference_free: bool = option(
+        False, "Train as if the reference gave every completion the same probability."
     )
-    reference_free: bool = field(
-        default=False,
-        metadata={"help": "Train as if the reference gave every completion the same probability."},
+    use_weighting: bool = option(False, "Weigh each pair by its probability under the policy (WPO).")
+    rpo_alpha: float | None = option(
+        None,
+        "Weight of the chosen completions' negative log-likelihood, a mean over their tokens, in the loss (RPO; the paper "
+        "uses 1.0). None: none.",
     )
-    use_weighting: bool = field(
-        default=False,
-        metadata={"help": "Weigh each pair by how likely the policy is to write it (WPO)."},
+    ld_alpha: float | None = option(
+        None, "Weight of log-probabilities past the shorter completion's length (LD-DPO). None: 1.", "[0, 1]"
     )
-    rpo_alpha: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of the chosen completions' negative log-likelihood, a mean over their tokens, added to the "
-            "loss (RPO). None: none; the paper uses 1.0."
-        },
+    discopop_tau: float = option(0.05, "Temperature of the discopop loss's modulation.", "> 0")
+    force_use_ref_model: bool = option(
+        False, "Use ref_model as the reference of a model with adapters too, instead of its own base model."
     )
-    ld_alpha: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight in [0, 1] of the log-probabilities past the shorter completion's length (LD-DPO). None: 1."
-        },
+    precompute_ref_batch_size: int | None = option(
+        None,
+        "Pairs per forward of precompute_ref_log_probs. None: per_device_train_batch_size (evaluation: "
+        "per_device_eval_batch_size).",
+        ">= 1",
     )
-    discopop_tau: float = field(
-        default=0.05, metadata={"help": "Temperature of the discopop loss's modulation."}
+    tools: list[dict] | None = option(
+        None,
+        "JSON schemas of tools for the chat template of every prompt; rows may have their own in a column 'tools'.",
     )
-    force_use_ref_model: bool = field(
-        default=False,
-        metadata={
-            "help": "Take ref_model as the reference of a model with adapters too, instead of its own base model."
-        },
-    )
-    precompute_ref_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Pairs per forward of precompute_ref_log_probs. None: per_device_train_batch_size (evaluation: "
-            "per_device_eval_batch_size)."
-        },
-    )
-    tools: list[dict] | None = field(
-        default=None,
-        metadata={
-            "help": "JSON schemas of the tools that the chat template shows in every prompt; rows may have their own in a "
-            "column 'tools'."
-        },
-    )
-    use_logits_to_keep: bool = field(
-        default=False,
-        metadata={"help": "Deprecated: only completions are ever scored."},
-    )
+    pad_token: str | None = shared("pad_token")
+    padding_free: bool = shared("padding_free")
+    prefix_sharing: PrefixSharingMode = shared("prefix_sharing")
+    model_adapter_name: str | None = shared("model_adapter_name")
+    ref_adapter_name: str | None = shared("ref_adapter_name")
+    use_logits_to_keep: bool = option(False, "Deprecated: only completions are ever scored.")
+    use_liger_loss: bool | None = shared("use_liger_loss")
+    base_model_attribute_name: str = shared("base_model_attribute_name")
 
     def check(self) -> None:
         super().check()
@@ -154,11 +103,6 @@ class DPOConfig(
         check_losses(self.loss_type, self.loss_weights, self.pair_options())
         if "sft" not in self.loss_type and not self.rpo_alpha:
             require_beta(self.beta, *self.loss_type)
-        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
-            raise ValueError(
-                f"ld_alpha must be in [0, 1] or None, got {self.ld_alpha}. Use None for plain log-probabilities."
-            )
-        check_at_least("precompute_ref_batch_size", self.precompute_ref_batch_size, minimum=1)
         self._check_reference()
         self._warn_of_ignored()
 

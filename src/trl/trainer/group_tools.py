@@ -15,7 +15,7 @@ from trl.data.rendering import Message
 from trl.generation.engine import Generated
 from trl.models.policy import Policy
 from trl.options.checks import warn_unread
-from trl.options.tools import ToolCalling
+from trl.options.generation import TOOL_SETTINGS
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import split_begun
@@ -86,7 +86,7 @@ def group_tools(
     carry them, and settings that do not go with them.
     """
     if tools is None or (isinstance(tools, (list, tuple)) and not tools):
-        warn_unread(args, ToolCalling, "without tools. Pass tools to the trainer, or leave it out")
+        warn_unread(args, TOOL_SETTINGS, "without tools. Pass tools to the trainer, or leave it out")
         return None
     found = tools_of(tools)
     if has_images(*datasets):

@@ -1,68 +1,82 @@
 """Configuration of group relative policy optimisation."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import TrainingArguments
 
 from trl.objectives.group_advantages import check_scale
-from trl.objectives.group_policy import LOSS_TYPES, GroupOptions, check_quantile
+from trl.objectives.group_policy import LOSS_TYPES, GroupOptions
 from trl.objectives.group_ratios import RatioLevel
-from trl.objectives.sampler_correction import CORRECTIONS, check_cap
-from trl.options.checks import check_at_least, check_one_of, warn_caller
-from trl.options.dataset import Shuffling
+from trl.objectives.sampler_correction import CORRECTIONS
+from trl.options.checks import check_at_least, warn_caller
 from trl.options.docs import documented
-from trl.options.generation import VLLM, CompletionLogs, Completions, TransformersGeneration
-from trl.options.groups import changed_default
-from trl.options.groups_of_completions import (
-    ClippedRatio,
-    DynamicSampling,
-    PromptGroups,
-    ReferencePenalty,
-    TruncatedCompletions,
-)
-from trl.options.model import ModelInit
-from trl.options.online import RewardPolicy
-from trl.options.preference import Dropout, FusedLoss, PrefixSharing, ReferenceSync
-from trl.options.rollout import GatheredGeneration
-from trl.options.tools import ToolCalling
+from trl.options.generation import Generation
+from trl.options.groups import option, same
+from trl.options.policy_gradient import ReferenceSync, RewardFailure, RewardPolicy
+from trl.options.shared import PrefixSharingMode, shared
 from trl.options.training import TrainingDefaults
 from trl.rollouts.group_window import GroupSettings, check_evaluation, group_window
 from trl.rollouts.schedule import WindowSizes
 
 
 @dataclass
-class GroupTraining(
-    PromptGroups,
-    DynamicSampling,
-    ClippedRatio,
-    ReferencePenalty,
-    TruncatedCompletions,
-    RewardPolicy,
-    ReferenceSync,
-    Completions,
-    TransformersGeneration,
-    VLLM,
-    GatheredGeneration,
-    CompletionLogs,
-    ToolCalling,
-    PrefixSharing,
-    Dropout,
-    Shuffling,
-    ModelInit,
-    TrainingDefaults,
-):
+class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
     """What the trainers that learn from groups of completions share."""
 
-    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 1e-6)
-    remove_unused_columns: bool | None = changed_default(TrainingArguments, "remove_unused_columns", False)  # pyright: ignore[reportIncompatibleVariableOverride]
-    disable_dropout: bool = changed_default(Dropout, "disable_dropout", False)
-    shuffle_dataset: bool | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default=True,
-        metadata={
-            "help": "Draw prompts in an order that `seed` (or data_seed) shuffles anew for every epoch. False: as they stand.",
-        },
+    learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
+    remove_unused_columns: bool | None = same(TrainingArguments, "remove_unused_columns", False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    num_generations: int | None = option(
+        8, "Completions of each prompt, >= 2. The number generated at once must be a multiple of it."
     )
+    num_generations_eval: int | None = option(
+        None, "Completions of each prompt in evaluations. None: num_generations.", ">= 1"
+    )
+    generation_batch_size: int | None = option(
+        None,
+        "Completions generated at once, over all processes: per_device_train_batch_size * processes * "
+        "steps_per_generation. None: as steps_per_generation says.",
+        ">= 1",
+    )
+    steps_per_generation: int | None = option(
+        None,
+        "Micro-batches between two generations. Beyond gradient_accumulation_steps, the later optimiser steps are "
+        "off-policy. None: gradient_accumulation_steps.",
+        ">= 1",
+    )
+    num_iterations: int = option(1, "How often each completion is learned from (mu in the paper).", ">= 1")
+    dynamic_sampling: bool = option(
+        False, "Replace prompts whose completions all have the same reward by others of the data set (DAPO)."
+    )
+    max_resampling_rounds: int = option(
+        10,
+        "How often that is tried for a batch of completions; the groups that are left are kept.",
+        ">= 1",
+        needs="dynamic_sampling",
+    )
+    epsilon: float = option(
+        0.2, "How far the ratio of new to old probability may leave 1 before the loss clips it.", "> 0"
+    )
+    epsilon_high: float | None = option(
+        None,
+        "How far it may rise above 1 (DAPO: 0.28); cispo: the largest weight itself (5.0). None: epsilon.",
+        "(0, inf]",
+    )
+    beta: float = option(
+        0.04, "KL penalty against the reference, per nat, >= 0. 0 trains without a reference policy."
+    )
+    mask_truncated_completions: bool = option(
+        False, "Do not train on completions that reached their length limit without an end token."
+    )
+    reward_weights: list[float] | None = same(RewardPolicy, "reward_weights")
+    reward_deadline: float | None = same(RewardPolicy, "reward_deadline")
+    reward_failure: RewardFailure = same(RewardPolicy, "reward_failure")
+    prefix_sharing: PrefixSharingMode = shared("prefix_sharing")
+    disable_dropout: bool = shared("disable_dropout", False)
+    shuffle_dataset: bool | None = shared(
+        "shuffle_dataset", True, help="Shuffle the prompts anew in every epoch, with `seed` (or data_seed)."
+    )
+    model_init_kwargs: dict[str, Any] | str | None = shared("model_init_kwargs")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,10 +98,13 @@ class GroupTraining(
 
     def check(self) -> None:
         super().check()
+        hint = "A completion is judged against the others of its prompt: 2 is the least, 8 is usual."
+        check_at_least("num_generations", self.num_generations, minimum=2, optional=False, hint=hint)
         self.group_options()
         if self.sync_ref_model and self.beta == 0:
             warn_caller(
-                "sync_ref_model=True has no effect with beta=0.0, which needs no reference. Set beta > 0, or leave it out."
+                "sync_ref_model=True has no effect with beta=0.0, which needs no reference. Set beta > 0, or leave it "
+                "out."
             )
             self.sync_ref_model = False
 
@@ -117,7 +134,7 @@ class GroupTraining(
 
 @documented
 @dataclass
-class GRPOConfig(FusedLoss, GroupTraining):
+class GRPOConfig(GroupTraining):
     """Settings of `GRPOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     A batch of `per_device_train_batch_size * processes * steps_per_generation` completions, `num_generations` of each prompt,
@@ -130,107 +147,66 @@ class GRPOConfig(FusedLoss, GroupTraining):
         (8, 8, 0.0)
     """
 
-    beta: float = changed_default(ReferencePenalty, "beta", 0.0)
-    loss_type: str = field(
-        default="dapo",
-        metadata={
-            "help": "What is learned from, and what the loss is a mean over: 'grpo' (rows, each the mean of its tokens), "
-            "'dapo' (tokens of all completions that were generated at once), 'bnpo' (tokens of the optimiser step), 'dr_grpo' "
-            "(rows times max_completion_length), 'cispo' (as dapo; ratios are weights of log-probabilities), 'sapo' (as grpo; "
-            "a soft gate in place of clipping), 'luspo' (rows, each the sum of its tokens; with sequence-level ratios), 'vespo' (as "
-            "dapo; the ratio of the whole completion is a weight that fades where it is far from 1).",
-            "choices": tuple(LOSS_TYPES),
-        },
+    beta: float = same(GroupTraining, "beta", 0.0)
+    loss_type: str = option(
+        "dapo",
+        "The loss, and what it is a mean over: 'grpo' (rows, each the mean of its tokens), 'dapo' (tokens of all "
+        "completions generated at once), 'bnpo' (tokens of the optimiser step), 'dr_grpo' (rows times "
+        "max_completion_length), 'cispo' (as dapo; ratios are weights of log-probabilities), 'sapo' (as grpo; a soft gate "
+        "instead of clipping), 'luspo' (rows, each the sum of its tokens; sequence-level ratios), 'vespo' (as dapo; the "
+        "ratio of the completion is a weight that fades far from 1).",
+        choices=tuple(LOSS_TYPES),
     )
-    importance_sampling_level: RatioLevel = field(
-        default="token",
-        metadata={
-            "help": "Whose ratio of new to old probability is clipped: that of each 'token', or of the 'sequence' (the geometric "
-            "mean of its tokens' ratios, GSPO); 'sequence_token' (GSPO-token) gives each token its own advantage's gradient."
-        },
+    importance_sampling_level: RatioLevel = option(
+        "token",
+        "Ratio of new to old probability that is clipped: of each 'token', of the 'sequence' (geometric mean over its "
+        "tokens, GSPO), or 'sequence_token' (GSPO-token: with gradients of each token's own advantage).",
     )
-    scale_rewards: str = field(
-        default="group",
-        metadata={
-            "help": "What advantages are divided by: the standard deviation of the rewards of the 'group' (or True), of the "
-            "'batch', or 'none' (or False)."
-        },
+    scale_rewards: str = option(
+        "group",
+        "Divide advantages by the standard deviation of the rewards of the 'group' (or True), of the 'batch', or 'none' "
+        "(or False).",
     )
-    delta: float | None = field(
-        default=None,
-        metadata={
-            "help": "Upper bound of the ratio where the advantage is negative, above 1 + epsilon_high (INTELLECT-2: 4). None: "
-            "none."
-        },
+    delta: float | None = option(
+        None,
+        "Upper bound of the ratio for negative advantages, above 1 + epsilon_high (INTELLECT-2: 4). None: none.",
+        "[1, inf]",
     )
-    sapo_temperature_neg: float = field(
-        default=1.05,
-        metadata={
-            "help": "sapo: how fast the gate closes for tokens with an advantage that is not positive, > 0."
-        },
+    sapo_temperature_neg: float = option(1.05, "sapo: how fast the gate closes for advantages <= 0.", "> 0")
+    sapo_temperature_pos: float = option(1.0, "sapo: how fast the gate closes for advantages > 0.", "> 0")
+    vespo_k_pos: float = option(
+        2.0, "vespo: the ratio W is a weight W^k exp(lambda (1 - W)); k for advantages > 0."
     )
-    sapo_temperature_pos: float = field(
-        default=1.0,
-        metadata={"help": "sapo: how fast the gate closes for tokens with a positive advantage, > 0."},
+    vespo_lambda_pos: float = option(3.0, "vespo: lambda for advantages > 0.")
+    vespo_k_neg: float = option(3.0, "vespo: k for advantages <= 0.")
+    vespo_lambda_neg: float = option(2.0, "vespo: lambda for advantages <= 0.")
+    top_entropy_quantile: float = option(
+        1.0,
+        "Share of the tokens that are trained, those of largest entropy (the paper uses 0.2). 1: all.",
+        "[0, 1]",
     )
-    vespo_k_pos: float = field(
-        default=2.0,
-        metadata={
-            "help": "vespo: the ratio W is a weight W^k exp(lambda (1 - W)); k of a positive advantage, >= 0."
-        },
+    use_bias_correction_kl: bool = option(
+        False, "Multiply the KL estimate by the ratio, so that it is unbiased off-policy (DeepSeek-V3.2)."
     )
-    vespo_lambda_pos: float = field(
-        default=3.0, metadata={"help": "vespo: lambda of a positive advantage, >= 0."}
+    cast_lm_head_to_fp32: bool = option(False, "Compute the logits in float32, whatever the model's dtype.")
+    vllm_max_model_length: int | None = option(
+        None,
+        "vLLM's context length, prompt and completion, in tokens. None: that of the model (and the server).",
+        ">= 1",
     )
-    vespo_k_neg: float = field(
-        default=3.0, metadata={"help": "vespo: k of an advantage that is not positive, >= 0."}
+    vllm_importance_sampling_correction: bool = option(
+        True,
+        "Weigh the loss by the ratio of the trainer's probabilities to those of the sampler (any engine).",
     )
-    vespo_lambda_neg: float = field(
-        default=2.0, metadata={"help": "vespo: lambda of an advantage that is not positive, >= 0."}
+    vllm_importance_sampling_mode: str = option(
+        "sequence_mask",
+        "Ratio of each token or of the sequence; above the cap it is cut to the cap ('token_truncate', "
+        "'sequence_truncate') or set to 0 ('token_mask', 'sequence_mask').",
+        choices=tuple(CORRECTIONS),
     )
-    top_entropy_quantile: float = field(
-        default=1.0,
-        metadata={
-            "help": "Share of the tokens that are trained, in [0, 1]: those where the policy's entropy is largest (the paper "
-            "uses 0.2). 1: all."
-        },
-    )
-    use_bias_correction_kl: bool = field(
-        default=False,
-        metadata={
-            "help": "Multiply the KL estimate by the ratio, so that it is unbiased off-policy (DeepSeek-V3.2)."
-        },
-    )
-    cast_lm_head_to_fp32: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute the logits from the last hidden state in float32, whatever the model's dtype."
-        },
-    )
-    vllm_max_model_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "vLLM's window, in tokens of prompt and completion. None: as the model (and the server) says."
-        },
-    )
-    vllm_importance_sampling_correction: bool = field(
-        default=True,
-        metadata={
-            "help": "Weigh the loss by the ratio of the trainer's probabilities to those of the sampler, whichever engine that "
-            "is, where they differ."
-        },
-    )
-    vllm_importance_sampling_mode: str = field(
-        default="sequence_mask",
-        metadata={
-            "help": "That ratio: of each token or of the whole sequence, and above the cap cut to it ('token_truncate', "
-            "'sequence_truncate') or 0 ('token_mask', 'sequence_mask').",
-            "choices": tuple(CORRECTIONS),
-        },
-    )
-    vllm_importance_sampling_cap: float = field(
-        default=3.0, metadata={"help": "The largest such ratio that is let through, > 0."}
-    )
+    vllm_importance_sampling_cap: float = option(3.0, "Largest such ratio.", "(0, inf]")
+    use_liger_loss: bool | None = shared("use_liger_loss")
+    base_model_attribute_name: str = shared("base_model_attribute_name")
 
     def check(self) -> None:
         given: Any = self.scale_rewards  # older programs and command lines say yes or no
@@ -245,10 +221,6 @@ class GRPOConfig(FusedLoss, GroupTraining):
             self.importance_sampling_level = "sequence"
         super().check()
         check_scale(self.scale_rewards)
-        check_quantile(self.top_entropy_quantile)
-        check_one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, CORRECTIONS)
-        check_cap(self.vllm_importance_sampling_cap)
-        check_at_least("vllm_max_model_length", self.vllm_max_model_length, minimum=1)
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
                 "loss_type='dr_grpo' divides by max_completion_length, got None. Set it to the longest completion, in tokens."

@@ -9,7 +9,7 @@ from torch import nn
 
 from trl.models.reference import FrozenModel
 from trl.options.checks import warn_unread
-from trl.options.preference import ReferenceSync
+from trl.options.policy_gradient import SYNC_SETTINGS
 from trl.trainer.callbacks.reference_moves import check_moves, lend_reference
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 
@@ -36,7 +36,7 @@ class HoldsReference(_Trainer):
             self.add_callback(SyncRefModelCallback(None, self.accelerator))
         elif not any(isinstance(each, SyncRefModelCallback) for each in self.callback_handler.callbacks):
             reason = "with sync_ref_model=False. Set sync_ref_model=True, or leave it out"
-            warn_unread(self.args, ReferenceSync, reason)
+            warn_unread(self.args, SYNC_SETTINGS, reason)
         check_moves(self.callback_handler.callbacks, self.reference, self.model)
         if self.reference is not None:
             self.reference.prepare(self.accelerator)

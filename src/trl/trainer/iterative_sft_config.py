@@ -1,15 +1,13 @@
 """Configuration of iterative supervised fine-tuning."""
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.options.checks import check_one_of
-from trl.options.dataset import SequenceLength
 from trl.options.docs import documented
-from trl.options.groups import changed_default
-from trl.options.preference import CompletionLengths, TruncationMode
+from trl.options.groups import option, same
+from trl.options.preference import PreferenceOptions, TruncationMode
+from trl.options.shared import shared
 from trl.trainer.sft_config import SFTConfig
 
 
@@ -28,33 +26,22 @@ class IterativeSFTConfig(SFTConfig):
         ('keep_end', False)
     """
 
-    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 5e-5)
-    max_length: int | None = changed_default(SequenceLength, "max_length", None)
-    truncation_mode: Literal["keep_end", "keep_start"] = changed_default(
-        CompletionLengths, "truncation_mode", "keep_end"
-    )
-    optimize_device_cache: bool = field(
-        default=False,
-        metadata={
-            "help": "Give unused accelerator memory back after every call of `step`: slower, for less memory."
-        },
+    learning_rate: float = same(TrainingArguments, "learning_rate", 5e-5)
+    max_length: int | None = shared("max_length", None)
+    truncation_mode: TruncationMode = same(PreferenceOptions, "truncation_mode")
+    optimize_device_cache: bool = option(
+        False, "Free unused accelerator memory after every call of `step`: slower, for less memory."
     )
 
     def check(self) -> None:
         super().check()
-        check_one_of("truncation_mode", self.truncation_mode, get_args(TruncationMode))
         if self.packing:
             raise ValueError(
-                "packing=True has no meaning for rows that are given to step, expected False. Use padding_free=True for "
-                "batches without padding."
+                "packing must be False for rows that are given to step, got True. Use padding_free=True instead."
             )
-        self._check_fractions()
-
-    def _check_fractions(self) -> None:
-        """A part of a run needs a run of known length."""
         names = ("warmup_steps", "logging_steps", "eval_steps", "save_steps")
         parts = [f"{name}={getattr(self, name)}" for name in names if 0 < (getattr(self, name) or 0) < 1]
         if self.max_steps <= 0 and parts:
             raise ValueError(
-                f"{', '.join(parts)} is a part of max_steps, which is {self.max_steps}. Set max_steps, or give whole numbers."
+                f"{', '.join(parts)} is a share of max_steps. Set max_steps, or give whole numbers."
             )

@@ -1,45 +1,20 @@
 """Configuration of Kahneman-Tversky optimisation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
 from trl.objectives.pairs import require_beta
 from trl.objectives.unpaired import KTO_LOSSES, KTOOptions
-from trl.options.dataset import DatasetPreparation
 from trl.options.docs import documented
-from trl.options.groups import changed_default
-from trl.options.model import ModelInit
-from trl.options.preference import (
-    Dropout,
-    EncoderDecoder,
-    EvaluationSamples,
-    FusedLoss,
-    ImplicitReward,
-    OlderCollation,
-    PrefixSharing,
-    PromptFirstLengths,
-    ReferencePolicy,
-)
-from trl.options.training import TrainingDefaults
+from trl.options.groups import option, same
+from trl.options.preference import PromptFirstOptions, ReferencePolicy
+from trl.options.shared import PrefixSharingMode, shared
 
 
 @documented
 @dataclass
-class KTOConfig(
-    ReferencePolicy,
-    EvaluationSamples,
-    PrefixSharing,
-    PromptFirstLengths,
-    ImplicitReward,
-    Dropout,
-    FusedLoss,
-    EncoderDecoder,
-    OlderCollation,
-    DatasetPreparation,
-    ModelInit,
-    TrainingDefaults,
-):
+class KTOConfig(ReferencePolicy, PromptFirstOptions):
     """Settings of `KTOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     Example:
@@ -49,22 +24,19 @@ class KTOConfig(
         (0.1, 'kto', 'sequential')
     """
 
-    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 1e-6)
-    train_sampling_strategy: str = changed_default(TrainingArguments, "train_sampling_strategy", "sequential")
-    loss_type: str = field(
-        default="kto",
-        metadata={
-            "help": "Loss of a completion: 'kto', compared with the step's KL estimate, or 'apo_zero_unpaired', compared "
-            "with 0. Averaged over the completions of an optimiser step.",
-            "choices": tuple(KTO_LOSSES),
-        },
+    learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
+    train_sampling_strategy: str = same(TrainingArguments, "train_sampling_strategy", "sequential")
+    loss_type: str = option(
+        "kto",
+        "Loss of a completion: 'kto', compared with the step's KL estimate, or 'apo_zero_unpaired', compared with 0. "
+        "Averaged over the completions of an optimiser step.",
+        choices=tuple(KTO_LOSSES),
     )
-    desirable_weight: float = field(
-        default=1.0, metadata={"help": "Factor of the losses of desirable completions, >= 0."}
-    )
-    undesirable_weight: float = field(
-        default=1.0, metadata={"help": "Factor of the losses of undesirable completions, >= 0."}
-    )
+    desirable_weight: float = option(1.0, "Factor of the losses of desirable completions, >= 0.")
+    undesirable_weight: float = option(1.0, "Factor of the losses of undesirable completions, >= 0.")
+    prefix_sharing: PrefixSharingMode = shared("prefix_sharing")
+    use_liger_loss: bool | None = shared("use_liger_loss")
+    base_model_attribute_name: str = shared("base_model_attribute_name")
 
     def check(self) -> None:
         super().check()

@@ -1,26 +1,18 @@
 """Configuration of process reward models."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.options.dataset import DatasetPreparation
+from trl.options.dataset import RowOptions
 from trl.options.docs import documented
-from trl.options.groups import changed_default
-from trl.options.model import ModelInit
-from trl.options.preference import Dropout, PromptLengths
-from trl.options.training import TrainingDefaults
+from trl.options.groups import option, same
+from trl.options.shared import shared
 
 
 @documented
 @dataclass
-class PRMConfig(
-    PromptLengths,
-    Dropout,
-    DatasetPreparation,
-    ModelInit,
-    TrainingDefaults,
-):
+class PRMConfig(RowOptions):
     r"""Settings of `PRMTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     Example:
@@ -30,23 +22,20 @@ class PRMConfig(
         (1e-05, 512, False)
     """
 
-    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 1e-5)
-    step_separator: str = field(
-        default="\n",
-        metadata={
-            "help": "Text behind every step. Its last token carries the class of the step: use the same one to score."
-        },
+    learning_rate: float = same(TrainingArguments, "learning_rate", 1e-5)
+    max_prompt_length: int | None = shared("max_prompt_length")
+    max_completion_length: int | None = shared("max_completion_length")
+    disable_dropout: bool = shared("disable_dropout")
+    step_separator: str = option(
+        "\n", "Text behind every step; its last token carries the class of the step. Score with the same one."
     )
-    train_on_last_step_only: bool = field(
-        default=False,
-        metadata={
-            "help": "Train on the class of each solution's last step only; evaluation is on all steps."
-        },
+    train_on_last_step_only: bool = option(
+        False, "Train on the class of each solution's last step only; evaluation is on all steps."
     )
 
     def check(self) -> None:
         super().check()
         if not isinstance(self.step_separator, str) or not self.step_separator:
             raise ValueError(
-                f"step_separator must be a text of at least one character, got {self.step_separator!r}. Use '\\n', the default."
+                f"step_separator must be a non-empty text, got {self.step_separator!r}. Use '\\n', the default."
             )

@@ -1,33 +1,18 @@
 """Configuration of reward modelling."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.options.batching import PadMultiple
-from trl.options.dataset import ChatTemplate, DatasetPreparation, PadToken, SequenceLength
+from trl.options.dataset import SequenceOptions
 from trl.options.docs import documented
-from trl.options.groups import changed_default
-from trl.options.memory import Offloading
-from trl.options.model import ModelInit
-from trl.options.preference import Dropout, PrefixSharing
-from trl.options.training import TrainingDefaults
+from trl.options.groups import option, same
+from trl.options.shared import PrefixSharingMode, shared
 
 
 @documented
 @dataclass
-class RewardConfig(
-    Offloading,
-    PrefixSharing,
-    PadMultiple,
-    SequenceLength,
-    Dropout,
-    PadToken,
-    ChatTemplate,
-    DatasetPreparation,
-    ModelInit,
-    TrainingDefaults,
-):
+class RewardConfig(SequenceOptions):
     """Settings of `RewardTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     Example:
@@ -37,18 +22,16 @@ class RewardConfig(
         (0.0001, 1024, 'auto')
     """
 
-    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 1e-4)
-    max_length: int | None = field(
-        default=1024,
-        metadata={
-            "help": "Longest sequence, prompt included, in tokens: pairs with a longer one are left out, and counted. None: "
-            "no limit."
-        },
+    learning_rate: float = same(TrainingArguments, "learning_rate", 1e-4)
+    max_length: int | None = shared(
+        "max_length",
+        help="Longest sequence, with its prompt, in tokens: pairs with a longer one are left out and counted. None: no "
+        "limit.",
     )
-    center_rewards_coefficient: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of the squared sum of a pair's rewards, which is added to its loss and keeps rewards near 0. "
-            "0.01 is recommended (arXiv:2312.09244). None: none."
-        },
+    center_rewards_coefficient: float | None = option(
+        None,
+        "Weight of the squared sum of a pair's rewards in its loss, which keeps rewards near 0; 0.01 is recommended "
+        "(arXiv:2312.09244). None: none.",
     )
+    prefix_sharing: PrefixSharingMode = shared("prefix_sharing")
+    disable_dropout: bool = shared("disable_dropout")

@@ -1,18 +1,15 @@
 """Configuration of REINFORCE leave-one-out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl.options.docs import documented
-from trl.options.generation import Completions
-from trl.options.groups import changed_default
-from trl.options.groups_of_completions import PromptGroups, ReferencePenalty
-from trl.options.older import OlderRLOO
+from trl.options.groups import moved, option, same
 from trl.trainer.grpo_config import GroupTraining
 
 
 @documented
 @dataclass
-class RLOOConfig(OlderRLOO, GroupTraining):
+class RLOOConfig(GroupTraining):
     """Settings of `RLOOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     A batch of `per_device_train_batch_size * processes * steps_per_generation` completions, `num_generations` of each prompt,
@@ -25,23 +22,27 @@ class RLOOConfig(OlderRLOO, GroupTraining):
         (0.05, 0.2, 512)
     """
 
-    beta: float = changed_default(ReferencePenalty, "beta", 0.05)
-    num_generations: int | None = changed_default(PromptGroups, "num_generations", 2)
-    max_prompt_length: int | None = changed_default(Completions, "max_prompt_length", 512)
-    normalize_advantages: bool = field(
-        default=False,
-        metadata={
-            "help": "Bring the advantages of all completions that were generated at once to a mean of 0 and a deviation of 1."
-        },
+    beta: float = same(GroupTraining, "beta", 0.05)
+    num_generations: int | None = same(GroupTraining, "num_generations", 2)
+    max_prompt_length: int | None = same(GroupTraining, "max_prompt_length", 512)
+    normalize_advantages: bool = option(
+        False, "Normalise the advantages of all completions generated at once to mean 0 and deviation 1."
     )
     # A pair; declared as a list, which command lines and YAML files can give.
-    reward_clip_range: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Smallest and largest reward: what is below or above is cut to them, before the price of the KL divergence. "
-            "None: no limits.",
-        },
+    reward_clip_range: list[float] | None = option(
+        None, "Smallest and largest reward, before the KL penalty; others are cut to them. None: no limits."
     )
+    # Names of 0.21 and before.
+    rloo_k: int | None = moved(to="num_generations")
+    cliprange: float | None = moved(to="epsilon")
+    kl_coef: float | None = moved(to="beta")
+    exp_name: str | None = moved(to="run_name")
+    normalize_reward: bool | None = moved(
+        "now normalize_advantages; it never normalised rewards.", to="normalize_advantages"
+    )
+    num_ppo_epochs: int | None = moved(to="num_iterations")
+    num_mini_batches: int | None = moved(to="steps_per_generation")
+    response_length: int | None = moved(to="max_completion_length")
 
     def check(self) -> None:
         super().check()

@@ -1,35 +1,23 @@
 """Configuration of supervised fine-tuning."""
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from trl.options.batching import Packing, PadMultiple
-from trl.options.checks import check_one_of, warn_caller
-from trl.options.dataset import ChatTemplate, PadToken, Shuffling, TextDataset
+from trl.options.checks import warn_caller
+from trl.options.dataset import SequenceOptions
 from trl.options.docs import documented
-from trl.options.groups import changed_default
-from trl.options.memory import Offloading
-from trl.options.model import ModelInit
-from trl.options.training import TrainingDefaults
+from trl.options.groups import moved, option, same
+from trl.options.shared import shared
 
 SFTLoss = Literal["nll", "dft"]
+PackingStrategy = Literal["bfd", "wrapped"]
 
 
 @documented
 @dataclass
-class SFTConfig(
-    Offloading,
-    PadMultiple,
-    Packing,
-    Shuffling,
-    PadToken,
-    ChatTemplate,
-    TextDataset,
-    ModelInit,
-    TrainingDefaults,
-):
+class SFTConfig(SequenceOptions):
     """Settings of `SFTTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     Example:
@@ -39,40 +27,50 @@ class SFTConfig(
         (2e-05, False, 'bfd')
     """
 
-    learning_rate: float = changed_default(TrainingArguments, "learning_rate", 2e-5)
-    completion_only_loss: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Train on the completion's tokens only. None: yes for prompt-completion rows, no for plain text.",
-            "nargs": "?",
-            "const": True,
-        },
+    learning_rate: float = same(TrainingArguments, "learning_rate", 2e-5)
+    dataset_text_field: str = option("text", "Column that holds plain text (language-modelling rows).")
+    dataset_kwargs: dict[str, Any] | str | None = option(
+        None,
+        'Settings of the preparation, as a dict or JSON object. {"skip_prepare_dataset": true} leaves rows as they are: '
+        "they must be tokenised already.",
     )
-    assistant_only_loss: bool = field(
-        default=False,
-        metadata={"help": "Train on the assistant's turns only (conversations), each with its stop token."},
+    shuffle_dataset: bool = shared("shuffle_dataset")
+    packing: bool = option(False, "Fill each training row with several sequences, up to max_length tokens.")
+    packing_strategy: PackingStrategy = option(
+        "bfd",
+        "'bfd' (best fit, longest first) keeps sequences whole, cuts those longer than max_length and separates them in "
+        "the attention; 'wrapped' chains all tokens and cuts them every max_length, mid-sequence too.",
     )
-    loss_type: SFTLoss = field(
-        default="nll",
-        metadata={
-            "help": "Loss of a token with probability p: 'nll' is -log p, 'dft' (dynamic fine-tuning) is -p log p with "
-            "p held constant as a weight. Averaged over all trained tokens of an optimiser step."
-        },
+    eval_packing: bool | None = option(
+        None, "Pack the evaluation rows. None: the same as packing.", flag=True
     )
-    max_seq_length: int | None = field(default=None, metadata={"help": "Deprecated name of max_length."})
+    padding_free: bool = shared("padding_free")
+    completion_only_loss: bool | None = option(
+        None,
+        "Train on the completion's tokens only. None: yes for prompt-completion rows, no for plain text.",
+        flag=True,
+    )
+    assistant_only_loss: bool = option(
+        False, "Train on the assistant's turns only (conversations), each with its stop token."
+    )
+    loss_type: SFTLoss = option(
+        "nll",
+        "Loss of a token with probability p: 'nll' is -log p, 'dft' (dynamic fine-tuning) is -p log p with p held constant "
+        "as a weight. Averaged over all trained tokens of an optimiser step.",
+    )
+    max_seq_length: int | None = moved(to="max_length")
 
     def check(self) -> None:
-        self._move_max_seq_length()
         super().check()
-        check_one_of("loss_type", self.loss_type, get_args(SFTLoss))
-
-    def _move_max_seq_length(self) -> None:
-        if self.max_seq_length is None:
-            return
-        if self.max_length not in (self.max_seq_length, type(self).max_length):
-            raise ValueError(
-                f"max_length={self.max_length} and max_seq_length={self.max_seq_length} disagree. max_seq_length is "
-                "the old name of max_length: pass max_length only."
+        if isinstance(self.dataset_kwargs, dict) and "append_concat_token" in self.dataset_kwargs:
+            self.dataset_kwargs = {k: v for k, v in self.dataset_kwargs.items() if k != "append_concat_token"}
+            warn_caller(
+                "dataset_kwargs={'append_concat_token': ...} has no effect: every row ends with its own stop token, packed "
+                "or not. Leave it out.",
+                FutureWarning,
             )
-        warn_caller("`max_seq_length` is now called `max_length`: pass max_length instead.", FutureWarning)
-        self.max_length, self.max_seq_length = self.max_seq_length, None
+        for name in ("packing", "eval_packing"):
+            if getattr(self, name) and self.max_length is None:
+                raise ValueError(
+                    f"{name}=True needs max_length, got max_length=None. Set it to the length of a packed row, in tokens."
+                )

@@ -1,9 +1,9 @@
 """Configuration of group filtered policy optimisation."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from trl.options.checks import check_at_least
 from trl.options.docs import documented
+from trl.options.groups import option
 from trl.rollouts.group_window import kept_window
 from trl.rollouts.schedule import WindowSizes
 from trl.trainer.grpo_config import GRPOConfig
@@ -23,12 +23,11 @@ class GFPOConfig(GRPOConfig):
         (4, 8)
     """
 
-    num_remains_in_group: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions of each prompt that are learned from, those that group_filter_func scores highest; >= 2 and "
-            "less than num_generations. None: all, as GRPO."
-        },
+    num_remains_in_group: int | None = option(
+        None,
+        "Completions of each prompt that are learned from, those that group_filter_func scores highest; less than "
+        "num_generations. None: all, as GRPO.",
+        ">= 2",
     )
 
     def __post_init__(self) -> None:
@@ -38,17 +37,11 @@ class GFPOConfig(GRPOConfig):
 
     def check(self) -> None:
         super().check()
-        check_at_least(
-            "num_remains_in_group",
-            self.num_remains_in_group,
-            minimum=2,
-            hint="A completion is judged against the others that remain of its prompt.",
-        )
         generated = self.num_generations or 0
         if self.num_remains_in_group is not None and self.num_remains_in_group >= generated:
             raise ValueError(
-                f"num_remains_in_group={self.num_remains_in_group} must be less than num_generations={generated}: nothing would "
-                "be filtered. Generate more (the paper: 8, 16 or 24, of which 8 remain), or leave num_remains_in_group out."
+                f"num_remains_in_group={self.num_remains_in_group} must be less than num_generations={generated}: nothing "
+                "would be filtered. Generate more (the paper: 8, 16 or 24, of which 8 remain), or leave it out."
             )
 
     def kept_sizes(self) -> WindowSizes:

@@ -1,9 +1,9 @@
 """Configuration of GRPO with a replay buffer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from trl.options.checks import check_at_least
 from trl.options.docs import documented
+from trl.options.groups import option
 from trl.trainer.grpo_config import GRPOConfig
 
 
@@ -18,14 +18,9 @@ class GRPOWithReplayBufferConfig(GRPOConfig):
         16
     """
 
-    replay_buffer_size: int = field(
-        default=64,
-        metadata={
-            "help": "Groups of earlier completions that are kept, those of high reward and deviation; they take the place of new "
-            "groups whose rewards are all equal. 0: none, as GRPO."
-        },
+    replay_buffer_size: int = option(
+        64,
+        "Groups of earlier completions that are kept, those of high reward and deviation; they replace new groups whose "
+        "rewards are all equal. 0: none, as GRPO.",
+        ">= 0",
     )
-
-    def check(self) -> None:
-        super().check()
-        check_at_least("replay_buffer_size", self.replay_buffer_size, minimum=0, optional=False)

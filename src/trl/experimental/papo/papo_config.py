@@ -1,11 +1,11 @@
 """Configuration of perception-aware policy optimisation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl.experimental.papo.image_masks import MASKS
 from trl.objectives.perception import PerceptionOptions
-from trl.options.checks import check_one_of
 from trl.options.docs import documented
+from trl.options.groups import option
 from trl.trainer.grpo_config import GRPOConfig
 
 
@@ -21,49 +21,30 @@ class PAPOConfig(GRPOConfig):
         ('dapo', 0.1, 0.03)
     """
 
-    perception_loss_weight: float = field(
-        default=0.1,
-        metadata={
-            "help": "Weight (gamma) of the divergence between what the policy says with the images and with masked ones, which "
-            "is made large; >= 0. The paper uses 0.01 and 0.02."
-        },
+    perception_loss_weight: float = option(
+        0.1,
+        "Weight (gamma) of the divergence between the policy with the images and with masked ones, which is maximised; >= 0. "
+        "The paper uses 0.01 and 0.02.",
     )
-    mask_ratio: float = field(
-        default=0.3,
-        metadata={
-            "help": "Share of an image that is hidden, in (0, 1]; the paper uses 0.6. Of no effect with 'blackout'."
-        },
+    mask_ratio: float = option(
+        0.3, "Share of an image that is hidden (the paper uses 0.6). No effect with 'blackout'.", "(0, 1]"
     )
-    mask_type: str = field(
-        default="random",
-        metadata={
-            "help": "What is hidden: single pixels ('random'), squares of 14 x 14 pixels ('patch', the paper's), the same at regular "
-            "places ('grid'), or everything ('blackout').",
-            "choices": tuple(MASKS),
-        },
+    mask_type: str = option(
+        "random",
+        "What is hidden: single pixels ('random'), squares of 14 x 14 pixels ('patch', the paper's), the same at regular "
+        "places ('grid'), or everything ('blackout').",
+        choices=tuple(MASKS),
     )
-    der_loss_weight1: float = field(
-        default=0.03,
-        metadata={
-            "help": "Weight (eta 1) of the policy's entropy with the images, which is made small; >= 0."
-        },
+    der_loss_weight1: float = option(
+        0.03, "Weight (eta 1) of the policy's entropy with the images, which is minimised; >= 0."
     )
-    der_loss_weight2: float = field(
-        default=0.03,
-        metadata={
-            "help": "Weight (eta 2) of the policy's entropy with masked images, which is made small; >= 0."
-        },
+    der_loss_weight2: float = option(
+        0.03, "Weight (eta 2) of the policy's entropy with masked images, which is minimised; >= 0."
     )
 
     def check(self) -> None:
         super().check()
         self.perception_options()
-        check_one_of("mask_type", self.mask_type, MASKS)
-        if not 0 < self.mask_ratio <= 1:
-            raise ValueError(
-                f"mask_ratio must be in (0, 1], got {self.mask_ratio}. It is the share of an image that is hidden; the paper "
-                "uses 0.6."
-            )
 
     def perception_options(self) -> PerceptionOptions:
         """The weights of what is added to GRPO's loss.

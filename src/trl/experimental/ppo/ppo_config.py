@@ -1,31 +1,20 @@
 """Configuration of PPO on a data set of prompts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from trl.options.checks import check_at_least
 from trl.options.docs import documented
-from trl.options.model import ModelInit
-from trl.options.online import KLInReward, RewardPolicy
-from trl.options.policy_gradient import AdvantageEstimation, ClippedLosses
-from trl.options.preference import Dropout, PrefixSharing, ReferenceAdapters
-from trl.options.rollout import GatheredGeneration
+from trl.options.groups import option
+from trl.options.policy_gradient import PPOOptions, RewardPolicy
+from trl.options.shared import PrefixSharingMode, shared
 from trl.trainer.on_policy_config import OnPolicyConfig
+
+KLEstimator = Literal["k1", "k3"]
 
 
 @documented
 @dataclass
-class PPOConfig(
-    AdvantageEstimation,
-    ClippedLosses,
-    KLInReward,
-    GatheredGeneration,
-    RewardPolicy,
-    ReferenceAdapters,
-    PrefixSharing,
-    Dropout,
-    ModelInit,
-    OnPolicyConfig,
-):
+class PPOConfig(PPOOptions, RewardPolicy, OnPolicyConfig):
     """Settings of `trl.experimental.ppo.PPOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     A batch of `per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches` prompts per process is
@@ -39,17 +28,27 @@ class PPOConfig(
         (0.05, 4, 53)
     """
 
-    num_ppo_epochs: int = field(
-        default=4, metadata={"help": "Passes over a batch of rollouts before the next one is made."}
+    num_ppo_epochs: int = option(4, "Passes over a batch of rollouts.", ">= 1")
+    exp_name: str = option("ppo_config", "Name of the experiment, for trackers.")
+    reward_model_path: str = option(
+        "EleutherAI/pythia-160m",
+        "Where a script loads the reward model from. The trainer takes the model it is given.",
     )
-    exp_name: str = field(default="ppo_config", metadata={"help": "Name of the experiment, for trackers."})
-    reward_model_path: str = field(
-        default="EleutherAI/pythia-160m",
-        metadata={
-            "help": "Where a script loads the reward model from. The trainer itself takes the model it is given."
-        },
+    kl_coef: float = option(0.05, "KL penalty against the reference, in reward per nat, >= 0.")
+    kl_estimator: KLEstimator = option(
+        "k1",
+        "Estimator of the KL divergence per token: 'k1' (the log-ratio, unbiased) or 'k3' (unbiased, never negative, of "
+        "lower variance).",
     )
-
-    def check(self) -> None:
-        super().check()
-        check_at_least("num_ppo_epochs", self.num_ppo_epochs, minimum=1, optional=False)
+    max_kl_per_token: float | None = option(
+        20.0,
+        "End the run if a batch's mean KL divergence per token exceeds this, in nats: the policy has diverged from the "
+        "reference. None: only if it is not finite.",
+        "(0, inf]",
+    )
+    model_init_kwargs: dict[str, Any] | str | None = shared("model_init_kwargs")
+    model_adapter_name: str | None = shared("model_adapter_name")
+    ref_adapter_name: str | None = shared("ref_adapter_name")
+    prefix_sharing: PrefixSharingMode = shared("prefix_sharing")
+    disable_dropout: bool = shared("disable_dropout")
+    ds3_gather_for_generation: bool = shared("ds3_gather_for_generation")

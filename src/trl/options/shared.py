@@ -1,0 +1,78 @@
+"""Fields that several configs have, where no group of them belongs together: configs take them one by one."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trl.options.groups import moved, option, same
+
+PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words as a command line has them
+
+
+@dataclass
+class SharedFields:
+    """Each field as `shared(name)` declares it in a config."""
+
+    model_init_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Arguments of from_pretrained, as a dict or JSON object, for a model given by name or path, "
+        'e.g. {"dtype": "bfloat16"}.',
+    )
+    model_adapter_name: str | None = option(
+        None, "Name of the adapter that is trained, in a model with several."
+    )
+    ref_adapter_name: str | None = option(
+        None, "Name of the adapter that is the reference. None: the base model without any adapter."
+    )
+    disable_dropout: bool = option(
+        True, "Train without dropout, so that policy and reference differ by their weights only."
+    )
+    prefix_sharing: PrefixSharingMode = option(
+        "auto",
+        "Run each prompt once for all of its completions: same losses and gradients, less time and memory. "
+        "'auto': if the model can; True: or raise an error; False: repeat the prompt for each completion.",
+    )
+    padding_free: bool = option(
+        False,
+        "Concatenate the sequences of a batch without padding, each attending to itself only: same loss, less memory "
+        "and time. Always on with packing_strategy 'bfd'.",
+    )
+    dataset_num_proc: int | None = option(
+        None, "Processes that prepare the dataset. None: this process.", ">= 1"
+    )
+    shuffle_dataset: bool = option(
+        False, "Shuffle the rows once, with `seed`, before they are packed and sampled."
+    )
+    max_length: int | None = option(
+        1024,
+        "Longest sequence, or packed row, in tokens; longer sequences lose their end. None: no limit.",
+        ">= 1",
+    )
+    max_prompt_length: int | None = option(
+        512,
+        "Longest prompt, in tokens; longer ones keep their end, unless truncation_mode says otherwise. None: no limit.",
+        ">= 1",
+    )
+    max_completion_length: int | None = option(
+        None, "Longest completion, in tokens; longer ones lose their end. None: no limit.", ">= 1"
+    )
+    pad_token: str | None = option(
+        None, "Token used for padding. None: the tokenizer's padding token, else its end-of-sequence token."
+    )
+    label_smoothing: float = option(
+        0.0, "Probability that a pair's label is wrong (cDPO, robust DPO). 0: clean labels.", "[0, 0.5)"
+    )
+    temperature: float = option(1.0, "Divides the logits, in sampling and in all log-probabilities.", "> 0")
+    ds3_gather_for_generation: bool = option(
+        True,
+        "Under ZeRO-3, gather the policy's weights once for a whole rollout: faster, but they must fit on each device. "
+        "False: layer by layer.",
+    )
+    use_liger_loss: bool | None = moved(
+        "every loss is computed in chunks, without logits of the whole vocabulary.", flag=True
+    )
+    base_model_attribute_name: str = option("model", "Deprecated: the decoder is found automatically.")
+
+
+def shared(name: str, *default: Any, **metadata: Any) -> Any:
+    """The field `name` of `SharedFields`, with another default if one is given; `metadata` replaces parts of it."""
+    return same(SharedFields, name, *default, **metadata)
