@@ -8,7 +8,7 @@ import torch
 from tests.experimental.group_runs import assert_same_steps, make, run
 from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferConfig
 from trl.rollouts.columns import ADVANTAGE, OLD, REPLAYED, SCORES, TOOL_OUTPUT, WINDOW_SHARE
 from trl.rollouts.experience import Experience

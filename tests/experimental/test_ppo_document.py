@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.experimental.ppo_runs import END, even_tokens, logs, make, prompts, run, run_with_models
 from tests.experimental.ppo_sharded import KINDS, SETTINGS
 from tests.tiny import tiny_classifier, tiny_model
-from tests.trainer.one_step import launch
 from tests.trainer.resume_worker import tokenizer
+from tests.two_processes import launch
 from trl.experimental.ppo.setup import value_model_of
 
 SHORT = {"dtype": "float32", "max_steps": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 4}
@@ -232,7 +232,7 @@ def test_sharded_runs_equal_that_of_one_process(how, tmp_path):
     """Six optimiser steps over three batches of rollouts, with a function and a reward model, on two processes."""
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.experimental.ppo_sharded", str(tmp_path), how)
+    launch("tests.experimental.ppo_sharded", str(tmp_path), how, own=True)
     single, _ = run_with_models(**SETTINGS)
     expected = single.model.policy.state_dict()
     found = load_file(tmp_path / "model.safetensors")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.experimental.ppo_runs import VOLATILE, logs, prompts, run
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.models.scoring import base as scorer_base
 from trl.models.scoring import causal as forward
 from trl.trainer import online_trainer

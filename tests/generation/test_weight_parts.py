@@ -16,7 +16,8 @@ from peft import LoraConfig, get_peft_model
 
 from tests.generation.weight_parts_worker import KINDS, policy_of
 from tests.tiny import tiny_model
-from tests.trainer.one_step import ROOT, launch
+from tests.trainer.one_step import ROOT
+from tests.two_processes import launch
 from trl.generation.serving.connection import VARIABLE
 from trl.generation.vllm import weights as weight_parts
 from trl.generation.vllm.weights import WeightParts, checkpoint_weights
@@ -126,7 +127,7 @@ def test_sharded_weights_are_gathered_by_parts(how, tmp_path, monkeypatch):
         start_new_session=True,
     )
     try:
-        launch(worker, str(tmp_path), how, *ports, timeout=300)
+        launch(worker, str(tmp_path), how, *ports, timeout=300, own=True)
         assert server.wait(20) == 0
         sent = [(tmp_path / f"{name}.txt").read_text() for name in ("dies", "dies_again")]
         assert sent[0] == sent[1]

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.models.prompt_density import (
     CLASSIFIER_FILE,

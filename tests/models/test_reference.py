@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.models.reference_worker import BATCH, logps, train
 from tests.tiny import tiny_model
-from tests.trainer.one_step import launch
 from tests.trainer.sharded_worker import KINDS
+from tests.two_processes import launch
 from trl.models.lending import peft_model_in
 from trl.models.reference import (
     REFERENCE_FILE,
@@ -400,7 +400,7 @@ def whole(tmp_path_factory):
 def test_sharded_references(how, whole, tmp_path):
     if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.models.reference_worker", str(tmp_path), how)
+    launch("tests.models.reference_worker", str(tmp_path), how, own=True)
     seen, (expected, adapter) = torch.load(tmp_path / "seen.pt"), whole
     assert seen.keys() == expected.keys()
     for name, value in expected.items():

@@ -5,14 +5,11 @@ As a program: `torchrun --nproc_per_node 2 -m tests.trainer.one_step OUT.pt '{"p
 
 import inspect
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -39,25 +36,6 @@ def fixed_rows() -> list[dict[str, list[int]]]:
         prompt = (2 * number) % (length - 1) if number else length - 1
         rows.append({"input_ids": ids, "completion_mask": [0] * prompt + [1] * (length - prompt)})
     return rows
-
-
-def launch(module: str, *arguments: str, timeout: int = 400) -> None:
-    """Run `python -m module` in two processes over gloo; their errors are this process's."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        "-m", "tests.trainer.launched", module, *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, errors = started.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        started.terminate()  # torchrun ends its processes with it; killed, it would leave them behind
-        _, errors = started.communicate()
-        pytest.fail(f"{module} {arguments} took over {timeout} s:\n{errors[-4000:]}")
-    assert started.returncode == 0, errors[-4000:]
 
 
 class KeepGradients(TrainerCallback):

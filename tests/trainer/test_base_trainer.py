@@ -10,9 +10,9 @@ from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.trainer import grpo_runs
-from tests.trainer.one_step import launch
 from tests.trainer.preference_methods import METHODS
 from tests.trainer.sft_runs import logged, make
+from tests.two_processes import launch
 from trl import SFTConfig
 from trl.checkpoints.wholeness import CheckpointError
 from trl.collators.language_modelling import DataCollatorForLanguageModeling

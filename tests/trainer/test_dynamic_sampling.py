@@ -8,7 +8,7 @@ import torch
 from tests.experimental import group_runs
 from tests.trainer import grpo_tool_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.rollouts.columns import SCORES
 from trl.rollouts.schedule import WindowSizes, refill_rows, refill_streams, window_rows
 

@@ -13,7 +13,7 @@ from tests.tiny import tiny_model
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.grpo_runs import logs
 from tests.trainer.image_prompt_runs import QUESTION, make, of_colour, rows, run
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.data.prompts import IMAGE_KEY
 from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.group_methods import EVALUATED, METHODS, comparable, found_of
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.models.scoring import base as scorer_base
 from trl.tensors import heads
 from trl.trainer import online_trainer

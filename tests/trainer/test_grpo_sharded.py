@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.trainer.group_methods import comparable
 from tests.trainer.grpo_runs import logs, run
 from tests.trainer.grpo_sharded import KINDS, RUNS, SETTINGS, finished, policy_of
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.rollouts.columns import CORRECTION, OLD, SAMPLING_LOGPS
 
 
@@ -24,7 +24,7 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
     """
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.grpo_sharded", str(tmp_path), how)
+    launch("tests.trainer.grpo_sharded", str(tmp_path), how, own=True)
     singles = {name: finished(name, policy_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
     assert singles["whole"][1] == {"generate": 2, "nothing": 0, "score_rollout": 4, "load_window": 0}
     assert singles["tools"][1] == {"generate": 4, "nothing": 0, "score_rollout": 2, "load_window": 0}

@@ -13,7 +13,7 @@ from tests.rollouts.tool_words import ADD, TEMPLATE, TOOLS, call_tokenizer
 from tests.tiny_tokenizers import CHATML
 from tests.trainer.grpo_runs import CLOCKS, logs
 from tests.trainer.grpo_tool_runs import conversations, make, run
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.generation.transformers.engine import TransformersEngine
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, TRAINED

@@ -10,7 +10,7 @@ from datasets import Dataset
 from tests.tiny import tiny_model
 from tests.trainer import bco_runs, cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
 from tests.trainer.inherited_worker import EVALUATIONS, SEQUENCES, evaluated, sft_evaluated
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 
 FEW = {
     "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3,

@@ -11,7 +11,8 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_model
-from tests.trainer.one_step import fixed_rows, launch, run
+from tests.trainer.one_step import fixed_rows, run
+from tests.two_processes import launch
 from trl.models.scoring import base as scorer_base
 from trl.models.scoring import causal as forward
 

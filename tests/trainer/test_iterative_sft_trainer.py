@@ -12,8 +12,9 @@ from transformers import TrainingArguments
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.iterative_runs import inputs, make
-from tests.trainer.one_step import fixed_rows, launch, run
+from tests.trainer.one_step import fixed_rows, run
 from tests.trainer.sft_runs import QUICK, model_for
+from tests.two_processes import launch
 from trl import IterativeSFTConfig, IterativeSFTTrainer, SFTConfig, SFTTrainer
 from trl.checkpoints.ownership import PREFIX
 from trl.collators.step_rows import StepRows
@@ -328,10 +329,10 @@ def test_settings_that_cannot_work(short, tmp_path):
         short.train()
     for settings, message in {
         "truncation_mode": ({"truncation_mode": "keep_middle"}, "truncation_mode must be one of"),
-        "packing": ({"packing": True, "max_length": 8}, "packing=True has no meaning"),
+        "packing": ({"packing": True, "max_length": 8}, "packing must be False"),
         "parts": (
             {"logging_steps": 0.1, "max_steps": -1},
-            "logging_steps=0.1 is a part of max_steps, which is -1",
+            "logging_steps=0.1 is a share of max_steps",
         ),
     }.values():
         with pytest.raises(ValueError, match=message):

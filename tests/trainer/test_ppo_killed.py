@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.one_step import ROOT, launch
+from tests.trainer.one_step import ROOT
 from tests.trainer.ppo_sharded import KINDS, steps, trainer_of
+from tests.two_processes import launch
 
 SIGKILLED = -9
 # A state after steps 2, 4 and 6 of 7; a step has four minibatches, a state five files and one renaming, later ones two.
@@ -70,7 +71,7 @@ def test_sharded_steps_equal_those_of_one_process(one_process, tmp_path, how):
     expected = one_process
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.ppo_sharded", str(tmp_path), how, timeout=200)
+    launch("tests.trainer.ppo_sharded", str(tmp_path), how, timeout=200, own=True)
     found = torch.load(tmp_path / how, weights_only=False)
     assert found["before"] == expected["before"][:2]
     assert found["after"] == expected["after"][:2]

@@ -16,8 +16,8 @@ from transformers import HfArgumentParser
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import launch
 from tests.trainer.ppo_runs import QUERIES, SCORES, batch, make_trainer, tensors, value_model
+from tests.two_processes import launch
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
 from trl.models.lending import without_adapter
 from trl.models.reference_copies import create_reference_model

@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset, Features, List, Value
 
-from tests.trainer.one_step import launch
 from tests.trainer.precompute_worker import COLUMNS, Counted, collate, pair_rows
+from tests.two_processes import launch
 from trl.checkpoints.identity import hash_rows
 from trl.trainer.precompute import FOLDER
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.one_step import launch
 from tests.trainer.preference_methods import METHODS
 from tests.trainer.preference_worker import uneven_evaluation
+from tests.two_processes import launch
 from trl.models.scoring import base as scorer_base
 
 SPLITS = {

@@ -20,10 +20,11 @@ from transformers import (
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import SETTINGS, launch
+from tests.trainer.one_step import SETTINGS
 from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import digest, tokenizer
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
+from tests.two_processes import launch
 from trl.models.scoring import base as scorer_base
 from trl.reporting.accuracy import compute_accuracy
 from trl.trainer.prm_config import PRMConfig

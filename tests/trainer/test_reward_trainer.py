@@ -16,10 +16,11 @@ from transformers import AutoModelForSequenceClassification, TrainingArguments
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import SETTINGS, launch
+from tests.trainer.one_step import SETTINGS
 from tests.trainer.resume_worker import digest, tokenizer
 from tests.trainer.reward_runs import make, reward_model, rows
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
+from tests.two_processes import launch
 from trl.collators.reward import RewardDataCollatorWithPadding
 from trl.models.scoring import base as scorer_base
 from trl.reporting.accuracy import compute_accuracy

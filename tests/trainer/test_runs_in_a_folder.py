@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from tests.checkpoints.test_ownership import HOLD
 from tests.trainer import dpo_runs
-from tests.trainer.one_step import launch
 from tests.trainer.sft_runs import make, model_for
+from tests.two_processes import launch
 from trl.checkpoints.ownership import PREFIX, run_folder_name
 from trl.checkpoints.wholeness import CheckpointError
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.one_step import launch
 from tests.trainer.sharded_worker import KINDS, models_of, three_steps
+from tests.two_processes import launch
 
 LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "kl", "rewards/margins"}
 
@@ -19,7 +19,7 @@ LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "
 def test_three_steps_equal_those_of_one_process(how, tmp_path):
     if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.sharded_worker", str(tmp_path), how)
+    launch("tests.trainer.sharded_worker", str(tmp_path), how, own=True)
 
     for method, batch_size in (("sft", 4), ("kto", 8)):
         single = three_steps(method, models_of(method), per_device_train_batch_size=batch_size)

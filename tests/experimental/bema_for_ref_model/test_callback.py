@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.callbacks.runs import trainer
-from tests.trainer.one_step import launch
+from tests.two_processes import launch
 from trl.experimental.bema_for_ref_model import BEMACallback
 from trl.models.reference import FrozenModel
 from trl.trainer.callbacks import BEMACallback as PlainBEMACallback
