@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from trl.generation.engine import Engine, Sampling
@@ -20,8 +19,6 @@ from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.sft_images import has_images
-
-logger = logging.getLogger(__name__)
 
 
 def prompt_sets(
@@ -82,17 +79,11 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
 
 
 def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
-    """The vLLM server of a run, which answers; None for runs without one. Says that vLLM is not used where it is not the
-    run's `own` engine that generates.
+    """The vLLM server of a run, which answers; None for runs without one, and where the run's `own` engine does not generate.
 
     Raises: ImportError where vLLM is to run here and is missing, and what `served_of` raises.
     """
-    if not args.use_vllm:
-        return None
-    if not own:
-        logger.warning(
-            "use_vllm=True has no effect with a rollout_func, which generates by itself. Leave one of them out."
-        )
+    if not args.use_vllm or not own:
         return None
     if args.vllm_mode == "server":
         return served_of(args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +27,6 @@ from trl.models.value_head import (
 )
 from trl.models.value_wrapper import PreTrainedModelWrapper
 from trl.trainer.ppo_config import PPOConfig
-
-logger = logging.getLogger(__name__)
-
 
 _OF_DATA_SETS = {
     "args",
@@ -178,13 +174,6 @@ def set_up_reference(
         raise TypeError(
             f"ref_model must be a model with a value head or a transformers model, got {type(ref_model).__name__}. Leave it "
             "out to use the model as it is now."
-        )
-    if shared is not None and (ref_model is not None or model.is_peft_model):
-        has = "ref_model" if ref_model is not None else "a model with adapters"
-        logger.warning(
-            "num_shared_layers=%d has no effect with %s: no copy of the model is made. Leave it out.",
-            shared,
-            has,
         )
     if ref_model is None and not model.is_peft_model:
         ref_model = create_reference_model(model, num_shared_layers=shared)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,6 @@ from trl.models.parts import causal_core
 from trl.models.policy import Policy
 
 logger = logging.getLogger(__name__)
-
-COLOCATED = (
-    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_model_impl",
-)  # fmt: skip
 
 
 class Served(NamedTuple):
@@ -39,7 +34,6 @@ def served_of(args: Any) -> Served:
 
     Raises: ConnectionError where it does not answer within `vllm_server_timeout` seconds, PermissionError for a wrong token.
     """
-    _warn_of_ignored(args)
     made: list[VLLMClient] = []
 
     def ask() -> Served:
@@ -106,13 +100,3 @@ def _dtype_of(args: Any, policy: Policy) -> str:
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     dtype: torch.dtype = MIXED.get(mixed) or causal_core(policy.model).dtype
     return str(dtype).removeprefix("torch.")
-
-
-def _warn_of_ignored(args: Any) -> None:
-    """Say which settings only count for vLLM in the processes that train."""
-    defaults = {field.name: field.default for field in fields(args)}
-    for name in (name for name in COLOCATED if getattr(args, name) != defaults[name]):
-        logger.warning(
-            "%s=%r has no effect with vllm_mode='server': the server has a setting of its own (`trl vllm-serve --help`). Leave it "
-            "out, or set vllm_mode='colocate'.", name, getattr(args, name)
-        )  # fmt: skip
