@@ -1,23 +1,23 @@
 import pytest
 import torch
 
-from trl.collators.trees import flatten_trees
+from trl.collators.preference import flatten_trees
 from trl.tensors.segments import Segments
 
 
 def test_two_trees_by_hand():
     flat = flatten_trees([([5, 6, 7], [[8, 9], [3]]), ([4], [[2, 1]])])
-    assert flat.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 2, 1]]
-    assert flat.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
-    assert flat.labels.tolist() == [[-100, -100, -100, 8, 9, 3, -100, 2, 1]]
-    assert flat.segments == Segments.from_trees([(3, [2, 1]), (1, [2])])
-    assert flat.scored.source.tolist() == [2, 3, 2, 6, 7]
-    assert flat.scored.target.tolist() == [8, 9, 3, 2, 1]
-    assert flat.scored.branch.tolist() == [0, 0, 1, 2, 2]
+    assert flat["input_ids"].tolist() == [[5, 6, 7, 8, 9, 3, 4, 2, 1]]
+    assert flat["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+    assert flat["labels"].tolist() == [[-100, -100, -100, 8, 9, 3, -100, 2, 1]]
+    assert Segments.from_table(flat["segment_table"]) == Segments.from_trees([(3, [2, 1]), (1, [2])])
+    assert flat["scored_source"].tolist() == [2, 3, 2, 6, 7]
+    assert flat["scored_target"].tolist() == [8, 9, 3, 2, 1]
+    assert flat["scored_sequence"].tolist() == [0, 0, 1, 2, 2]
 
 
 def test_batch_names():
-    batch = flatten_trees([(torch.tensor([5, 6]), [torch.tensor([7])])]).as_batch()
+    batch = flatten_trees([(torch.tensor([5, 6]), [torch.tensor([7])])])
     assert batch["segment_table"].shape == (1, 1, 2, 4)
     assert batch["scored_source"].tolist() == [1]
     assert all(value.dtype == torch.int64 for value in batch.values())
@@ -35,16 +35,17 @@ def test_each_token_is_predicted_by_the_one_before_it_in_its_own_sequence(seed: 
 
     rows = [(tokens(), [tokens() for _ in range(draw(1, 5))]) for _ in range(draw(1, 5))]
     flat = flatten_trees(rows)
-    ids, positions, scored = flat.input_ids[0], flat.position_ids[0], flat.scored
+    ids, positions = flat["input_ids"][0], flat["position_ids"][0]
+    source, target, sequence = (flat[f"scored_{name}"] for name in ("source", "target", "sequence"))
     sequences = [(prompt, branch) for prompt, branches in rows for branch in branches]
-    assert scored.branch.max() + 1 == len(sequences)
+    assert sequence.max() + 1 == len(sequences)
     for index, (prompt, branch) in enumerate(sequences):
-        own = scored.branch == index
+        own = sequence == index
         whole = [*prompt, *branch]
-        assert scored.target[own].tolist() == branch
-        assert ids[scored.source[own]].tolist() == whole[len(prompt) - 1 : -1]
-        assert positions[scored.source[own]].tolist() == list(range(len(prompt) - 1, len(whole) - 1))
-    assert (flat.labels != -100).sum() == len(scored.target)
+        assert target[own].tolist() == branch
+        assert ids[source[own]].tolist() == whole[len(prompt) - 1 : -1]
+        assert positions[source[own]].tolist() == list(range(len(prompt) - 1, len(whole) - 1))
+    assert (flat["labels"] != -100).sum() == len(target)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import IGNORED, Row, as_ids, flatten_rows, pad_rows
-from trl.collators.trees import flatten_trees
 from trl.data.preference import OWN_PROMPT
 from trl.tensors.padding import pad
+from trl.tensors.segments import Segments
 
 Prompted = tuple[Any, Sequence[Any]]
 """A prompt's token ids and those of its completions."""
@@ -45,7 +45,7 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
     trees = flatten_trees(rows)  # checks the rows too
     count = torch.arange(len(rows))  # first, where transformers looks for how many rows a batch has
     if prefix_sharing:
-        return {"rows": count, **trees.as_batch()}
+        return {"rows": count, **trees}
     ids, labels, lengths = [], [], []
     for prompt, completions in rows:
         prompt = as_ids(prompt)
@@ -54,6 +54,59 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
             labels += [torch.full_like(prompt, IGNORED), completion]
             lengths.append(len(prompt) + len(completion))
     return {"rows": count, **flatten_rows(torch.cat(ids), torch.cat(labels), lengths, pad_token_id=0)}
+
+
+def flatten_trees(rows: Sequence[Prompted]) -> dict[str, Tensor]:
+    """Prompts, each followed by its completions, as one flat row of trees: ids as lists, arrays or tensors.
+
+    `labels (1, N)` are the completions' tokens, and -100 on prompts. What predicts a completion's first token is the last one
+    of its prompt, not its neighbour on the left: `scored_source`, `scored_target` and `scored_sequence`, int64 `(K,)`, say
+    which flat position predicts which token of which completion.
+
+    Raises: ValueError naming row and completion where a prompt or completion has no tokens, or a row no completions.
+
+    >>> flat = flatten_trees([([5, 6], [[7, 8], [9]])])
+    >>> flat["position_ids"].tolist(), flat["scored_source"].tolist(), flat["scored_target"].tolist()
+    ([[0, 1, 2, 3, 2]], [1, 2, 1], [7, 8, 9])
+    """
+    trees = [(as_ids(prompt), [as_ids(branch) for branch in branches]) for prompt, branches in rows]
+    _check(trees)
+    segments = Segments.from_trees([(len(prompt), [len(b) for b in branches]) for prompt, branches in trees])
+    input_ids = torch.cat([part for prompt, branches in trees for part in (prompt, *branches)])
+    table = segments.to_table()
+    start, length, prefix_start, prefix_length = table[0, 0][table[0, 0, :, 3] > 0].unbind(dim=1)
+    branch = torch.repeat_interleave(torch.arange(len(start)), length)
+    first = length.cumsum(0) - length  # where each branch begins among the scored tokens
+    target = torch.arange(int(length.sum())) - (first - start)[branch]
+    source = target - 1
+    source[first] = prefix_start + prefix_length - 1
+    labels = torch.full_like(input_ids, IGNORED)
+    labels[target] = input_ids[target]
+    return {
+        "input_ids": input_ids[None],
+        "position_ids": segments.position_ids(),
+        "labels": labels[None],
+        "segment_table": table,
+        "scored_source": source,
+        "scored_target": input_ids[target],
+        "scored_sequence": branch,
+    }
+
+
+def _check(trees: list[tuple[Tensor, list[Tensor]]]) -> None:
+    if not trees:
+        raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+    for row, (prompt, branches) in enumerate(trees):
+        if not len(prompt) or not branches:
+            raise ValueError(
+                f"row {row} has a prompt of {len(prompt)} tokens and {len(branches)} completions, expected at least 1 of "
+                "each. Give an empty prompt its beginning-of-text token, or leave the row out."
+            )
+        empty = [index for index, branch in enumerate(branches) if not len(branch)]
+        if empty:
+            raise ValueError(
+                f"row {row}, completion {empty[0]} has no tokens, expected at least 1. Leave it out."
+            )
 
 
 @dataclass
@@ -178,7 +231,7 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
         return batch
     if "chosen_labels" in batch:
         pairs = _cut_by_labels(batch)
-    elif all(_mask_of(name) in batch for name in PAIR_COLUMNS):
+    elif all(mask_of(name) in batch for name in PAIR_COLUMNS):
         prompts, chosen, rejected = (_real_tokens(batch, name) for name in PAIR_COLUMNS)
         pairs = [((p, c), (p, r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
     else:
@@ -198,19 +251,20 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     return {name: value.to(batch["chosen_input_ids"].device) for name, value in found.items()}
 
 
-def _mask_of(name: str) -> str:
+def mask_of(name: str) -> str:
+    """The column of the attention mask that belongs to one of token ids."""
     return f"{name.removesuffix('_input_ids')}_attention_mask"
 
 
 def _real_tokens(batch: Mapping[str, Any], name: str) -> list[Tensor]:
-    return [ids[mask] for ids, mask in zip(batch[name], batch[_mask_of(name)].bool(), strict=True)]
+    return [ids[mask] for ids, mask in zip(batch[name], batch[mask_of(name)].bool(), strict=True)]
 
 
 def _cut_by_labels(batch: Mapping[str, Any]) -> list[tuple[Split, Split]]:
     """Whole sequences, cut where their labels begin: per pair, prompt and completion of each side."""
     sides = []
     for name in PAIR_COLUMNS[1:]:
-        mask = batch.get(_mask_of(name), torch.ones_like(batch[name])).bool()
+        mask = batch.get(mask_of(name), torch.ones_like(batch[name])).bool()
         rows = zip(batch[name], batch[name.replace("_input_ids", "_labels")], mask, strict=True)
         sides.append([_cut(ids[real], labels[real]) for ids, labels, real in rows])
     return list(zip(*sides, strict=True))

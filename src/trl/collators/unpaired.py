@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl.collators.preference import Prompted, completion_batch
+from trl.collators.preference import Prompted, completion_batch, mask_of
 from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
 from trl.collators.seq2seq import seq2seq_batch
 from trl.data.unpaired import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
@@ -132,7 +132,7 @@ def as_unpaired_batch(
     if "rows" in batch and "label" in batch:
         return {**batch, "label": torch.as_tensor(batch["label"], device=batch["rows"].device)}
     names = ["prompt_input_ids", *completion_columns(mismatched=mismatched)]
-    wanted = [*names, *(_mask_of(name) for name in names), "label"]
+    wanted = [*names, *(mask_of(name) for name in names), "label"]
     if not all(name in batch for name in wanted):
         raise ValueError(
             f"a batch has {sorted(batch)}, expected {', '.join(wanted)}. Let the data_collator add them, or leave it out."
@@ -148,13 +148,9 @@ def as_unpaired_batch(
     return {name: value.to(device) for name, value in found.items()}
 
 
-def _mask_of(name: str) -> str:
-    return f"{name.removesuffix('_input_ids')}_attention_mask"
-
-
 def _real_tokens(batch: Mapping[str, Any], name: str) -> list[Tensor]:
     """The tokens of each row of a padded column, without its prompt where labels mark one."""
-    mask = batch[_mask_of(name)].bool()
+    mask = batch[mask_of(name)].bool()
     labels = batch.get(f"{name.removesuffix('_input_ids')}_labels")
     if labels is not None:
         mask = mask & labels.ne(IGNORED)

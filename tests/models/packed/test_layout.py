@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl.collators.trees import flatten_trees
+from trl.collators.preference import flatten_trees
 from trl.models.packed.layout import (
     count_scored,
     count_tokens,
@@ -82,7 +82,7 @@ def test_branches_become_rows_with_their_prompt_and_prompts_none_of_their_own():
 
 
 def test_a_tree_is_scored_for_the_same_sequences_in_either_layout():
-    batch = flatten_trees([([5, 6], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])]).as_batch()
+    batch = flatten_trees([([5, 6], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])])
     flat, padded = flat_batch(batch, with_table=True).scored, padded_batch(batch, pad_token_id=0).scored
     assert padded.sequence.tolist() == flat.sequence.tolist() == batch["scored_sequence"].tolist()
     assert padded.target.tolist() == flat.target.tolist()

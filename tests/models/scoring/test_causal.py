@@ -16,7 +16,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.tiny import tiny_model
-from trl.collators.trees import flatten_trees
+from trl.collators.preference import flatten_trees
 from trl.models.packed.attention import FLAT_MODEL_TYPES
 from trl.models.packed.layout import flat_batch
 from trl.models.parts import causal_core, decoder_of
@@ -379,7 +379,7 @@ def test_an_empty_micro_batch_gives_zero_gradients_for_every_parameter():
 def test_trees_score_as_their_branches_would_alone(architecture):
     model = tiny_model(architecture, dtype=torch.float64)
     trees = [([5, 9, 3], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])]
-    batch = flatten_trees(trees).as_batch()
+    batch = flatten_trees(trees)
     expected, sequences = [], []
     for prompt, branches in trees:
         for branch in branches:
@@ -397,7 +397,7 @@ def test_trees_of_another_models_layout_become_sequences():
     """A reference under flash attention beside a policy without: its kernel would let the second branch see the first."""
     model = tiny_model("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
-    found = Scorer(model).lay_out(flatten_trees([([5, 6], [[7], [8, 9]])]).as_batch())
+    found = Scorer(model).lay_out(flatten_trees([([5, 6], [[7], [8, 9]])]))
     assert found.inputs["input_ids"].tolist() == [[5, 6, 7, 5, 6, 8, 9]]
     assert found.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
     assert found.scored.target.tolist() == [7, 8, 9]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_classifier, tiny_model
-from trl.collators.trees import flatten_trees
+from trl.collators.preference import flatten_trees
 from trl.models.parts import causal_core
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.tensors.padding import flush_right
@@ -38,7 +38,7 @@ def flat_of(sequences=SEQUENCES):
 
 
 def trees():
-    return flatten_trees(TREES).as_batch()
+    return flatten_trees(TREES)
 
 
 def own_logits(model, sequences=SEQUENCES):
