@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
-from trl.models.dtypes import resolve_dtype
 from trl.models.loading import (
     apply_special_tokens,
     create_model_from_path,
     get_config_model_id,
     load_processing_class,
 )
+from trl.models.quantization import resolve_dtype
 from trl.models.setup import check_processing_class
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import os
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,8 +11,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trl.models.checkpointing import disable_gradient_checkpointing
 from trl.models.peft import is_peft_model
+from trl.models.switches import disable_gradient_checkpointing
 
 
 def prepare_deepspeed(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
@@ -250,3 +252,19 @@ def get_all_parameters(
 def iter_params(module: torch.nn.Module, recurse: bool = False) -> list[torch.nn.Parameter]:
     """The parameters of `get_all_parameters`, without their names."""
     return [parameter for _, parameter in get_all_parameters(module, recurse)]
+
+
+def ensure_master_addr_port(addr: str | None = None, port: int | None = None) -> None:
+    """Set `MASTER_ADDR` and `MASTER_PORT` for this process and those that it starts.
+
+    What is given is set; else what the environment has stays; else they become `localhost` and a port that is free now.
+    """
+    os.environ["MASTER_ADDR"] = addr or os.environ.get("MASTER_ADDR", "localhost")
+    os.environ["MASTER_PORT"] = str(port or os.environ.get("MASTER_PORT") or get_open_port())
+
+
+def get_open_port() -> int:
+    """A port that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]

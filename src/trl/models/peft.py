@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from trl.models.checkpointing import enable_gradient_checkpointing
 from trl.models.quantization import forbid_inference_packing, is_quantized
+from trl.models.switches import enable_gradient_checkpointing
 
 if TYPE_CHECKING:
     from peft import PeftConfig

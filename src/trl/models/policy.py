@@ -14,13 +14,13 @@ from trl.models.classifier_setup import (
     load_classifier,
     take_pad_token,
 )
-from trl.models.dropout import disable_dropout_in_model
 from trl.models.head_precision import cast_head_to_float32
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
+from trl.models.switches import disable_dropout_in_model
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""4-bit and 8-bit loading through bitsandbytes, from the fields of `ModelConfig`."""
+"""The precision of loaded weights: torch dtypes by name, 4-bit and 8-bit loading through bitsandbytes."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -6,10 +6,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 
-from trl.models.dtypes import resolve_dtype
-
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
+
+
+def resolve_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
+    """The torch dtype that a config's string names; `"auto"` (also for `None`) keeps the checkpoint's own."""
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return "auto" if dtype is None else dtype
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
+    if isinstance(named, torch.dtype) and named.is_floating_point:
+        return named
+    raise ValueError(
+        f"dtype must be 'auto', a torch.dtype or the name of a floating one, got {dtype!r}. "
+        "Use for example 'float32', 'bfloat16' or 'float16'."
+    )
 
 
 def get_quantization_config(model_args: Any) -> "BitsAndBytesConfig | None":

@@ -1,10 +1,14 @@
-"""Gradient checkpointing switched on with what it needs, and off for a while."""
+"""Dropout and gradient checkpointing, switched on and off."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
+
+# Attributes of layers that drop by calling a function: of the attention of Llama and its kin, of OPT and BART.
+_PROBABILITIES = ("attention_dropout", "dropout", "activation_dropout")
 
 
 def enable_gradient_checkpointing(
@@ -40,3 +44,13 @@ def disable_gradient_checkpointing(
     finally:
         for module in switched:
             module.gradient_checkpointing = True
+
+
+def disable_dropout_in_model(model: torch.nn.Module) -> None:
+    """Set the probability of every dropout in `model` to 0, in place, so that `model.train()` does not switch it on again."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _PROBABILITIES:
+            if isinstance(module.__dict__.get(name), float):
+                setattr(module, name, 0.0)

@@ -1,10 +1,14 @@
-"""Gradient checkpointing: same gradients, off for a block, restored after an error."""
+"""Gradient checkpointing: same gradients, off for a block, restored after an error. Dropout: off in training mode too."""
 
 import pytest
 import torch
 
 from tests.tiny import tiny_model
-from trl.models.checkpointing import disable_gradient_checkpointing, enable_gradient_checkpointing
+from trl.models.switches import (
+    disable_dropout_in_model,
+    disable_gradient_checkpointing,
+    enable_gradient_checkpointing,
+)
 
 IDS = torch.tensor([[1, 7, 9, 4, 2]])
 
@@ -42,3 +46,23 @@ def test_off_inside_the_block_and_restored_after_it():
     with disable_gradient_checkpointing(plain):
         assert not plain.is_gradient_checkpointing
     assert not plain.is_gradient_checkpointing
+
+
+def test_training_mode_becomes_deterministic():
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    ids = torch.tensor([[1, 2, 3]])
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    disable_dropout_in_model(model)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dropout"),
+    [("llama", {"attention_dropout": 0.5}), ("opt", {"dropout": 0.5}), ("gpt2", {"attn_pdrop": 0.5})],
+)
+def test_dropout_that_is_no_module_is_switched_off_too(architecture, dropout):
+    model = tiny_model(architecture, **dropout).train()
+    ids = torch.tensor([[1, 2, 3]])
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    disable_dropout_in_model(model)
+    assert torch.equal(model(ids).logits, model(ids).logits)
