@@ -46,7 +46,7 @@ _COMMANDS: Row = {"trl.scripts.arguments": "DPOScriptArguments RewardScriptArgum
 _MODEL_OPTIONS: Row = {"trl.models.peft": "get_peft_config",
     "trl.models.quantization": "get_kbit_device_map get_quantization_config"}
 _DATA_SET_PPO: Row = {"trl.models.scoring.values": "INVALID_LOGPROB PolicyAndValueWrapper"}
-_GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.repeat_sampler": "RepeatSampler",
+_GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.schedule": "RepeatSampler",
     "trl.tensors.statistics": "nanmax nanmin nanstd"}
 
 NAMES: dict[str, Row] = {
@@ -206,7 +206,7 @@ NAMES: dict[str, Row] = {
         "trl.reporting.model_card": "generate_model_card trl_sanitze_kwargs_for_tagging",
         "trl.reporting.tables": "print_prompt_completions_sample print_rich_table",
         "trl.reporting.trackers": "get_comet_experiment_url log_table_to_comet_experiment",
-        "trl.rollouts.repeat_sampler": "RepeatSampler",
+        "trl.rollouts.schedule": "RepeatSampler",
         "trl.tensors.images": "split_pixel_values_by_grid unsplit_pixel_values_by_grid",
         "trl.tensors.masking": "first_true_indices truncate_response truncate_right",
         "trl.tensors.moments": "RunningMoments get_global_statistics", "trl.tensors.padding": "exact_div "

@@ -12,7 +12,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from trl import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trl.core import LengthSampler
 from trl.extras.best_of_n_sampler import BestOfNSampler
-from trl.rollouts import streams
+from trl.generation import main_process
 
 TOKENIZER = tiny_tokenizer()
 QUERIES = [TOKENIZER(text)["input_ids"] for text in ("What colour", "Look up. Next", "The")]
@@ -86,7 +86,7 @@ def test_processes_draw_each_their_own(monkeypatch):
         group = SimpleNamespace(
             is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda rank=rank: rank
         )
-        monkeypatch.setattr(streams, "distributed", group)
+        monkeypatch.setattr(main_process, "dist", group)
         found.append(sampler(model, seed=1)[0].generate(QUERIES))
     assert found[0] == alone
     assert found[1] != alone

@@ -7,8 +7,7 @@ import torch
 
 from tests.tiny import tiny_model
 from trl.models.scoring.causal import Scorer
-from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.saving import load_window, save_window
+from trl.rollouts.experience import Experience, concatenate, load_window, save_window
 from trl.tensors.ragged import Ragged
 
 PROMPTS = [[5, 6], [7], [5, 6], [5, 6], [8, 9, 10]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl.rollouts.ledger import BUCKETS, token_ledger
+from trl.rollouts.token_counts import BUCKETS, token_ledger
 
 
 def test_the_first_bucket_that_claims_a_token_has_it():

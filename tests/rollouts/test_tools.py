@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from trl.rollouts.tools import answer, named_tools, parse_call
+from trl.rollouts.text_environment import answer, named_tools, parse_call
 
 
 def double(query):

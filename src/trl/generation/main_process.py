@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_STREAMS = 2**32  # random streams of one process
 
 
 def process_count() -> int:
     """How many processes work together."""
-    import torch.distributed as dist
-
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def first_stream() -> int:
+    """The first random stream of this process: processes that share a seed must not draw the same for the same query."""
+    ready = dist.is_available() and dist.is_initialized()
+    return dist.get_rank() * _STREAMS if ready else 0
 
 
 def any_process(value: bool) -> bool:
     """Whether it is true in any process. All must call it."""
     if process_count() == 1:
         return value
-    import torch.distributed as dist
-
     found: list[Any] = [None] * process_count()
     dist.all_gather_object(found, value)
     return any(found)
@@ -37,8 +42,6 @@ def through_main(
     """
     if process_count() == 1:
         return make([own])[0]
-    import torch.distributed as dist
-
     is_main, parts, failure = dist.get_rank() == 0, None, None
     given: Any = [None] * process_count() if is_main else None
     dist.gather_object(own, given, dst=0)
@@ -73,8 +76,6 @@ def raise_in_all(failure: Exception | None, group: Any = None) -> None:
         if failure is not None:
             raise failure
         return
-    import torch.distributed as dist
-
     found: list[Any] = [None] * dist.get_world_size(group)
     own = None if failure is None else (_known(failure), str(failure))
     dist.all_gather_object(found, own, group=group)

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from trl.generation.engine import Engine, Sampling
+from trl.generation.main_process import first_stream
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.transformers.phase import without_wrappers
 from trl.generation.transformers.requests import fresh_seed
 from trl.models.parts import causal_core
 from trl.rewards.answers import read_scores
-from trl.rollouts.streams import first_stream
 
 Queries = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 

@@ -24,10 +24,9 @@ from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
 from trl.rollouts.columns import OLD, SAMPLING_LOGPS, SCORES, TRAINED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import Experience, load_window, save_window
 from trl.rollouts.prompt_stream import PromptStream
 from trl.rollouts.sampling import reward_inputs, sample
-from trl.rollouts.saving import load_window, save_window
 from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 from trl.trainer.base_trainer import BaseTrainer
