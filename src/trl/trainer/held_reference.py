@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from trl.models.reference import FrozenModel
+from trl.models.reference_moves import check_moves, lend_reference
 from trl.options.checks import warn_unread
 from trl.options.policy_gradient import SYNC_SETTINGS
-from trl.trainer.callbacks.reference_moves import check_moves, lend_reference
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from tests.trainer.callbacks.runs import trainer
 from tests.two_processes import launch
 from trl.experimental.bema_for_ref_model import BEMACallback
 from trl.models.reference import FrozenModel
+from trl.models.reference_moves import lend_reference
 from trl.trainer.callbacks import BEMACallback as PlainBEMACallback
-from trl.trainer.callbacks.reference_moves import lend_reference
 
 BY_HAND = {"update_freq": 1, "ema_power": 1.0, "bias_power": 1.0, "lag": 1}
 

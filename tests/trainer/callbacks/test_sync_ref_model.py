@@ -7,8 +7,8 @@ import torch
 
 from trl.experimental.bema_for_ref_model import BEMACallback
 from trl.models.reference import DisabledAdapter, FrozenModel
+from trl.models.reference_moves import lend_reference
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.callbacks.reference_moves import lend_reference
 
 
 def pair():
