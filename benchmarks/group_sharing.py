@@ -14,6 +14,7 @@ from benchmarks.throughput import tree_operations
 
 from trl.rollouts.columns import SAMPLING_LOGPS, STOPPED
 from trl.rollouts.experience import Experience
+from trl.rollouts.maker import Completed
 from trl.tensors.ragged import Ragged
 
 COMPLETION = 48
@@ -51,7 +52,7 @@ def _window(trainer: Any, prompt: list[int], work: Work, completion: int) -> Exp
         {SAMPLING_LOGPS: torch.full((drawn.numel(),), -8.5)},
         {STOPPED: torch.ones(work.group, dtype=torch.bool)},
     )
-    experience = trainer.rewarded(experience, {"input_ids": [prompt] * work.group})
+    experience = trainer.rollouts.reward(Completed(experience), {"input_ids": [prompt] * work.group})
     return trainer.advantages(trainer.scored(experience, learning=True))
 
 

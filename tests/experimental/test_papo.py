@@ -91,7 +91,7 @@ def divergence(trainer):
     """KL of the first token's distribution from that behind black images, exact, mean over two prompts."""
     found = []
     for row in (0, 1):
-        ids = trainer._rows()["input_ids"][row]
+        ids = trainer.rollouts.prompts.rows["input_ids"][row]
         logps = []
         for change in (None, lambda row, key, images: trainer._masked(key, images)):
             seen = trainer.images.model_inputs([(row, len(ids))], [len(ids)], len(ids), change)

@@ -20,8 +20,11 @@ from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS
 
 def completions(trainer, numbers, streams=None):
     """Completions of some rows of the training set."""
-    found, _ = trainer.completed(trainer._rows()[numbers], streams=streams or range(len(numbers)))
-    return found
+    maker = trainer.rollouts
+    maker.follow(trainer.model_wrapped, trainer.state)
+    return maker.completer(
+        maker, maker.prompts.rows[numbers], streams=streams or range(len(numbers))
+    ).experience
 
 
 def scored(trainer, experience):
@@ -88,7 +91,7 @@ def test_prompts_of_text_keep_their_end_but_never_lose_a_part_of_an_image():
     long = {"images": [tiny_image(0)], "prompt": "word " * 20 + "<image> what?"}
     trainer, _ = make(data=Dataset.from_list([long] * 2), max_prompt_length=12)
     whole, _ = make(data=Dataset.from_list([long] * 2))
-    kept, ids = trainer._rows()["input_ids"][0], whole._rows()["input_ids"][0]
+    kept, ids = trainer.rollouts.prompts.rows["input_ids"][0], whole.rollouts.prompts.rows["input_ids"][0]
     assert kept == ids[-12:] and kept.count(processor.image_token_id) == 4
     found = completions(trainer, [0, 1])
     trainer.model.eval()

@@ -30,7 +30,8 @@ def near(completion_ids, wanted, **_):
 
 
 def seen_rows(trainer, windows: int) -> list[list[int]]:
-    return [trainer._rows()[trainer._window_prompts(number)]["wanted"] for number in range(windows)]
+    prompts = trainer.rollouts.prompts
+    return [prompts.rows[prompts.of_batch(number)]["wanted"] for number in range(windows)]
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -75,7 +76,7 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(tmp_path):
 def test_the_rows_of_a_process_are_its_part_of_the_window():
     """Another process skips what is not its own, and finds the same rows under the same positions."""
     trainer, _ = make(data=stream(), shuffle_dataset=False, reward_funcs=near, **SETTINGS)
-    rows = trainer._rows()
+    rows = trainer.rollouts.prompts.rows
     assert rows[[2, 2, 3]]["wanted"] == [2, 2, 3]
     assert rows[[6, 6, 7]]["wanted"] == [6, 6, 7]
     assert rows[[14]]["input_ids"] == prompts()[:1]["input_ids"]

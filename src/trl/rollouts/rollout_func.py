@@ -5,23 +5,38 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from trl.data.prompts import PROMPT_IDS
 from trl.rollouts.columns import SAMPLING_LOGPS, STOPPED
 from trl.rollouts.experience import Experience
+from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.tensors.ragged import Ragged
 
 _ROUNDING = 1e-2  # by which log-probs of low precision may lie above 0
 _KNOWN = ("prompt_ids", "completion_ids", "logprobs")
 
 
-class Rollouts(NamedTuple):
-    """What a rollout function made, and the further fields that it gives to reward functions, one value per row."""
+class RolloutFunction:
+    """Completes prompts by a user's `function(prompts, trainer)`, whose further fields reward functions are given.
 
-    experience: Experience
-    fields: dict[str, list[Any]]
+    Raises: TypeError or ValueError for an answer that `read_rollouts` refuses, with its `vocabulary` and `window`.
+    """
+
+    exact = False
+
+    def __init__(self, function: Any, trainer: Any, *, vocabulary: int | None, window: int | None) -> None:
+        self.function, self._trainer = function, trainer
+        self._limits = {"vocabulary": vocabulary, "window": window}
+
+    def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
+        ids: Any = rows[PROMPT_IDS]
+        prompts = rows["prompt"] if "prompt" in rows else maker.tokenizer.batch_decode(list(ids))
+        answer = self.function(list(prompts), self._trainer)
+        ends = maker.sampling.stop_token_ids or ()
+        return read_rollouts(answer, len(ids), end_tokens=ends, **self._limits)
 
 
 def check_rollout_func(function: Any) -> None:
@@ -50,7 +65,7 @@ def read_rollouts(
     end_tokens: Collection[int],
     vocabulary: int | None = None,
     window: int | None = None,
-) -> Rollouts:
+) -> Completed:
     """The answer of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, perhaps `logprobs` of the
     completions' tokens, and further fields. A completion whose last token is one of `end_tokens` has stopped.
 
@@ -79,7 +94,7 @@ def read_rollouts(
     columns = {SAMPLING_LOGPS: _logps(given["logprobs"], completions)} if "logprobs" in given else {}
     stopped = torch.tensor([ids[-1] in end_tokens for ids in completions])
     experience = Experience(Ragged.of(prompts), Ragged.of(completions), columns, {STOPPED: stopped})
-    return Rollouts(experience, {name: values for name, values in given.items() if name not in _KNOWN})
+    return Completed(experience, {name: values for name, values in given.items() if name not in _KNOWN})
 
 
 def _rows(name: str, values: Any, count: int) -> list[Any]:

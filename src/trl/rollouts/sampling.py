@@ -19,14 +19,19 @@ from trl.tensors.ragged import Ragged
 
 
 def sample(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, *, streams: Sequence[int]
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    streams: Sequence[int],
+    **inputs: Any,
 ) -> Experience:
     """One completion of each prompt, on the CPU.
 
     Per token: `sampling_logps` under the distribution that was sampled from, and `sampling_kept`, the log of the mass that
     was kept, where it was cut. Per row: `stopped`, whether a stop token or string ended it.
     """
-    found = engine.generate(prompts, sampling, streams=streams)
+    found = engine.generate(prompts, sampling, streams=streams, **inputs)
     per_token = {SAMPLING_LOGPS: torch.cat([one.logps for one in found])}
     kept = [one.kept for one in found]
     if all(part is not None for part in kept):
@@ -86,6 +91,20 @@ def split_begun(prompt: Sequence[Message]) -> tuple[list[Message], str]:
     content = prompt[-1].get("content") or ""
     parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
     return list(prompt[:-1]), "".join(parts)
+
+
+def with_begun(
+    prompts: Sequence[Sequence[Message]], completions: Sequence[Sequence[Message]]
+) -> list[list[Message]]:
+    """Completions of several messages each, the first with the words that its prompt began it with."""
+    return [_begun(prompt, messages) for prompt, messages in zip(prompts, completions, strict=True)]
+
+
+def _begun(prompt: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    begun, content = split_begun(prompt)[1], str(messages[0].get("content") or "")
+    if content.startswith(begun):  # by a response template that reads the prompt's words too
+        return list(messages)
+    return [{**messages[0], "content": begun + content}, *messages[1:]]
 
 
 def _lists(ragged: Ragged) -> list[list[int]]:

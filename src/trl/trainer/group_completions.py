@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trl.reporting.tables import print_prompt_completions_sample
 from trl.reporting.trackers import log_table
-from trl.rewards.inputs import RewardInputs
 from trl.rewards.result import source_table
 from trl.rollouts.experience import Experience
 from trl.trainer.callbacks.sampling import tensorboard_writer
@@ -24,21 +23,23 @@ class ShownCompletions:
     """The newest batch of completions, of all processes, until it is shown."""
 
     def __init__(self) -> None:
-        self.texts: list[tuple[Any, Any]] = []  # prompt and completion of each row of this process
         self._rows: list[dict[str, Any]] = []
         self._names: tuple[str, ...] = ()
 
-    def note(self, inputs: RewardInputs) -> None:
-        """Keep what reward sources were asked."""
-        self.texts = list(zip(inputs.prompts, inputs.completions, strict=True))
-
-    def gather(self, experience: Experience, names: Sequence[str], *, advantages: Tensor) -> None:
+    def gather(
+        self,
+        experience: Experience,
+        texts: Sequence[tuple[Any, Any]],
+        names: Sequence[str],
+        *,
+        advantages: Tensor,
+    ) -> None:
         """Bring the rows of all processes together, with scores and advantages; all must call it."""
         scores = [column.tolist() for column in source_table(experience.per_row, names)]
         rows = [
             {"prompt": prompt, "completion": completion, "scores": list(own), "advantage": advantage}
             for (prompt, completion), own, advantage in zip(
-                self.texts,
+                texts,
                 zip(*scores, strict=True),
                 advantages.tolist(),
                 strict=True,

@@ -20,13 +20,13 @@ from trl.collators.images import check_processor
 from trl.data.image_prompts import ImagePrompts, check_image_prompts
 from trl.data.image_rows import read_images
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, check_prompt_ids
-from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.packed.layout import IGNORED, padded_rows
 from trl.models.parts import causal_core
 from trl.models.policy import Policy
 from trl.models.setup import pad_token_id
 from trl.rollouts.experience import Experience
+from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.sft_images import check_image_token, check_parts
@@ -45,7 +45,9 @@ def set_and_row(key: int) -> tuple[int, int]:
 
 
 class PromptImages:
-    """Finds the images of prompts by their keys, and makes what a model is given of them."""
+    """Finds the images of prompts by their keys, makes what a model is given of them, and completes such prompts."""
+
+    exact = True
 
     def __init__(self, policy: Policy) -> None:
         self.processor: Any = policy.processing_class
@@ -95,60 +97,16 @@ class PromptImages:
         seen = self.model_inputs(prompts, lengths, ids.shape[1], change)
         return {**rows, "input_ids": ids, **seen, "rows": flat["rows"]}
 
-    def completed(
-        self,
-        complete: Callable[..., Experience],
-        engine: Engine,
-        rows: Mapping[str, Sequence[Any]],
-        streams: Sequence[int],
-    ) -> Experience:
-        """Completions of prompts with images by a trainer's `complete`."""
-        keys = list(rows[IMAGE_KEY])
-        seeing = _SeeingEngine(engine, self, keys)
-        found = complete(rows[PROMPT_IDS], streams=streams, engine=seeing)
-        return found.with_rows(**{IMAGE_KEY: torch.tensor(keys)})
+    def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
+        keys, prompts = list(rows[IMAGE_KEY]), rows[PROMPT_IDS]
 
+        def inputs(requests: Sequence[int], width: int) -> dict[str, Tensor]:
+            own = [(keys[request], len(prompts[request])) for request in requests]
+            return self.model_inputs(own, [width] * len(own), width)
 
-class _SeeingEngine:
-    """The run's engine, which shows the model the images of its prompts."""
-
-    def __init__(self, engine: Any, images: PromptImages, keys: Sequence[int]) -> None:
-        self._engine, self._images, self._keys = engine, images, keys
-
-    @property
-    def exact(self) -> bool:
-        """As the run's engine."""
-        return self._engine.exact
-
-    @property
-    def together(self) -> bool:
-        """As the run's engine."""
-        return self._engine.together
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        streams: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Generated]:
-        """One completion per prompt, in order; see `Engine.generate`."""
-
-        def of(requests: Sequence[int], width: int) -> dict[str, Tensor]:
-            own = [(self._keys[request], len(prompts[request])) for request in requests]
-            return self._images.model_inputs(own, [width] * len(own), width)
-
-        more = MoreInputs(of, self._keys, self._images.tokens, blank=self._images.pad)
-        return self._engine.generate(prompts, sampling, streams=streams, limits=limits, more_inputs=more)
-
-    def sync_weights(self, model: Any, step: int) -> None:
-        """As the run's engine."""
-        self._engine.sync_weights(model, step)
-
-    def close(self) -> None:
-        """As the run's engine."""
-        self._engine.close()
+        more = MoreInputs(inputs, keys, self.tokens, blank=self.pad)
+        found = maker.complete(prompts, streams=streams, more_inputs=more)
+        return Completed(found.with_rows(**{IMAGE_KEY: torch.tensor(keys)}))
 
 
 class ImagePromptSets(PromptSets):

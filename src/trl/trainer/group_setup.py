@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trl.generation.engine import Engine, Sampling
@@ -13,8 +14,12 @@ from trl.generation.vllm.served import Served, check_served, served_of, server_e
 from trl.models.parts import causal_core
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
+from trl.options.checks import warn_unread
+from trl.options.tools import ToolCalling
 from trl.rewards.model_setup import tokenizers_for
 from trl.rewards.source import RewardSources
+from trl.rollouts.tool_completer import ToolCompleter
+from trl.rollouts.tool_schemas import tools_of
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.prompt_sets import PromptSets
@@ -170,3 +175,44 @@ def reward_sources(
     if args.eval_strategy != "no":
         sources.check_groups(args.num_generations_eval or generations, rows=args.eval_batch_size)
     return sources
+
+
+def tool_completer(
+    tools: Sequence[Callable[..., Any]] | None,
+    args: GroupTraining,
+    policy: Policy,
+    *datasets: Any,
+    rollout_func: Any = None,
+) -> ToolCompleter | None:
+    """The tools of a run on some data sets (or dicts of them); None for none.
+
+    Raises: TypeError or ValueError, before the first step, for functions that cannot be tools, a chat template that does not
+    carry them, and settings that do not go with them.
+    """
+    if tools is None or (isinstance(tools, (list, tuple)) and not tools):
+        warn_unread(args, ToolCalling, "without tools. Pass tools to the trainer, or leave it out")
+        return None
+    found = tools_of(tools)
+    if has_images(*datasets):
+        raise ValueError(
+            f"tools={list(found)} with images in the data set, expected prompts of text alone: what follows an answer is generated "
+            "without them. Leave one of them out."
+        )
+    if rollout_func is not None:
+        raise ValueError(
+            f"tools={list(found)} with a rollout_func, expected one of them: the function generates, so that nobody answers calls. "
+            "Call the tools in it, or leave it out."
+        )
+    if not (args.ds3_gather_for_generation or args.use_vllm):
+        raise ValueError(
+            "ds3_gather_for_generation=False with tools, expected True: processes go on with different numbers of rows, which "
+            "sharded weights do not take. Leave it out, or generate with vLLM."
+        )
+    return ToolCompleter(
+        found,
+        policy.processing_class,
+        template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
+        iterations=args.max_tool_calling_iterations,
+        deadline=args.tool_deadline,
+        window=rollout_window(args, policy),
+    )

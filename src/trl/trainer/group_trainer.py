@@ -22,7 +22,6 @@ from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.model_setup import place_reward_models
-from trl.rewards.result import source_columns
 from trl.rollouts.columns import (
     ADVANTAGE,
     CHOSEN,
@@ -39,11 +38,13 @@ from trl.rollouts.columns import (
 )
 from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import check_evaluation
+from trl.rollouts.maker import Completer
 from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, measured_groups, of_all_processes
-from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
+from trl.rollouts.refill import Refill
+from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
 from trl.rollouts.token_counts import TokenCounts, sampled_tokens, token_advantages
+from trl.rollouts.tool_completer import tool_metrics
 from trl.tensors.reduce import LossTerms, Weighted, reduce_terms, where_counted
-from trl.trainer.dynamic_sampling import refilled
 from trl.trainer.group_completions import ShownCompletions
 from trl.trainer.group_images import images_of
 from trl.trainer.group_setup import (
@@ -53,9 +54,9 @@ from trl.trainer.group_setup import (
     reference_of,
     reward_sources,
     sampling_of,
+    tool_completer,
     with_served_window,
 )
-from trl.trainer.group_tools import group_tools, tool_metrics, with_messages
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
@@ -100,16 +101,14 @@ class GroupTrainer(OnlineTrainer):
         assert args.num_generations is not None
         self.sizes = replace(args.window_sizes(), group=args.num_generations)
         self.evaluation_group = args.num_generations_eval or args.num_generations
-        self.shuffles = bool(args.shuffle_dataset)
         policy = with_served_window(set_up_policy(model, args, processing_class, peft_config), args, served)
         check_decoder_only(causal_core(policy.model))
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self._rollout_func = rollout_func
         self.sampling = sampling_of(args, policy)
         self.rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
-        self._tools = group_tools(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
-        schemas = self._tools.schemas if self._tools else None
+        asks = tool_completer(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
+        schemas = asks.schemas if asks else None
         self._sets = prompt_sets(args, policy, train_dataset, eval_dataset, tools=schemas, own=own)
         self.images = images_of(self._sets, args, rollout_func)
         self.reference = reference_of(args, policy, model)
@@ -127,9 +126,18 @@ class GroupTrainer(OnlineTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        completer: Completer | None = self.images or asks
+        if rollout_func is not None:
+            known = {"vocabulary": self._sets.vocabulary, "window": self._sets.window}
+            completer = RolloutFunction(rollout_func, self, **known)
+        self.begin_rollouts(
+            engine_of(args, self.model, policy, self.accelerator, own=own, served=served),
+            shuffle=bool(args.shuffle_dataset),
+            completer=completer,
+            refill=self._refill() if args.dynamic_sampling else None,
+        )
         if own:
             self.check_reward_columns()
-        self.engine = engine_of(args, self.model, policy, self.accelerator, own=own, served=served)
         place_reward_models(self.rewards, self.accelerator)
         self.settle_reference()
 
@@ -163,47 +171,13 @@ class GroupTrainer(OnlineTrainer):
 
     # ---- a rollout
 
-    def completed(
-        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]
-    ) -> tuple[Experience, Mapping[str, Sequence[Any]]]:
-        """Completions by the policy, or by the user's function, whose further fields become columns."""
-        if self.images is not None:
-            return self.images.completed(self.complete, self.engine, rows, streams), rows
-        if self._tools is not None:
-            return self._tools.completed(self, rows, streams=streams)
-        if self._rollout_func is None:
-            return super().completed(rows, streams=streams)
-        ids: Any = rows["input_ids"]
-        prompts = rows["prompt"] if "prompt" in rows else self._tokenizer.batch_decode(list(ids))
-        answer = self._rollout_func(list(prompts), self)
-        known = {"vocabulary": self._sets.vocabulary, "window": self._sets.window}
-        found = read_rollouts(answer, len(ids), end_tokens=self.sampling.stop_token_ids or (), **known)
-        self._more_columns = list(found.fields)
-        return found.experience, {**{name: rows[name] for name in rows}, **found.fields}
-
     def batch_of(self, experience: Experience) -> dict[str, Any]:
         """With the images of the prompts."""
         return super().batch_of(experience) if self.images is None else self.images.batch(experience)
 
-    @property
-    def sampler_is_exact(self) -> bool:
-        """Whether the sampler's log-probs are those of the scoring forward, up to rounding."""
-        return self._rollout_func is None and super().sampler_is_exact
-
-    def rewarded(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Experience:
-        """With the opinion of each source."""
-        inputs: RewardInputs = with_messages(self.inputs_of(experience, rows), rows)
-        result = self.rewards.score(inputs)
-        self._shown.note(inputs)
-        return self.after_rewards(
-            self.judge(experience.with_rows(**source_columns(result)), result.rewards), inputs
-        )
-
-    def after_rewards(self, experience: Experience, inputs: RewardInputs) -> Experience:
-        """Rewarded completions, with what a variant makes of them and of their texts."""
-        return experience
-
-    def judge(self, experience: Experience, scores: Tensor) -> Experience:
+    def judge(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
         """With `scores` (NaN: none) and, per token, `trained`: not where there is no reward, nor, with
         `mask_truncated_completions`, where a completion did not end; never what tools answered."""
         rows = ~scores.isnan()
@@ -256,10 +230,13 @@ class GroupTrainer(OnlineTrainer):
     def make_window(self, number: int) -> Experience:
         """Window `number` of this run, whose tokens are counted once, however often they are learned from."""
         experience = super().make_window(number)
+        if self.rollouts.refill is not None:
+            self._sums["train"].add_all(self.rollouts.refill.measured)
         added = self._count_sampled(experience)
         self._token_counts.speak_of_untrained(added)
         if self.args.log_completions:
-            self._shown.gather(experience, self.rewards.names, advantages=experience.per_row[ADVANTAGE])
+            advantages = experience.per_row[ADVANTAGE]
+            self._shown.gather(experience, self.rollouts.texts, self.rewards.names, advantages=advantages)
         return experience
 
     def count_seen(self, batch: Mapping[str, Any]) -> None:
@@ -284,13 +261,9 @@ class GroupTrainer(OnlineTrainer):
 
     # ---- dynamic sampling
 
-    def chosen_rows(self, experience: Experience, number: int, prompts: Sequence[int]) -> Experience:
-        """With `dynamic_sampling`, other groups in the place of those that teach nothing."""
-        if not self.args.dynamic_sampling:
-            return experience
-        experience, measured = refilled(self, experience, number, prompts)
-        self._sums["train"].add_all(measured)
-        return experience
+    def _refill(self) -> Refill:
+        rounds = self.args.max_resampling_rounds
+        return Refill(rounds, lacks_variance=self.lacks_variance, discard=self.discard)
 
     def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Which groups have rewards that are all equal, bool `(N / G,)`; `rows` holds the columns per row of whole groups."""
@@ -410,7 +383,7 @@ class GroupTrainer(OnlineTrainer):
         """Complete a batch of prompts, judge it as in training, and record what is logged of it, the loss too."""
         columns = {name: [row[name] for row in inputs] for name in inputs[0]}
         streams = evaluation_streams(columns.pop("row"))
-        rolled = self.roll_out(columns, streams=streams, learning=False)
+        rolled = self.evaluation_rollout(columns, streams)
         experience = self.advantages(rolled, group_size=self.evaluation_group)
         rows = self._without_repeats(of_all_processes(experience, self.accelerator))
         self.add_measured("eval", self._measured(rows, self.evaluation_group, 1 / self.args.world_size))

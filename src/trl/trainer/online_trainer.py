@@ -13,7 +13,6 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trl.data.prompts import columns_for_rewards
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.policy_copy import PolicyCopy
@@ -25,9 +24,10 @@ from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
 from trl.rollouts.columns import OLD, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.experience import Experience, load_window, save_window
+from trl.rollouts.maker import Completer, Prompts, RolloutMaker, Rows
 from trl.rollouts.prompt_stream import PromptStream
-from trl.rollouts.sampling import reward_inputs, sample
-from trl.rollouts.schedule import WindowSizes, step_rows, window_rows
+from trl.rollouts.refill import Refill
+from trl.rollouts.schedule import WindowSizes, step_rows
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.held_reference import HoldsReference
@@ -41,8 +41,8 @@ _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, a
 class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     """Base of the trainers that learn from rollouts of the policy itself.
 
-    The order of a window is that of `make_window`: prompts are drawn and completed by the policy, scored by the reward
-    sources, scored by the models, and given advantages. `sizes.steps` optimiser steps then learn from it, each from the rows
+    The order of a window is that of `make_window`: `rollouts` draws prompts, completes them and scores the completions; the
+    models score their tokens, and the method gives them advantages. `sizes.steps` optimiser steps then learn from it, each from the rows
     that `step_rows` says. A window is part of every checkpoint that is made while it lasts.
 
     A method overrides `judge` (what a score becomes), `score_rollout` (what the models say of the tokens), `advantages`,
@@ -52,15 +52,13 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     units: ClassVar[tuple[Unit, ...]] = ("token",)
     repeats_metrics: ClassVar[bool] = True  # log what is measured of a window with each of its steps
 
-    engine: Engine
+    rollouts: RolloutMaker
     sampling: Sampling
     rewards: RewardSources
     sizes: WindowSizes
     reference: Reference | None = None
     shares_prefix: bool = False
-    shuffles: bool = True
     evaluation_group: int = 1  # completions of each evaluation prompt
-    _more_columns: Sequence[str] = ()  # what reward functions are handed beside columns of the data set
     _window: Experience | None = None
     _window_number: int = -1
     _resumed_from: str | None = None
@@ -68,8 +66,13 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     # ---- the hooks of a method
 
-    def judge(self, experience: Experience, scores: Tensor) -> Experience:
-        """With the column `scores` (one per row) and, per token, `trained`; rows whose score is NaN are not trained on."""
+    def judge(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        """With the column `scores` (one per row) and, per token, `trained`; rows whose score is NaN are not trained on.
+
+        `inputs` is what the reward sources were given; `training` is false for an evaluation.
+        """
         known = ~scores.isnan()
         trained = known[experience.completions.row_index]
         return experience.with_rows(**{SCORES: scores.nan_to_num(0.0)}).with_tokens(**{TRAINED: trained})
@@ -107,37 +110,34 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     # ---- a window
 
+    def begin_rollouts(
+        self,
+        engine: Engine,
+        *,
+        shuffle: bool = True,
+        completer: Completer | None = None,
+        refill: Refill | None = None,
+    ) -> None:
+        """Make `rollouts`, at the end of the constructor."""
+        rows: Any = self.train_dataset
+        assert isinstance(rows, (Dataset, PromptStream))
+        self.rollouts = RolloutMaker(
+            Prompts(rows, self.sizes.prompts, self._data_seed(), shuffle),
+            self.sizes,
+            engine=engine,
+            sampling=self.sampling,
+            rewards=self.rewards,
+            judge=self.judge,
+            tokenizer=text_tokenizer(self.processing_class),  # type: ignore[arg-type]
+            accelerator=self.accelerator,
+            completer=completer,
+            refill=refill,
+        )
+
     def make_window(self, number: int) -> Experience:
-        """Window `number` of this run: what the present policy makes of its prompts, and what is to be learned of it."""
-        own, first = self.sizes.own_rows, self.args.process_index * self.sizes.own_rows
-        prompts = self._window_prompts(number)
-        rows = [prompt for prompt in prompts for _ in range(self.sizes.group)]
-        streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + own)
-        experience = self.judged_completions(self._rows()[rows[first : first + own]], streams=streams)
-        experience = self.chosen_rows(experience, number, prompts)
-        return self.advantages(self.scored(experience, learning=True))
-
-    def _window_prompts(self, number: int) -> list[int]:
-        """The data set's rows, or a stream's positions, that window `number` is made of."""
-        rows, count = self._rows(), self.sizes.prompts
-        if isinstance(rows, PromptStream):
-            return list(range(number * count, (number + 1) * count))
-        return window_rows(number, count, dataset=len(rows), seed=self._data_seed(), shuffle=self.shuffles)
-
-    def chosen_rows(self, experience: Experience, number: int, prompts: Sequence[int]) -> Experience:
-        """The completions of window `number`, of these `prompts` (rows of the data set), that are gone on with: all."""
-        return experience
-
-    def roll_out(
-        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int], learning: bool
-    ) -> Experience:
-        """Completions of some prompts, with their scores and what the models say of their tokens."""
-        return self.scored(self.judged_completions(rows, streams=streams), learning=learning)
-
-    def judged_completions(self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]) -> Experience:
-        """Completions of some prompts, with their scores."""
-        experience, rows = self.completed(rows, streams=streams)
-        return self.rewarded(experience, rows)
+        """Window `number` of this run: completions by the present policy, and what is to be learned of them."""
+        self.rollouts.follow(self.model_wrapped, self.state)
+        return self.advantages(self.scored(self.rollouts.make(number), learning=True))
 
     def scored(self, experience: Experience, *, learning: bool) -> Experience:
         """With what the models say of the completions' tokens."""
@@ -153,54 +153,8 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         (a cache holds keys of when they were short) are scored again.
         """
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
-        return (
-            self.engine.exact
-            and wide
-            and not self.sampling.bends
-            and self.accelerator.mixed_precision == "no"
-            and not self.scorer.stretched_rotaries
-        )
-
-    def complete(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        streams: Sequence[int],
-        sampling: Sampling | None = None,
-        engine: Engine | None = None,
-    ) -> Experience:
-        """One completion of each prompt by the present policy; `streams` name the random numbers of each.
-
-        `engine` is a view of the run's own, where these prompts need one.
-        """
-        self.engine.sync_weights(self.model_wrapped, self.state.global_step)
-        with self.accelerator.autocast():
-            return sample(engine or self.engine, prompts, sampling or self.sampling, streams=streams)
-
-    def completed(
-        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int]
-    ) -> tuple[Experience, Mapping[str, Sequence[Any]]]:
-        """Completions of rows of a data set, and the rows."""
-        return self.complete(rows["input_ids"], streams=streams), rows
-
-    def rewarded(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Experience:
-        """Completions judged by the sum of their rewards."""
-        return self.judge(experience, self.scores_of(experience, rows))
-
-    def scores_of(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Tensor:
-        """The reward sources' weighted sum `(B,)`, float64; NaN where none has an opinion."""
-        return self.rewards.score(self.inputs_of(experience, rows)).rewards
-
-    def inputs_of(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> RewardInputs:
-        """What the reward sources are asked."""
-        known = [*self._reward_columns(), *self._more_columns]
-        return reward_inputs(
-            experience,
-            rows,
-            text_tokenizer(self.processing_class),  # type: ignore[arg-type]
-            columns=[name for name in known if name in rows],
-            trainer_state=self.state,
-        )
+        plain = self.accelerator.mixed_precision == "no" and not self.scorer.stretched_rotaries
+        return self.rollouts.exact and wide and plain
 
     @torch.no_grad()
     def _score_tokens(self, experience: Experience, *, learning: bool) -> dict[str, Tensor]:
@@ -216,23 +170,13 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         """Rows that are scored in one forward after a rollout."""
         return self.args.per_device_train_batch_size
 
-    def _rows(self) -> Dataset | PromptStream:
-        rows: Any = self.train_dataset
-        assert isinstance(rows, (Dataset, PromptStream))
-        return rows
-
-    def _reward_columns(self) -> list[str]:
-        return columns_for_rewards(self._rows().column_names)
-
     def check_reward_columns(self) -> None:
         """Before the first rollout: raise ValueError where a reward function names an argument that no column gives."""
         given: Any = self.eval_dataset
-        sets = [
-            self._rows(),
-            *(given.values() if isinstance(given, dict) else [given] if given is not None else []),
-        ]
-        for rows in sets:
-            self.rewards.check_columns([name for name in self._reward_columns() if name in rows.column_names])
+        later = list(given.values()) if isinstance(given, dict) else [given] if given is not None else []
+        for rows in (self.rollouts.prompts.rows, *later):
+            columns = self.rollouts.prompts.reward_columns
+            self.rewards.check_columns([name for name in columns if name in rows.column_names])
 
     def _data_seed(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -244,7 +188,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
         The epoch of a stream is the whole run.
         """
-        rows = self._rows()
+        rows = self.rollouts.prompts.rows
         if isinstance(rows, PromptStream):
             steps = self.args.max_steps
         else:
@@ -348,10 +292,15 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         streams = evaluation_streams(columns.pop("row"))
-        experience = self.roll_out(columns, streams=streams, learning=False)
+        experience = self.evaluation_rollout(columns, streams)
         if own:
             self._sums["eval"].add_all(self.rollout_metrics(experience, share=own / len(whole)))
         return None, None, None
+
+    def evaluation_rollout(self, rows: Rows, streams: Sequence[int]) -> Experience:
+        """Completions of evaluation prompts, with their scores and what the models say of their tokens."""
+        self.rollouts.follow(self.model_wrapped, self.state)
+        return self.scored(self.rollouts.roll_out(rows, streams=streams, training=False), learning=False)
 
     # ---- checkpoints
 
@@ -384,8 +333,8 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     def _forget_copies(self) -> None:
         """After weights were loaded, which not all ways of doing so let an engine with a copy of them notice."""
-        if isinstance(self.engine, PolicyCopy):
-            self.engine.forget()
+        if isinstance(self.rollouts.engine, PolicyCopy):
+            self.rollouts.engine.forget()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

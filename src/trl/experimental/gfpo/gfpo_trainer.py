@@ -73,30 +73,23 @@ class GFPOTrainer(GRPOTrainer):
                 f"group_filter_func is a {type(group_filter_func).__name__}, expected a function. Pass one that answers with a "
                 "list of scores for every group."
             )
-        self._filter, self._filters = group_filter_func, True
+        self._filter = group_filter_func
         self._kept_sizes = args.kept_sizes()
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             callbacks, optimizers, peft_config, **more,
         )  # fmt: skip
 
-    def roll_out(
-        self, rows: Mapping[str, Sequence[Any]], *, streams: Sequence[int], learning: bool
+    def judge(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
     ) -> Experience:
-        """A rollout; of one that is not learned from, as in evaluations, every completion remains."""
-        self._filters = learning
-        try:
-            return super().roll_out(rows, streams=streams, learning=learning)
-        finally:
-            self._filters = True
-
-    def after_rewards(self, experience: Experience, inputs: RewardInputs) -> Experience:
-        """With the column `filtered`, where completions are chosen from."""
-        if self._filter is None or not self._filters:
+        """With the column `filtered`, where completions are chosen from: not in evaluations."""
+        experience = super().judge(experience, scores, inputs, training=training)
+        if self._filter is None or not training:
             return experience
         size = self.sizes.group
-        scores = filter_scores(self._filter, inputs, experience.per_row[SCORES], size)
-        return experience.with_rows(**{FILTERED: ~best_of_groups(scores, size, self._kept_sizes.group)})
+        found = filter_scores(self._filter, inputs, experience.per_row[SCORES], size)
+        return experience.with_rows(**{FILTERED: ~best_of_groups(found, size, self._kept_sizes.group)})
 
     def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Groups of which those that remain have equal rewards."""

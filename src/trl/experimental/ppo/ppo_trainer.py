@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -54,8 +54,9 @@ from trl.models.reference import make_reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
+from trl.rewards.inputs import RewardInputs
 from trl.rewards.model_setup import place_reward_models
-from trl.rewards.result import source_columns, source_means
+from trl.rewards.result import source_means
 from trl.rollouts.columns import OLD
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
@@ -151,6 +152,12 @@ class PPOTrainer(SavesBoth):
             model_path=model if isinstance(model, str) else None,
             model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
         )
+        self.sampling = Sampling(
+            max_new_tokens=args.response_length,
+            temperature=args.temperature,
+            stop_token_ids=() if self._end is None else (self._end,),
+            seed=args.seed,
+        )
         check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
         self._prices = Prices(args.kl_coef, args.kl_estimator, args.gamma, args.lam, args.whiten_rewards)
         super().__init__(
@@ -163,42 +170,31 @@ class PPOTrainer(SavesBoth):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.begin_rollouts(
+            TransformersEngine(
+                self.model,  # type: ignore[arg-type]
+                tokenizer=self._tokenizer,
+                accelerator=self.accelerator,
+                gather_zero3=args.ds3_gather_for_generation,
+            )
+        )
         self.check_reward_columns()
-        self._set_up_rollouts(args)
         self.reference.prepare(self.accelerator)
         place_reward_models(self.rewards, self.accelerator)
         if eval_dataset is not None and args.num_sample_generations:
             self.add_callback(ShowSamples(self))
 
-    def _set_up_rollouts(self, args: PPOConfig) -> None:
-        """Choose the engine and how responses are drawn."""
-        self.engine = TransformersEngine(
-            self.model,  # type: ignore[arg-type]
-            tokenizer=self._tokenizer,
-            accelerator=self.accelerator,
-            gather_zero3=args.ds3_gather_for_generation,
-        )
-        self.sampling = Sampling(
-            max_new_tokens=args.response_length,
-            temperature=args.temperature,
-            stop_token_ids=() if self._end is None else (self._end,),
-            seed=args.seed,
-        )
-
     # ---- a window
 
-    def rewarded(self, experience: Experience, rows: Mapping[str, Sequence[Any]]) -> Experience:
-        """With the opinion of each source."""
-        result = self.rewards.score(self.inputs_of(experience, rows))
-        return self.judge(experience.with_rows(**source_columns(result)), result.rewards)
-
-    def judge(self, experience: Experience, scores: Tensor) -> Experience:
+    def judge(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
         """The score, less `missing_eos_penalty` where a response did not end."""
         penalty = self.args.missing_eos_penalty
         if penalty is not None:
             ended = ends_with(experience, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
             scores = scores - penalty * (~ended).to(scores.dtype)
-        return super().judge(experience, scores)
+        return super().judge(experience, scores, inputs, training=training)
 
     def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
         """Log-probs of reference and, unless the sampler's are the same, policy; to learn from them, values."""

@@ -13,6 +13,7 @@ from trl.data.rendering import text_tokenizer
 from trl.models.lending import undisturbed
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
+from trl.rollouts.maker import Completed
 from trl.trainer.callbacks.sampling import tensorboard_writer
 
 TABLE = "completions"
@@ -45,10 +46,11 @@ def completions_table(trainer: Any, *, first_batch_only: bool) -> pd.DataFrame |
         for rows in loader:
             columns = {name: [row[name] for row in rows] for name in rows[0]}
             numbers = columns.pop("row")
-            experience = trainer.complete(
-                columns["input_ids"], streams=numbers, sampling=replace(trainer.sampling, temperature=0.0)
-            )
-            scores = trainer.scores_of(experience, columns).tolist()
+            rollouts, greedy = trainer.rollouts, replace(trainer.sampling, temperature=0.0)
+            rollouts.follow(trainer.model_wrapped, trainer.state)
+            experience = rollouts.complete(columns["input_ids"], streams=numbers, sampling=greedy)
+            inputs = rollouts.inputs(Completed(experience), columns)
+            scores = trainer.rewards.score(inputs).rewards.tolist()
             queries = tokenizer.batch_decode(columns["input_ids"], skip_special_tokens=True)
             responses = tokenizer.batch_decode([row.tolist() for row in experience.completions.split()])
             found += zip(numbers, queries, responses, scores, strict=True)
