@@ -219,7 +219,9 @@ def own_copy(args: Any) -> PPOConfig:
     if args is None:
         return PPOConfig("ppo")
     if isinstance(args, PPOConfig):
-        return copy.copy(args)
+        own = copy.copy(args)
+        own.accelerator_config = copy.copy(args.accelerator_config)
+        return own
     raise TypeError(
         f"args must be a trl.experimental.ppo.PPOConfig, got {type(args).__module__}.{type(args).__name__}. Build one with "
         "the same fields (trl.PPOTrainer takes the config of the step-level trainer)."
