@@ -15,7 +15,7 @@ from trl.models.parts import causal_core
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
 from trl.options.checks import warn_unread
-from trl.options.tools import ToolCalling
+from trl.options.generation import TOOL_SETTINGS
 from trl.rewards.model_setup import tokenizers_for
 from trl.rewards.source import RewardSources
 from trl.rollouts.tool_completer import ToolCompleter
@@ -190,7 +190,7 @@ def tool_completer(
     carry them, and settings that do not go with them.
     """
     if tools is None or (isinstance(tools, (list, tuple)) and not tools):
-        warn_unread(args, ToolCalling, "without tools. Pass tools to the trainer, or leave it out")
+        warn_unread(args, TOOL_SETTINGS, "without tools. Pass tools to the trainer, or leave it out")
         return None
     found = tools_of(tools)
     if has_images(*datasets):
