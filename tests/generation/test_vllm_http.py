@@ -90,7 +90,7 @@ class Served:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = (
-            {"Content-Type": "application/json"}
+            {"Content-Type": "application/x-www-form-urlencoded"}
             | ({"Authorization": f"Bearer {token}"} if token else {})
             | (headers or {})
         )
@@ -315,7 +315,7 @@ def test_a_body_that_is_too_long_is_413(served):
 
 def test_a_body_in_chunks_counts_too(served):
     connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=20)
-    sent = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    sent = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "text/plain"}
     connection.request("POST", "/complete/", iter([b" " * 6000] * 2), sent, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()

@@ -118,7 +118,9 @@ class _Admission:
         path = f"{scope['path'].rstrip('/')}/"
         given = dict(scope["headers"]).get(b"authorization", b"")
         if path == "/health/" or hmac.compare_digest(given, self._expected):
-            await self.app({**scope, "path": path}, receive_limited, send)
+            kept = [each for each in scope["headers"] if each[0] != b"content-type"]
+            headers = [*kept, (b"content-type", b"application/json")]  # whatever a client names its JSON
+            await self.app({**scope, "path": path, "headers": headers}, receive_limited, send)
             return
         if request.method == "POST":
             await _drain(receive, await receive())
