@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from trl._lazy import attach
-from trl.collators.counted import CountedSequences
-from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
 from trl.models.packed.layout import first_rows, is_flat, padded_batch
