@@ -42,14 +42,12 @@ CASES: dict[str, Bad] = {
     "text column of another name": Bad(
         [{"text": "a"}], ValueError, ("row 0", "dataset_text_field"), {"text_field": "body"}
     ),
-    "prompt only": Bad(
-        [{"prompt": "a"}], ValueError, ("row 0", "prompt without a 'completion'", "GRPOTrainer")
-    ),
-    "completion only": Bad([{"completion": "a"}], ValueError, ("row 0", "Add a 'prompt' column")),
+    "prompt only": Bad([{"prompt": "a"}], ValueError, ("row 0", "GRPOTrainer")),
+    "completion only": Bad([{"completion": "a"}], ValueError, ("row 0", "add 'prompt'")),
     "preference": Bad(
         [{"prompt": "a", "chosen": "b", "rejected": "c"}],
         ValueError,
-        ("row 0", "preference data", "DPOTrainer"),
+        ("row 0", "DPOTrainer"),
     ),
     "no rows": Bad([], ValueError, ("train dataset: no rows", "Check its file")),
     # text

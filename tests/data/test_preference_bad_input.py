@@ -176,7 +176,7 @@ PAIRS: dict[str, Bad] = {
     "tokens without a prompt": Bad(
         [{"chosen_input_ids": [7], "rejected_input_ids": [8]}],
         ValueError,
-        ("row 0, has columns", "Add 'prompt_input_ids'"),
+        ("row 0, has columns", "add 'prompt_input_ids'"),
     ),
     "texts that share nothing": Bad(
         [{"chosen": "Blue.", "rejected": "Brown."}, {"chosen": "Blue.", "rejected": "It is."}],

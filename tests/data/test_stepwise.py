@@ -158,10 +158,10 @@ BAD = {
     ),
     "no prompt": ([row(prompt="")], {}, ValueError, "row 0, column 'prompt': an empty string"),
     "no labels": (
-        [{"prompt": "a", "completions": ["b"]}], {}, ValueError, "has columns .* without 'labels'; PRM takes 'prompt'"
+        [{"prompt": "a", "completions": ["b"]}], {}, ValueError, "has columns .* add 'labels'"
     ),
     "one completion": (
-        [{"prompt": "a", "completion": "b", "label": True}], {}, ValueError, "Split 'completion' into a list of steps"
+        [{"prompt": "a", "completion": "b", "label": True}], {}, ValueError, "add 'completions'"
     ),
     "no rows": ([], {}, ValueError, "train dataset: no rows, expected at least one with prompt, completions, labels"),
     "nothing left": (

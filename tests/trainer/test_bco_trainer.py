@@ -197,7 +197,7 @@ def test_matching_from_text():
         ({"prompt_sample_size": 0}, "prompt_sample_size must be a whole number >= 1"),
         ({"embedding_func": embed}, "embedding_func without embedding_tokenizer"),
         ({"embedding_tokenizer": tokenizer()}, "embedding_tokenizer without embedding_func"),
-        ({"embedding_func": embed, "embedding_tokenizer": tokenizer()}, "without 'embedding_input_ids'"),
+        ({"embedding_func": embed, "embedding_tokenizer": tokenizer()}, "add 'embedding_input_ids'"),
         ({**MATCHED, "train_dataset": None}, "embedding_func without train_dataset"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.tiny_vision import tiny_processor, tiny_vision_model
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_images import collator_for_image_pairs, image_pair_sets
+from trl.trainer.dpo_images import ImagePairSets, collator_for_image_pairs
 from trl.trainer.dpo_trainer import DPOTrainer
 
 
@@ -65,7 +65,7 @@ def test_collators_and_models_of_text_are_refused(processor, model, tmp_path):
 
 def test_sets_are_checked_and_left_as_they_are(processor, model):
     collator = DataCollatorForVisionPreference(processor, max_length=60)
-    sets, data = image_pair_sets(collator, model), Dataset.from_list(ROWS)
+    sets, data = ImagePairSets(collator, model), Dataset.from_list(ROWS)
     assert sets.train(data) is data and sets.evaluation(data) is data and sets.later(data) is data
     assert sets.evaluation({"dev": data}) == {"dev": data} and sets.later(None) is None
     assert collator.rows_cut == 0, "trying the first row does not count"
@@ -82,10 +82,10 @@ def test_sets_are_checked_and_left_as_they_are(processor, model):
 def test_the_first_row_must_fit_the_model(processor, model):
     other = tiny_vision_model(processor, image_token_index=399)
     with pytest.raises(ValueError, match=r"row 0: no token 399.*image_token_id"):
-        image_pair_sets(DataCollatorForVisionPreference(processor), other).train(Dataset.from_list([GOOD]))
+        ImagePairSets(DataCollatorForVisionPreference(processor), other).train(Dataset.from_list([GOOD]))
     short = DataCollatorForVisionPreference(processor, max_prompt_length=4)
     with pytest.raises(ValueError, match=r"column 'chosen': .*max_prompt_length=4.*cannot lose tokens"):
-        image_pair_sets(short, model).train(Dataset.from_list([pair([0])]))
+        ImagePairSets(short, model).train(Dataset.from_list([pair([0])]))
 
 
 def test_a_reference_asked_in_advance_is_asked_again_where_rows_are_cut_in_another_way(
@@ -109,4 +109,4 @@ def test_a_reference_asked_in_advance_is_asked_again_where_rows_are_cut_in_anoth
 
 def test_a_collator_of_ones_own_is_given_rows_unchecked(model):
     data = Dataset.from_list([{"images": None, "answer": 3}])
-    assert image_pair_sets(len, model).train(data) is data
+    assert ImagePairSets(len, model).train(data) is data

@@ -133,8 +133,8 @@ CASES: dict[str, Bad] = {
     "no rows": Bad(ValueError, ("train dataset: no rows", "expected at least one", "Check its file"), {}, {"train_dataset": Dataset.from_dict({"text": []})}),
     "no rows in a stream": Bad(ValueError, ("train dataset: no rows", "Check its file"), {}, make=lambda: given(train_dataset=stream([]))),
     "no rows to evaluate": Bad(ValueError, ("small dataset: no rows",), {}, {"eval_dataset": {"small": Dataset.from_dict({"text": []})}}),
-    "prompts alone": Bad(ValueError, ("prompt without a 'completion'", "Add a 'completion' column"), {}, {"train_dataset": data([{"prompt": "a"}])}),
-    "preferences": Bad(ValueError, ("preference data", "DPOTrainer"), {}, {"train_dataset": data([{"prompt": "a", "chosen": "b", "rejected": "c"}])}),
+    "prompts alone": Bad(ValueError, ("row 0, has columns", "add 'completion'"), {}, {"train_dataset": data([{"prompt": "a"}])}),
+    "preferences": Bad(ValueError, ("row 0, has columns", "DPOTrainer"), {}, {"train_dataset": data([{"prompt": "a", "chosen": "b", "rejected": "c"}])}),
     "no data set": Bad(ValueError, ("train_dataset",), {}, {"train_dataset": None}),
     "nothing trained": Bad(
         ValueError, ("train dataset, row 0", "none of the row's", "Raise max_length"), {"max_length": 3},

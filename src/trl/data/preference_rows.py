@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from trl.data.formats import common_prefix_length, extract_prompt
 from trl.data.rendering import Chat, Message, ProcessingClass, render, render_prompt, split_rendering
 from trl.data.tokenization import read_chat, read_text
-from trl.data.validation import Place, check_answer
+from trl.data.validation import Place, check_answer, wrong_columns
 
 SIDES = ("chosen", "rejected")
 PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
@@ -39,25 +39,12 @@ def pair_row_type(
             has_prompt = tokens != OLDER_REWARD_COLUMNS and "prompt_input_ids" in columns
             return PairRowType("tokens", tokens, has_prompt)
     if not set(SIDES) <= set(columns):
-        raise ValueError(_wrong_columns(list(columns), known[0], name))
+        takes = f"'chosen' and 'rejected' (with or without 'prompt'), or tokenized {', '.join(map(repr, known[0]))}"
+        needed = known[0] if set(known[0]) & set(columns) else SIDES
+        raise wrong_columns(columns, name, takes=takes, needed=needed)
     chosen = first_row.get("chosen")
     kind = "messages" if isinstance(chosen, list | tuple) else "text"
     return PairRowType(kind, SIDES, "prompt" in columns)
-
-
-def _wrong_columns(columns: list[str], tokens: tuple[str, ...], name: str) -> str:
-    start = (
-        f"{name} dataset, row 0, has columns {columns}, expected preference pairs: 'chosen' and 'rejected' (with or "
-        f"without 'prompt'), or tokenized {', '.join(map(repr, tokens))}"
-    )
-    if {"completion", "label"} <= set(columns):
-        return f"{start}. These rows are unpaired: train with KTOTrainer or BCOTrainer."
-    if set(tokens) & set(columns):
-        return f"{start}. Add {', '.join(repr(column) for column in tokens if column not in columns)}."
-    if {"completion", "messages", "text"} & set(columns):
-        return f"{start}. Train on these rows with SFTTrainer, or add the answers to compare."
-    missing = [column for column in SIDES if column not in columns]
-    return f"{start}. Rename the columns, or add {' and '.join(map(repr, missing))}."
 
 
 class TextPair(NamedTuple):

@@ -25,7 +25,7 @@ from trl.data.pipeline import (
 )
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.tokenization import Ids, encode, rows_of
-from trl.data.validation import Place, check_label, check_text
+from trl.data.validation import Place, check_label, check_text, wrong_columns
 
 IGNORED = -100
 COLUMNS = ("prompt", "completions", "labels")
@@ -237,24 +237,12 @@ def prepare_stepwise_dataset(
     first_row(dataset, name, ", ".join(COLUMNS))
     columns = column_names(dataset)
     is_given = "input_ids" in columns
-    _check_columns(columns, name, given=is_given)
+    needed = ("input_ids", "labels") if is_given else COLUMNS
+    if not set(needed) <= set(columns):
+        takes = "'prompt' (text), 'completions' (a list of steps) and 'labels' (a list of true or false), or tokenized 'input_ids' and 'labels'"
+        raise wrong_columns(columns, name, takes=takes, needed=needed)
     vocabulary = allowed_ids(processing_class, settings.vocab_size, given=is_given)
     kind = StepwiseTokenizer(processing_class, settings, name, vocabulary, is_given)
     report = PreparationReport(name, texts=STEP_TEXTS)
     rows = prepare_rows(dataset, kind, report, policy=settings.untrained_rows, num_proc=settings.num_proc)
     return rows, report
-
-
-def _check_columns(columns: Sequence[str], name: str, *, given: bool) -> None:
-    wanted = ("input_ids", "labels") if given else COLUMNS
-    missing = [column for column in wanted if column not in columns]
-    if not missing:
-        return
-    hint = "Rename the columns, or add the missing ones."
-    if "completion" in columns and "completions" in missing:
-        hint = "Split 'completion' into a list of steps, 'completions', with a list of 'labels'."
-    raise ValueError(
-        f"{name} dataset, row 0, has columns {list(columns)}, without {', '.join(map(repr, missing))}; PRM takes 'prompt' "
-        f"(text), 'completions' (a list of steps) and 'labels' (a list of true or false), or tokenized 'input_ids' with "
-        f"'labels'. {hint}"
-    )

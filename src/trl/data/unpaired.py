@@ -34,6 +34,7 @@ from trl.data.validation import (
     check_label,
     check_number,
     warn_of_unread_tools,
+    wrong_columns,
 )
 
 logger = logging.getLogger(__name__)
@@ -200,19 +201,18 @@ def _reader(
     columns = column_names(dataset)
     if set(TOKEN_COLUMNS) <= set(columns):
         needed = ("label", *([EMBEDDING_COLUMN] if settings.embedding_tokenizer is not None else []))
-        for column in needed:
-            if column not in columns:
-                raise ValueError(
-                    f"{name} dataset, row 0, has columns {columns}, without {column!r}. Add it (label: true where the "
-                    f"completion is desirable; {EMBEDDING_COLUMN}: the prompts under embedding_tokenizer), or give text."
-                )
+        if not set(needed) <= set(columns):
+            takes = f"'label' (true where the completion is desirable), and for BCO's embedding_tokenizer {EMBEDDING_COLUMN!r}"
+            raise wrong_columns(columns, name, takes=takes, needed=needed)
         return UnpairedReader(processing_class, "tokens", name)
     pairs, kind, column = None, "text", "completion"
     if set(SIDES) <= set(columns):
         row_type = pair_row_type(columns, row, name=name)
         pairs, kind, column = PairReader(processing_class, row_type, name), row_type.kind, SIDES[0]
     else:
-        _check_columns(columns, name)
+        if not {"prompt", "completion", "label"} <= set(columns):
+            takes = "'prompt', 'completion' and 'label', pairs, or tokenized 'prompt_input_ids', 'completion_input_ids' and 'label'"
+            raise wrong_columns(columns, name, takes=takes, needed=("prompt", "completion", "label"))
         turns = maybe_convert_to_chatml(dict(row))
         if is_conversational({key: turns.get(key) for key in ("prompt", "completion")}):
             kind = "messages"
@@ -222,22 +222,6 @@ def _reader(
         warn_of_unread_tools(dataset, processing_class, name=name)
     check_eos(processing_class, place, remedy="Set tokenizer.eos_token to a token of its vocabulary.")
     return UnpairedReader(processing_class, kind, name, pairs)
-
-
-def _check_columns(columns: Sequence[str], name: str) -> None:
-    missing = [column for column in ("prompt", "completion", "label") if column not in columns]
-    if not missing:
-        return
-    hint = "Rename the columns, or add the missing ones."
-    if {"completions", "labels"} & set(columns):
-        hint = "Steps of solutions are for PRMTrainer."
-    elif missing == ["label"]:
-        hint = "Add a 'label' (true or false) to each row, or train on all of them alike with SFTTrainer."
-    raise ValueError(
-        f"{name} dataset, row 0, has columns {list(columns)}, without {', '.join(map(repr, missing))}; KTO and BCO take "
-        f"'prompt', 'completion' and 'label', pairs of 'chosen' and 'rejected', or tokenized 'prompt_input_ids' and "
-        f"'completion_input_ids' with 'label'. {hint}"
-    )
 
 
 class Sample(NamedTuple):

@@ -95,24 +95,35 @@ def sft_row_type(
     if text_field in columns:
         chat = is_list_of_dicts_with(row[text_field], "role")
         return SFTRowType("messages" if chat else "text", (text_field,), chat)
-    raise ValueError(_wrong_columns(set(columns), list(columns), name))
+    needed = ("prompt", "completion") if {"prompt", "completion"} & set(columns) else (text_field,)
+    remedy = (
+        None if len(needed) == 2 else "Rename the columns, set dataset_text_field, or pass formatting_func."
+    )
+    raise wrong_columns(columns, name, takes=SFT_TYPES, needed=needed, remedy=remedy)
 
 
-def _wrong_columns(columns: set[str], given: list[str], name: str) -> str:
-    start = f"{name} dataset, row 0, has columns {given}"
-    if {"chosen", "rejected"} <= columns:
-        return (
-            f"{start}, which is preference data; SFT takes {SFT_TYPES}. Train with DPOTrainer, or rename "
-            "'chosen' to 'completion' (with a 'prompt') and remove 'rejected'."
-        )
-    if "prompt" in columns:
-        return (
-            f"{start}: a prompt without a 'completion'; SFT takes {SFT_TYPES}. Add a 'completion' column, or train on "
-            "prompts alone with GRPOTrainer or RLOOTrainer."
-        )
-    if "completion" in columns:
-        return f"{start}: a completion without a 'prompt'; SFT takes {SFT_TYPES}. Add a 'prompt' column."
-    return f"{start}; SFT takes {SFT_TYPES}. Rename the columns, set dataset_text_field, or pass formatting_func."
+# Columns of rows of another kind, and the trainers that take them.
+_OTHER_KINDS = (
+    ({"chosen", "rejected"}, "preference pairs: train with DPOTrainer or RewardTrainer"),
+    ({"completion", "label"}, "unpaired: train with KTOTrainer or BCOTrainer"),
+    ({"completions", "labels"}, "solutions in steps: train with PRMTrainer"),
+    ({"completion"}, "demonstrations: train with SFTTrainer"),
+    ({"messages"}, "demonstrations: train with SFTTrainer"),
+    ({"text"}, "demonstrations: train with SFTTrainer"),
+    ({"prompt"}, "prompts alone: train with GRPOTrainer or RLOOTrainer"),
+)
+
+
+def wrong_columns(
+    columns: Sequence[str], name: str, *, takes: str, needed: Sequence[str], remedy: str | None = None
+) -> ValueError:
+    """The error for a data set that lacks some of the `needed` columns; for rows of another kind with their trainers."""
+    missing = [repr(column) for column in needed if column not in columns]
+    remedy = remedy or f"Rename the columns, or add {' and '.join(missing)}."
+    if not set(needed) - {"prompt"} & set(columns):
+        kinds = [kind for marks, kind in _OTHER_KINDS if marks <= set(columns)]
+        remedy = f"These rows are {kinds[0]}. {remedy}" if kinds else remedy
+    return ValueError(f"{name} dataset, row 0, has columns {list(columns)}, expected {takes}. {remedy}")
 
 
 def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:

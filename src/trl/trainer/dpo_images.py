@@ -12,7 +12,7 @@ from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.image_pairs import check_pair_image_rows
 from trl.data.image_rows import IMAGE_COLUMNS
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.prepared_sets import DataSets
 from trl.trainer.sft_images import check_parts, is_foreign, refuse_settings, try_first_row
 
 # The columns of raw rows that the collator reads.
@@ -51,27 +51,18 @@ def collator_for_image_pairs(given: Any, args: DPOConfig, processing_class: Any,
 
 
 @dataclass
-class ImagePairSets(PreparedSets):
+class ImagePairSets(DataSets):
     """The data sets of a trainer of pairs with images: checked, and left as they are for `collator`."""
 
     collator: Any
+    model: Any
 
     def later(self, dataset: Any) -> Any:
-        """A set that is given to `evaluate` or `predict`: checked now."""
         return self.evaluation(dataset) if isinstance(dataset, (Dataset, IterableDataset)) else dataset
 
-    def _prepared(self, dataset: Any, name: str) -> Any:
+    def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
         is_ours = isinstance(self.collator, DataCollatorForVisionPreference)
         if is_ours and isinstance(dataset, (Dataset, IterableDataset)):
             check_pair_image_rows(dataset, self.collator.processor, name=name, tools=self.collator.tools)
             try_first_row(dataset, self.collator, self.model, name=name)
         return dataset
-
-
-def image_pair_sets(collator: Any, model: Any) -> ImagePairSets:
-    """The data sets of pairs with images, to be batched by `collator` for `model`."""
-    return ImagePairSets(prepare=_unprepared, columns=(), parts=(), model=model, collator=collator)
-
-
-def _unprepared(dataset: Any, name: str) -> tuple[Any, Any]:
-    raise AssertionError("rows with images stay as they are")

@@ -51,7 +51,7 @@ from trl.tensors.sequences import (
     wpo_weights,
 )
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, collator_for_image_pairs, image_pair_sets
+from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, ImagePairSets, collator_for_image_pairs
 from trl.trainer.older_dpo import OlderDPOMethods
 from trl.trainer.overrides import GIVEN, REFERENCES
 from trl.trainer.pair_data import pair_collator, pair_sets
@@ -133,7 +133,7 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
             data_collator = collator_for_image_pairs(
                 data_collator, args, policy.processing_class, policy.model
             )
-            sets = image_pair_sets(data_collator, policy.model)
+            sets = ImagePairSets(data_collator, policy.model)
         else:
             sets = pair_sets(args, policy)
             data_collator = data_collator or pair_collator(policy, shares_prefix=self.shares_prefix)

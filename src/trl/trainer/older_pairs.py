@@ -221,7 +221,7 @@ class OlderPairMethods:
 
         `model` is not needed. Raises: what the preparation of a data set raises.
         """
-        prepared, _ = self._sets.prepare(Dataset.from_list([dict(feature)]), "tokenize_row")
+        prepared, _ = self._sets.tokenised(Dataset.from_list([dict(feature)]), "tokenize_row")
         return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
 
     def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:

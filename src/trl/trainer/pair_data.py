@@ -31,12 +31,11 @@ def pair_sets(args: Any, policy: Policy, *, truncation_order: TruncationOrder = 
     )
     prompt, *completions = PAIR_COLUMNS
     return PreparedSets(
-        prepare=lambda dataset, name: prepare_preference_dataset(
-            dataset, policy.processing_class, settings, name=name
-        ),
+        prepare=prepare_preference_dataset,
+        settings=settings,
+        policy=policy,
         columns=PAIR_COLUMNS,
         parts=[(prompt, completion) for completion in completions],
-        model=policy.model,
     )
 
 

@@ -22,7 +22,7 @@ from trl.trainer.held_reference import HoldsReference
 from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.overrides import GIVEN, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
-from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.prepared_sets import DataSets
 from trl.trainer.row_loaders import holding
 from trl.trainer.terms import LossOfTerms
 from trl.trainer.terms import Outcome as Outcome
@@ -47,10 +47,10 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         policy: Policy,
         args: Any,
         *,
-        sets: PreparedSets,
+        sets: DataSets,
         train_dataset: Any,
         eval_dataset: Any,
-        train_sets: PreparedSets | None = None,
+        train_sets: DataSets | None = None,
         **given: Any,
     ) -> None:
         """Prepare the data sets, those for training as `train_sets` says where it is given, and those of later, too.
@@ -110,7 +110,7 @@ class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     def adopt(self) -> None:
         """Begin to count, and check what is overridden."""
-        if not isinstance(getattr(self, "_sets", None), PreparedSets):
+        if not isinstance(getattr(self, "_sets", None), DataSets):
             super().adopt()
         self.check_overrides()
         self._sums = {"train": MetricSums(), "eval": MetricSums()}

@@ -171,10 +171,9 @@ def stepwise_sets(args: PRMConfig, policy: Policy, *, is_eval: bool) -> Prepared
         vocab_size=embedded_tokens(policy.model),
     )
     return PreparedSets(
-        prepare=lambda dataset, name: prepare_stepwise_dataset(
-            dataset, policy.processing_class, settings, name=name
-        ),
+        prepare=prepare_stepwise_dataset,
+        settings=settings,
+        policy=policy,
         columns=COLUMNS,
         parts=[("input_ids",)],
-        model=policy.model,
     )

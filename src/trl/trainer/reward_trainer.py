@@ -231,12 +231,11 @@ def reward_sets(args: RewardConfig, policy: Policy) -> PreparedSets:
         vocab_size=embedded_tokens(policy.model),
     )
     return PreparedSets(
-        prepare=lambda dataset, name: prepare_reward_dataset(
-            dataset, policy.processing_class, settings, name=name
-        ),
+        prepare=prepare_reward_dataset,
+        settings=settings,
+        policy=policy,
         columns=REWARD_COLUMNS,
         parts=[(column,) for column in REWARD_COLUMNS],
-        model=policy.model,
     )
 
 

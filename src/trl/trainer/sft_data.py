@@ -25,6 +25,7 @@ from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.models.packed.layout import is_flat
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions
+from trl.trainer.prepared_sets import DataSets
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_images import check_rows, refuse_images
 
@@ -34,8 +35,8 @@ PREPARATION_KEYS = ("add_special_tokens", "skip_prepare_dataset", "untrained_row
 PACKED_ROWS_TRIED = 16
 
 
-class SFTDatasets:
-    """Prepares the training and evaluation sets of one trainer, each on the main process first."""
+class SFTDatasets(DataSets):
+    """Tokenises data sets before the first step, each on the main process first; rows with images stay as they are."""
 
     def __init__(
         self,
@@ -63,31 +64,16 @@ class SFTDatasets:
         self._prepared: list[Any] = []  # that of the trainer; one that is given later is let go of again
         self._extra = {("skip_prepare" if k == "skip_prepare_dataset" else k): v for k, v in extra.items()}
 
-    def train(self, dataset: Any) -> Any:
-        """The training set: shuffled where the config says so, tokenised, packed or truncated."""
-        check_kind(dataset, "train_dataset")
-        if self.args.shuffle_dataset and isinstance(dataset, (Dataset, IterableDataset)):
-            dataset = dataset.shuffle(seed=self.args.seed)
-        return self._kept(self._prepare(dataset, "train", packing=self.args.packing))
-
-    def evaluation(self, dataset: Any) -> Any:
-        """The evaluation set, or several by name."""
-        packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-        parts = dataset if isinstance(dataset, dict) else {"": dataset}
-        for name, part in parts.items():
-            check_kind(part, f"eval_dataset[{name!r}]" if name else "eval_dataset")
-        if isinstance(dataset, dict):
-            return {
-                name: self._kept(self._prepare(part, name, packing=packing)) for name, part in dataset.items()
-            }
-        return self._kept(self._prepare(dataset, "eval", packing=packing))
-
-    def _kept(self, dataset: Any) -> Any:
-        self._prepared.append(dataset)
-        return dataset
+    def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
+        args = self.args
+        packing = args.packing if is_training or args.eval_packing is None else args.eval_packing
+        if is_training and args.shuffle_dataset and isinstance(dataset, (Dataset, IterableDataset)):
+            dataset = dataset.shuffle(seed=args.seed)
+        found = self._prepare(dataset, name, packing=packing)
+        self._prepared.append(found)
+        return found
 
     def later(self, dataset: Any) -> Any:
-        """A set that is given to `evaluate` or `predict`: prepared now, unless it was already."""
         if not isinstance(dataset, (Dataset, IterableDataset)) or any(
             dataset is one for one in self._prepared
         ):
@@ -149,22 +135,6 @@ class PassingPositions:
         sequences = batch.get("seq_lengths") or [[len(ids)] for ids in batch["input_ids"]]
         check_table([n for row in sequences for n in row], self.table, dataset_name=self.dataset_name)
         return batch
-
-
-def check_kind(dataset: Any, argument: str) -> None:
-    """Raise TypeError for what is no data set, saying how to make one of it."""
-    if isinstance(dataset, (Dataset, IterableDataset, TorchDataset)):
-        return
-    remedy = "Make a datasets.Dataset of its rows."
-    if isinstance(dataset, dict):
-        remedy = f"Give one of its splits: {argument}=dataset[name], name one of {sorted(map(str, dataset))}."
-    elif isinstance(dataset, list):
-        remedy = "Make one with Dataset.from_list(rows)."
-    elif isinstance(dataset, str):
-        remedy = f"Load it first, for example with load_dataset({dataset!r}, split='train')."
-    raise TypeError(
-        f"{argument} must be a datasets.Dataset or IterableDataset, got a {type(dataset).__name__}. {remedy}"
-    )
 
 
 def check_finished(dataset: TorchDataset, name: str) -> TorchDataset:

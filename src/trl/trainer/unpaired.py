@@ -293,12 +293,11 @@ def unpaired_sets(args: Any, policy: Policy, **settings: Any) -> PreparedSets:
     )
     completions = completion_columns(mismatched=preparation.mismatch_group is not None)
     return PreparedSets(
-        prepare=lambda dataset, name: prepare_unpaired_dataset(
-            dataset, policy.processing_class, preparation, name=name
-        ),
+        prepare=prepare_unpaired_dataset,
+        settings=preparation,
+        policy=policy,
         columns=("prompt_input_ids", *completions, "label"),
         parts=[("prompt_input_ids", completion) for completion in completions],
-        model=policy.model,
     )
 
 
