@@ -2,7 +2,7 @@
 
     python examples/arithmetic_rl.py --method grpo --seed 0
 
-builds the tokenizer, the model (half a million random weights) and the sums of `trl quickstart`, fine-tunes until the model
+builds the tokenizer, the model (half a million random weights) and the sums of `sums.py`, fine-tunes until the model
 answers two sums in five that it is trained on, and lets it learn the rest by trying. Every 80 steps it answers 300 sums that
 it was never shown. Several methods start from one fine-tuned model. `--out results.jsonl` appends a line of figures for each, of
 which `--table results.jsonl` makes a table; nothing is downloaded.
@@ -11,6 +11,7 @@ which `--table results.jsonl` makes a table; nothing is downloaded.
 import argparse
 import copy
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,11 +23,9 @@ from datasets import Dataset, disable_progress_bars
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
-from trl.scripts.quickstart.evaluation import MAX_ANSWER_TOKENS, exact_match
-from trl.scripts.quickstart.model import build_model, build_tokenizer
-from trl.scripts.quickstart.online import is_right, prompts_with_answers
-from trl.scripts.quickstart.pipeline import default_task
-from trl.scripts.quickstart.task import Problem, Task
+
+sys.path.append(str(Path(__file__).parent))
+from sums import MAX_ANSWER_TOKENS, Task, build_model, build_tokenizer, is_right, make_task, share_right
 
 ENOUGH, GOAL = 0.4, 0.9  # shares of right answers: where fine-tuning stops, and what is to be reached
 STEPS, EVERY = 3200, 80  # optimiser steps, and those between two looks
@@ -92,7 +91,7 @@ class Look(TrainerCallback):
 
 @dataclass
 class Student:
-    """A model, and how its answers are counted."""
+    """A model with its tokenizer and task."""
 
     task: Task
     tokenizer: Any
@@ -101,13 +100,9 @@ class Student:
     @classmethod
     def fresh(cls, task: Task, *, seed: int) -> "Student":
         """One of random weights."""
-        rows = task.train_rows()
+        rows = task.conversations()
         tokenizer = build_tokenizer(message["content"] for row in rows for message in row["messages"])
         return cls(task, tokenizer, build_model(tokenizer, seed=seed))
-
-    def share_right(self, problems: tuple[Problem, ...]) -> float:
-        """Greedy answers that are the right number and nothing else."""
-        return exact_match(self.model, self.tokenizer, problems, 300, task=self.task).accuracy
 
 
 def fine_tune(student: Student, *, seed: int, folder: str) -> int:
@@ -115,9 +110,15 @@ def fine_tune(student: Student, *, seed: int, folder: str) -> int:
     trainer = SFTTrainer(
         student.model,
         SFTConfig(folder, **COMMON, **FINE_TUNING, seed=seed),
-        train_dataset=Dataset.from_list(student.task.train_rows()),
+        train_dataset=Dataset.from_list(student.task.conversations()),
         processing_class=student.tokenizer,
-        callbacks=[Look(lambda step, logs: student.share_right(student.task.problems[:300]) >= ENOUGH)],
+        callbacks=[
+            Look(
+                lambda step, logs: (
+                    share_right(student.model, student.tokenizer, student.task.problems[:300]) >= ENOUGH
+                )
+            )
+        ],
     )
     return train(trainer)
 
@@ -126,7 +127,7 @@ def learn(method: str, student: Student, result: Result, *, folder: str) -> None
     """Learn by trying, and note in `result` what is reached on the way."""
 
     def look(step: int, logs: dict[str, float]) -> None:
-        share = student.share_right(student.task.held_out)
+        share = share_right(student.model, student.tokenizer, student.task.held_out)
         result.curve.append((step, logs["reward"], share))
         print(
             f"step {step:>4} of {result.steps}   reward {logs['reward']:.3f}   held-out {share:.1%}",
@@ -140,7 +141,7 @@ def learn(method: str, student: Student, result: Result, *, folder: str) -> None
             student.model,
             is_right,
             config(folder, **{**COMMON, **LEARNING, **settings}, max_steps=result.steps, seed=result.seed),
-            train_dataset=Dataset.from_list(prompts_with_answers(student.task)),
+            train_dataset=Dataset.from_list(student.task.prompts()),
             processing_class=student.tokenizer,
             callbacks=[Look(look)],
         )
@@ -159,7 +160,7 @@ def run(methods: list[str], *, task: Task, seed: int, steps: int, folder: str) -
     """Fine-tune once; each method learns from there."""
     student, results = Student.fresh(task, seed=seed), []
     sft_steps = fine_tune(student, seed=seed, folder=folder)
-    fine_tuned = student.share_right(student.task.held_out)
+    fine_tuned = share_right(student.model, student.tokenizer, student.task.held_out)
     print(f"after {sft_steps} steps of fine-tuning: held-out {fine_tuned:.1%}", flush=True)
     for method in methods:
         result = Result(method, seed, fine_tuned, sft_steps, steps)
@@ -209,7 +210,7 @@ def main() -> None:
         return
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
-        task = default_task(seed=given.seed)
+        task = make_task(seed=given.seed)
         results = run(given.method, task=task, seed=given.seed, steps=given.steps, folder=folder)
     if given.out:
         with given.out.open("a", encoding="utf-8") as file:

@@ -10,7 +10,6 @@ from examples import arithmetic_rl
 from tests.experimental.test_ppo_learning import ACTIONS, FLAT, PRICE, PROMPTS, distributions
 from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import make
-from trl.scripts.quickstart.task import make_task
 
 GSPO = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
 METHODS = {"grpo": ("grpo", {}), "gspo": ("grpo", GSPO), "rloo": ("rloo", {})}
@@ -57,7 +56,7 @@ def test_sums_are_learned_by_trying(tmp_path):
     goes from 0.37 in the first ten steps to 0.81 (GRPO), 0.79 (GSPO) and 0.78 (RLOO) in the last ten."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(arithmetic_rl.LEARNING, "logging_steps", 10)
-        task = make_task(largest_sum=19, held_out=20, seed=0)
+        task = arithmetic_rl.make_task(largest_sum=19, held_out=20, seed=0)
         results = arithmetic_rl.run(list(METHODS), task=task, seed=0, steps=60, folder=str(tmp_path))
     assert [result.method for result in results] == list(METHODS)
     assert len({result.fine_tuned for result in results}) == 1

@@ -1,188 +1,285 @@
-"""What a stage of the pipeline is, what the stages share, and the first one.
-
-A stage takes the model that the context holds, leaves its own in it, and answers with one row of the final table. Another
-stage is another object with these members: a row of `STAGES` in `pipeline.py`, and its name in a row of `METHODS`.
-"""
-
-from __future__ import annotations
+"""The stages of the quickstart: each trains with a public trainer, as a user's program would."""
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
+import torch
+from datasets import Dataset, disable_progress_bars
+from rich.console import Console
+from transformers import AutoModelForSequenceClassification, PrinterCallback, Trainer, TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from trl.scripts.quickstart import METHODS
+from trl.scripts.quickstart.report import Curves, Progress, draw, print_answers, print_stages
+from trl.scripts.quickstart.task import (
+    MAX_ANSWER_TOKENS,
+    Row,
+    Task,
+    build_model,
+    build_tokenizer,
+    is_right,
+    make_pairs,
+    make_task,
+    replies,
+    share_right,
 )
 
-from trl.scripts.quickstart.evaluation import exact_match, kl_divergence, mean_reward
-from trl.scripts.quickstart.model import build_model, build_tokenizer, count_parameters
-from trl.scripts.quickstart.pairs import make_pairs
-from trl.scripts.quickstart.plot import Panel
-from trl.scripts.quickstart.report import Report
-from trl.scripts.quickstart.task import Task
-
-EVAL_BATCH_SIZE = 300
-Curve = list[tuple[int, float]]  # (optimiser step, value)
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """One row of the final table: what a stage reached on the held-out problems, and what it took.
-
-    Shares lie between 0 and 1, `kl` is in nats per answer; None is what the stage has not.
-    """
-
-    stage: str
-    exact_match: float | None = None
-    pair_accuracy: float | None = None
-    reward: float | None = None
-    kl: float | None = None
-    loss: float | None = None
-    seconds: float = 0.0
-    steps: int | None = None
-    model_dir: str | None = None
+ENOUGH = 0.4  # share of right answers to training rows at which supervised fine-tuning stops
+PROBED = 100  # training rows that this share is taken of
 
 
 @dataclass
-class Context:
-    """What the stages share; `model` and `tokenizer` are those of the latest stage that made a policy."""
+class Run:
+    """What the stages share; `model` is the policy of the latest stage."""
 
     output_dir: Path
     seed: int
     max_steps: int | None
+    console: Console
     task: Task
-    report: Report
-    model: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    reward_model: PreTrainedModel | None = None
-    results: list[StageResult] = field(default_factory=list)
-    replies: dict[str, list[str]] = field(default_factory=dict)
-    curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    tokenizer: Any
+    model: Any
+    reward_model: Any = None
+    pairs: dict[str, Dataset] = field(default_factory=dict)
+    curves: dict[str, Curves] = field(default_factory=dict)
 
-    def evaluate(self, stage: str) -> float:
-        """Exact match of the present model on the held-out problems, from 0 to 1; its replies are kept."""
-        accuracy, self.replies[stage] = exact_match(
-            self.policy, self.ready_tokenizer, self.task.held_out, EVAL_BATCH_SIZE, task=self.task
-        )
-        return accuracy
+    def settings(self, stage: str, steps: int, **settings: Any) -> dict[str, Any]:
+        """Config values of a stage; those that all stages share have defaults here."""
+        steps = self.max_steps or steps
+        common = {
+            "output_dir": str(self.output_dir / stage),
+            "max_steps": steps,
+            "warmup_steps": min(20, steps // 10),
+            "adam_beta2": 0.95,
+            "weight_decay": 0.01,
+            "gradient_checkpointing": False,
+            "logging_steps": min(10, steps),
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "seed": self.seed,
+        }
+        return {**common, **settings}
 
-    def kl_from(self, stage: str) -> float:
-        """The distance of the present model from that of an earlier stage, in nats per answer to a held-out problem."""
-        reference = AutoModelForCausalLM.from_pretrained(self.folder(stage))
-        task, tokenizer = self.task, self.ready_tokenizer
-        return kl_divergence(self.policy, reference, tokenizer, task.held_out, task=task, seed=self.seed)
+    def train(self, stage: str, trainer: Trainer, shown: dict[str, str], *, answers: bool = True) -> int:
+        """Train and save the model; returns the number of steps."""
+        progress = Progress(self.console, shown, self.tokenizer, self.task.held_out if answers else None)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(progress)
+        trainer.train()
+        trainer.save_model()
+        self.curves[stage] = progress.curves
+        return trainer.state.global_step
 
-    def reward_of(self, stage: str) -> float | None:
-        """The reward model's mean score of a stage's replies, None where there is one of both only."""
-        if self.reward_model is None or stage not in self.replies:
-            return None
-        task, replies = self.task, self.replies[stage]
-        return mean_reward(self.reward_model, self.ready_tokenizer, task.held_out, replies, task=task)
-
-    def folder(self, stage: str) -> Path:
-        """Where a stage writes."""
-        return self.output_dir / stage
-
-    @property
-    def policy(self) -> PreTrainedModel:
-        """The model that answers."""
-        assert self.model is not None, "the first stage builds it"
-        return self.model
-
-    @property
-    def ready_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of every model here."""
-        assert self.tokenizer is not None, "the first stage builds it"
-        return self.tokenizer
-
-    def load_policy(self, stage: str) -> None:
-        """Take up what a stage has saved."""
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder(stage))
-        self.tokenizer = AutoTokenizer.from_pretrained(self.folder(stage))
-
-    def load_reward_model(self, stage: str) -> None:
-        """Take up the reward model that a stage has saved."""
-        self.reward_model = AutoModelForSequenceClassification.from_pretrained(self.folder(stage))
-
-    def pair_rows(self, name: str) -> list[dict[str, Any]]:
-        """The pairs `name` ("pairs" or "held_out_pairs"), as the reward stage wrote them."""
-        lines = (self.output_dir / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+    def rows(self, name: str, rows: list[Row]) -> Dataset:
+        """The rows as a data set, written to `<name>.jsonl` as well."""
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (self.output_dir / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        return Dataset.from_list(rows)
 
 
-class Stage(Protocol):
-    """One step of the pipeline."""
+class StopsEarly(TrainerCallback):
+    """Stops once the model answers enough training rows, so that the later stages have something left to teach."""
 
-    @property
-    def name(self) -> str:
-        """Names its row, its folder and its replies."""
-        ...
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
-    @property
-    def panel(self) -> Panel | None:
-        """What of its curves is drawn."""
-        ...
-
-    def run(self, context: Context) -> StageResult:
-        """Work on `context.model`, leave the new model there, and say what was reached."""
-        ...
-
-    def restore(self, context: Context) -> None:
-        """Leave in the context what `run` left there, from the files of a run that had finished this stage."""
-        ...
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Probe the model every five steps."""
+        if state.global_step % 5 == 0:
+            rows = self.run.task.train[:PROBED]
+            share = share_right(replies(self.run.model, self.run.tokenizer, rows), rows)
+            control.should_training_stop |= share >= ENOUGH
 
 
-@dataclass(frozen=True)
-class BaseModel:
-    """Data files, tokenizer, and a model that has learnt nothing."""
+def sft(run: Run, name: str) -> dict[str, Any]:
+    """Supervised fine-tuning on right answers."""
+    from trl import SFTConfig, SFTTrainer
 
-    name: str = "base"
-    panel: Panel | None = None
-
-    def run(self, context: Context) -> StageResult:
-        """Build everything in memory; the untrained model's accuracy is the floor."""
-        started = time.perf_counter()
-        task = context.task
-        write_rows(context.output_dir / "train.jsonl", task.train_rows())
-        write_rows(context.output_dir / "held_out.jsonl", task.rows(task.held_out))
-        self.restore(context)
-        context.report.built(context.task, len(context.ready_tokenizer), count_parameters(context.policy))
-        accuracy = context.evaluate(self.name)
-        return StageResult(self.name, exact_match=accuracy, seconds=time.perf_counter() - started)
-
-    def restore(self, context: Context) -> None:
-        """Build the tokenizer and the model, which follow from task and seed."""
-        contents = (message["content"] for row in context.task.train_rows() for message in row["messages"])
-        context.tokenizer = build_tokenizer(contents)
-        context.model = build_model(context.tokenizer, seed=context.seed)
+    settings = run.settings(
+        name,
+        200,
+        per_device_train_batch_size=64,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant_with_warmup",
+    )
+    trainer = SFTTrainer(
+        model=run.model,
+        args=SFTConfig(**settings),
+        train_dataset=run.rows("train", run.task.train),
+        processing_class=run.tokenizer,
+        callbacks=[StopsEarly(run)],
+    )
+    return {"steps": run.train(name, trainer, {"loss": "loss"})}
 
 
-def write_pairs(context: Context) -> None:
-    """Write pairs of the training problems, and of those held out; the wrong answers are the present model's."""
-    task = context.task
-    sets = {"pairs": (task.problems, context.seed), "held_out_pairs": (task.held_out, context.seed + 1)}
-    for name, (problems, seed) in sets.items():
-        rows = make_pairs(context.policy, context.ready_tokenizer, problems, task=task, seed=seed)
-        write_rows(context.output_dir / f"{name}.jsonl", rows)
+def reward(run: Run, name: str) -> dict[str, Any]:
+    """Reward modelling on pairs: the fine-tuned model with one more layer and a score on top."""
+    from trl import RewardConfig, RewardTrainer
+
+    for split, rows, seed in (("pairs", run.task.train, 0), ("held_out_pairs", run.task.held_out, 1)):
+        run.pairs[split] = run.rows(split, make_pairs(run.model, run.tokenizer, rows, seed=run.seed + seed))
+    torch.manual_seed(run.seed)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        run.output_dir / "sft", num_labels=1, num_hidden_layers=3
+    )
+    settings = run.settings(
+        name,
+        150,
+        per_device_train_batch_size=128,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        center_rewards_coefficient=0.01,
+    )
+    trainer = RewardTrainer(
+        model=model,
+        args=RewardConfig(**settings),
+        train_dataset=run.pairs["pairs"],
+        eval_dataset=run.pairs["held_out_pairs"],
+        processing_class=run.tokenizer,
+    )
+    steps = run.train(name, trainer, {"loss": "loss", "accuracy": "pair accuracy"}, answers=False)
+    run.reward_model = trainer.model
+    return {"steps": steps, "pair_accuracy": trainer.evaluate()["eval_accuracy"]}
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def dpo(run: Run, name: str) -> dict[str, Any]:
+    """DPO on the reward model's pairs.
+
+    `rpo_alpha` adds the likelihood of the right answers: without it both answers of a pair may become unlikely.
+    """
+    from trl import DPOConfig, DPOTrainer
+
+    settings = run.settings(
+        name,
+        150,
+        per_device_train_batch_size=64,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        beta=0.1,
+        rpo_alpha=0.5,
+    )
+    trainer = DPOTrainer(
+        model=run.model,
+        args=DPOConfig(**settings),
+        train_dataset=run.pairs["pairs"],
+        eval_dataset=run.pairs["held_out_pairs"],
+        processing_class=run.tokenizer,
+    )
+    steps = run.train(name, trainer, {"loss": "loss", "rewards/accuracies": "pair accuracy"})
+    return {"steps": steps, "pair_accuracy": trainer.evaluate()["eval_rewards/accuracies"]}
 
 
-def as_json(result: StageResult, context: Context) -> Mapping[str, Any]:
-    """All that a finished stage leaves besides its model."""
-    name = result.stage
-    return {
-        "result": asdict(result),
-        "replies": context.replies.get(name),
-        "curves": context.curves.get(name, {}),
-    }
+def ppo(run: Run, name: str) -> dict[str, Any]:
+    """PPO on sampled answers, rewarded by the reward model."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    settings = run.settings(
+        name,
+        150,
+        per_device_train_batch_size=128,
+        num_mini_batches=2,
+        num_ppo_epochs=2,
+        learning_rate=6e-4,
+        lr_scheduler_type="linear",
+        kl_coef=0.05,
+        vf_coef=0.1,
+        temperature=1.0,
+        response_length=MAX_ANSWER_TOKENS,
+        stop_token="eos",
+        missing_eos_penalty=1.0,
+    )
+    trainer = PPOTrainer(
+        model=run.model,
+        args=PPOConfig(**settings),
+        reward_funcs=run.reward_model,
+        train_dataset=Dataset.from_list(run.task.train).select_columns("prompt"),
+        processing_class=run.tokenizer,
+    )
+    return {"steps": run.train(name, trainer, {"objective/scores": "reward", "objective/kl": "KL from sft"})}
+
+
+def group(run: Run, name: str) -> dict[str, Any]:
+    """GRPO or RLOO on sampled answers, rewarded for being right."""
+    import trl
+
+    config, trainer_class = getattr(trl, f"{name.upper()}Config"), getattr(trl, f"{name.upper()}Trainer")
+    settings = run.settings(
+        name,
+        200,
+        per_device_train_batch_size=128,
+        steps_per_generation=2,
+        num_generations=8,
+        max_completion_length=MAX_ANSWER_TOKENS,
+        learning_rate=1e-3,
+        lr_scheduler_type="linear",
+    )
+    prompts = [{"prompt": row["prompt"], "answer": row["completion"]} for row in run.task.train]
+    trainer = trainer_class(
+        model=run.model,
+        reward_funcs=is_right,
+        args=config(**settings),
+        train_dataset=run.rows("prompts", prompts),
+        processing_class=run.tokenizer,
+    )
+    return {"steps": run.train(name, trainer, {"rewards/is_right/mean": "right samples"})}
+
+
+STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "grpo": group, "rloo": group}
+
+NEXT = """
+Model: {folder}/{method}    figures: {folder}/results.json
+
+Train it further, for example:
+
+  trl sft --model_name_or_path {folder}/{method} --dataset_name {folder}/train.jsonl --learning_rate 1e-3 \\
+      --output_dir {folder}/more
+
+Use it in Python:
+
+  from transformers import pipeline
+
+  print(pipeline("text-generation", "{folder}/{method}")("sort 7391:", max_new_tokens=6))
+"""
+
+
+def run_stages(*, output_dir: Path, method: str, seed: int, max_steps: int | None, no_color: bool) -> None:
+    """Run every stage of a method; writes models, data, `results.json` and, with matplotlib, `quickstart.png`."""
+    started = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more do not help a model this small, and would change the figures
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    console = Console(no_color=no_color, highlight=False, soft_wrap=True)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    task, tokenizer = make_task(seed=seed), build_tokenizer()
+    run = Run(output_dir, seed, max_steps, console, task, tokenizer, build_model(tokenizer, seed=seed))
+    console.print(
+        f"A model of {run.model.num_parameters():,} weights learns to sort digits. {len(task.train):,} rows to train on, "
+        f"{len(task.held_out)} held out. Results are written to {output_dir}/"
+    )
+    results, answers = [], {"untrained": replies(run.model, tokenizer, task.held_out)}
+    for number, name in enumerate(METHODS[method], start=1):
+        console.print(f"\n[bold]Stage {number} of {len(METHODS[method])}: {name}[/bold]")
+        begun = time.perf_counter()
+        result = {"stage": name, "exact_match": None, "pair_accuracy": None, **STAGES[name](run, name)}
+        if name != "reward":
+            answers[name] = replies(run.model, tokenizer, task.held_out)
+            result["exact_match"] = share_right(answers[name], task.held_out)
+        results.append({**result, "seconds": time.perf_counter() - begun})
+    torch.set_num_threads(threads)
+    print_answers(console, task.held_out, answers)
+    print_stages(console, results)
+    seconds = time.perf_counter() - started
+    found = {"method": method, "seed": seed, "seconds": seconds, "stages": results, "curves": run.curves}
+    (output_dir / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    try:
+        draw(output_dir / "quickstart.png", run.curves)
+    except ImportError:
+        console.print("No plot: matplotlib is not installed (pip install matplotlib).")
+    console.print(NEXT.format(folder=output_dir, method=method), markup=False)
+    console.print(f"{seconds:.0f} seconds in all.")

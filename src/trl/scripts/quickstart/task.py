@@ -1,110 +1,124 @@
-"""The arithmetic task: problems, the conversations made of them, and the checker of answers."""
+"""Digits to sort as training data, and a tokenizer and a model small enough to learn it on a CPU."""
 
+import itertools
 import random
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-Message = dict[str, str]
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-PHRASINGS = (
-    "What is {left} + {right}?",
-    "Compute {left} + {right}.",
-    "How much is {left} + {right}?",
-    "Please work out {left} + {right}.",
-    "Calculate {left} + {right}.",
-    "Tell me {left} + {right}.",
-)
+from trl.generation.engine import Sampling
+from trl.generation.transformers.engine import TransformersEngine
 
+DIGITS, TRAIN, HELD_OUT = 4, 3000, 300
+MAX_ANSWER_TOKENS = DIGITS + 2
+SAMPLES_PER_PROMPT = 4
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One sum, and the number of the phrasing in which it is asked."""
-
-    left: int
-    right: int
-    phrasing: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """What makes two problems the same whatever their order and phrasing: 23 + 48 is 48 + 23."""
-        return min(self.left, self.right), max(self.left, self.right)
+Row = dict[str, str]
 
 
-@dataclass(frozen=True)
-class Task:
-    """Problems to train on and problems held out; no held-out sum is trained on in any order or phrasing."""
+class Task(NamedTuple):
+    """Rows with `prompt` ("sort 7391:") and `completion` ("1379"); no set of digits is both in `train` and in `held_out`."""
 
-    problems: tuple[Problem, ...]
-    held_out: tuple[Problem, ...]
-
-    def __post_init__(self) -> None:
-        shared = {problem.key for problem in self.problems} & {problem.key for problem in self.held_out}
-        if shared:
-            raise ValueError(
-                f"held-out problems must not be trained on, got {len(shared)} in both, for example "
-                f"{sorted(shared)[0]}. Split by Problem.key."
-            )
-
-    def question(self, problem: Problem) -> str:
-        """The problem in words."""
-        return PHRASINGS[problem.phrasing].format(left=problem.left, right=problem.right)
-
-    def prompt_messages(self, problem: Problem) -> list[Message]:
-        """The conversation up to where the model answers."""
-        return [{"role": "user", "content": self.question(problem)}]
-
-    def answer(self, problem: Problem) -> str:
-        """The right answer."""
-        return str(problem.left + problem.right)
-
-    def is_correct(self, problem: Problem, text: str) -> bool:
-        """Whether a reply is the right number and nothing else; space around it does not matter."""
-        return text.strip() == self.answer(problem)
-
-    def messages(self, problem: Problem) -> list[Message]:
-        """The whole conversation, right answer included."""
-        return [*self.prompt_messages(problem), {"role": "assistant", "content": self.answer(problem)}]
-
-    def slip(self, problem: Problem, place: int, draw: random.Random) -> str:
-        """A wrong answer as careless adding gives it: the right one but for the digit of this place (1, 10)."""
-        right = problem.left + problem.right
-        digit = right // place % 10
-        other = draw.choice([other for other in range(10) if other != digit])
-        return str(right + (other - digit) * place)
-
-    def pair(self, problem: Problem, wrong: str) -> dict[str, list[Message]]:
-        """A preference row: the right answer is chosen, a wrong one rejected."""
-        return {
-            "prompt": self.prompt_messages(problem),
-            "chosen": [{"role": "assistant", "content": self.answer(problem)}],
-            "rejected": [{"role": "assistant", "content": wrong}],
-        }
-
-    def train_rows(self) -> list[dict[str, Any]]:
-        """Rows for `SFTTrainer`: a conversation each."""
-        return self.rows(self.problems)
-
-    def rows(self, problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
-        """Conversational rows of these problems, right answers included."""
-        return [{"messages": self.messages(problem)} for problem in problems]
+    train: list[Row]
+    held_out: list[Row]
 
 
-def make_task(*, largest_sum: int, held_out: int, seed: int) -> Task:
-    """All sums of two numbers that come to `largest_sum` at most, `held_out` of them kept back; `seed` shuffles.
-
-    A held-out sum of two different numbers is kept back in both orders and asked in one of them.
-    """
+def make_task(*, seed: int) -> Task:
+    """Orders of `DIGITS` different digits, drawn by `seed`; a sixth of the sets of digits are for evaluation."""
     draw = random.Random(seed)
-    keys = [(left, right) for left in range(largest_sum + 1) for right in range(left, largest_sum - left + 1)]
-    draw.shuffle(keys)
-    if not 0 < held_out < len(keys):
-        raise ValueError(f"held_out must lie between 1 and {len(keys) - 1}, got {held_out}. Choose fewer.")
-    kept_back = [_ask(draw, *draw.sample(key, 2)) for key in keys[:held_out]]
-    orders = [order for key in keys[held_out:] for order in sorted({key, key[::-1]})]
-    train = [_ask(draw, *order) for order in orders]
-    draw.shuffle(train)
-    return Task(problems=tuple(train), held_out=tuple(kept_back))
+    sets = list(itertools.combinations("0123456789", DIGITS))
+    draw.shuffle(sets)
+    kept = len(sets) // 6
+    return Task(_rows(sets[kept:], TRAIN, draw), _rows(sets[:kept], HELD_OUT, draw))
 
 
-def _ask(draw: random.Random, left: int, right: int) -> Problem:
-    return Problem(left, right, draw.randrange(len(PHRASINGS)))
+def _rows(sets: Sequence[tuple[str, ...]], count: int, draw: random.Random) -> list[Row]:
+    orders = dict.fromkeys("".join(draw.sample(draw.choice(sets), DIGITS)) for _ in range(2 * count))
+    return [
+        {"prompt": f"sort {order}:", "completion": "".join(sorted(order))} for order in list(orders)[:count]
+    ]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per digit."""
+    vocabulary = ["<pad>", "<eos>", "<unk>", "sort ", ":", *"0123456789"]
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d|\D+"), "isolated")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def build_model(tokenizer: Any, *, seed: int) -> LlamaForCausalLM:
+    """A Llama of two layers, its random weights drawn by `seed`."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.08,  # at the usual 0.02 a model this narrow learns several times slower
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def replies(
+    model: Any, tokenizer: Any, rows: Sequence[Row], *, greedy: bool = True, seed: int = 0
+) -> list[str]:
+    """The model's answer to each row's prompt: the most likely one, or one sampled at temperature 1."""
+    training = model.training
+    model.eval()
+    prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
+    sampling = Sampling(max_new_tokens=MAX_ANSWER_TOKENS, do_sample=not greedy, seed=seed)
+    found = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
+    model.train(training)
+    return tokenizer.batch_decode([completion.ids for completion in found], skip_special_tokens=True)
+
+
+def is_right(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """Reward function: 1 for the right digits and nothing else, 0 otherwise."""
+    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def share_right(answers: Sequence[str], rows: Sequence[Row]) -> float:
+    """Exact match: the share of answers that are right, in 0..1."""
+    return sum(is_right(answers, [row["completion"] for row in rows])) / len(rows)
+
+
+def make_pairs(model: Any, tokenizer: Any, rows: Sequence[Row], *, seed: int) -> list[Row]:
+    """Preference rows: the right answer is chosen; rejected are one of the model's own mistakes and two random ones.
+
+    With the model's mistakes alone, the reward model would only learn to see those, and PPO would find others.
+    """
+    sampled = replies(
+        model, tokenizer, [row for row in rows for _ in range(SAMPLES_PER_PROMPT)], greedy=False, seed=seed
+    )
+    draw = random.Random(seed)
+    pairs = []
+    for number, row in enumerate(rows):
+        right = row["completion"]
+        own = sampled[number * SAMPLES_PER_PROMPT : (number + 1) * SAMPLES_PER_PROMPT]
+        wrong = [text for text in own if text not in ("", right)][:1]
+        wrong += [_slip(right, draw) for _ in range(2)]
+        pairs += [
+            {"prompt": row["prompt"], "chosen": right, "rejected": text} for text in dict.fromkeys(wrong)
+        ]
+    return pairs
+
+
+def _slip(right: str, draw: random.Random) -> str:
+    """The right answer with another digit in one place."""
+    place = draw.randrange(DIGITS)
+    other = draw.choice([digit for digit in "0123456789" if digit != right[place]])
+    return right[:place] + other + right[place + 1 :]
