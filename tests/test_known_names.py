@@ -472,18 +472,14 @@ def test_papo_has_the_defaults_of_0_26(tmp_path):
     assert PAPOConfig(str(tmp_path), mask_type="grid").mask_type == "grid"
 
 
-def test_a_reward_model_by_name_comes_before_the_functions(monkeypatch):
-    from trl import GRPOConfig, ModelConfig
+def test_a_reward_model_by_name_comes_before_the_functions():
+    from trl import ModelConfig
     from trl.rewards import think_format_reward
-    from trl.scripts import rewarding
+    from trl.scripts import training
     from trl.scripts.arguments import GRPOScriptArguments
 
-    monkeypatch.setattr(rewarding, "load_inputs", lambda *given: None)
-    monkeypatch.setattr(rewarding, "make_trainer", lambda *given, reward_funcs: reward_funcs)
-
     def rewards(**given):
-        script = GRPOScriptArguments("data", **given)
-        return rewarding.make_rewarded_trainer(list, script, GRPOConfig, ModelConfig(), None)
+        return training.rewards(GRPOScriptArguments("data", **given), ModelConfig())["reward_funcs"]
 
     assert rewards(reward_model_name_or_path="my/model") == ["my/model"]
     both = rewards(reward_model_name_or_path="my/model", reward_funcs=["think_format_reward"])

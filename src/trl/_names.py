@@ -152,7 +152,7 @@ NAMES: dict[str, Row] = {
         "trl.generation.vllm.worker": "WeightSyncWorkerExtension", "trl.models.distributed": "get_open_port",
         "trl.scripts.vllm_serve": "ScriptArguments=ServeArguments"},
     "trl.scripts.utils": {**_SCRIPTS, "trl.data.mixtures": "DatasetConfig DatasetMixtureConfig get_dataset",
-        "trl.scripts.checkout": "get_git_commit_hash"},
+        "trl.scripts.env": "get_git_commit_hash"},
     "trl.trainer": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_MODEL_OPTIONS,
         "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
         "trl.models.device_cache": "empty_cache", "trl.models.switches": "disable_dropout_in_model",

@@ -21,6 +21,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import main
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
+from trl.scripts.chat import ChatArguments
 
 
 def saved(model, path):
@@ -77,45 +78,23 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def test_answers_are_those_of_the_model_turn_by_turn(chat, model_path, tmp_path):
+def test_answers_are_those_of_the_model_turn_by_turn(chat, model_path):
     first = greedy(model_path, {"role": "system", "content": "Be brief."}, user("What colour?"))
     out = chat(
         *("--model_name_or_path", model_path, "--do_sample", "false", "--max_new_tokens", "8"),
-        *("--system_prompt", "Be brief.", "--device", "cpu", "--save_folder", "kept"),
-        said=["What colour?", "", "save one", "clear", "What colour?", "exit", "not read"],
+        *("--system_prompt", "Be brief.", "--device", "cpu"),
+        said=["What colour?", "", "clear", "What colour?", "exit", "not read"],
     )
-    assert out == f"{first}\nSaved in kept/base/one.json\n{first}\n"
-    kept = json.loads((tmp_path / "kept" / "base" / "one.json").read_text())
-    assert [message["content"] for message in kept["messages"]] == ["Be brief.", "What colour?", first]
+    assert out == f"{first}\n{first}\n"
     second = chat(model_path, "--temperature", "0", "--max_new_tokens", "8", said=["Next.", "Next."])
     one = greedy(model_path, user("Next."))
     two = greedy(model_path, user("Next."), {"role": "assistant", "content": one}, user("Next."))
     assert second == f"{one}\n{two}\n" and one != two
 
 
-def test_commands_change_settings_and_begin_anew(chat, model_path, tmp_path):
-    (tmp_path / "examples.yaml").write_text('sky: {text: "Is it blue?"}\napples: How many?\n')
-    out = chat(
-        *(model_path, "--examples_path", "examples.yaml"),
-        said=[
-            *("set temperature=0; max_new_tokens = 3", "example sky", "example apples", "!example x"),
-            *("set temprature=1", "set top_k=many", "set top_p=2", "save s", "reset", "save r", "help"),
-        ],
-    ).splitlines()
-    assert out[:2] == [
-        greedy(model_path, user("Is it blue?"), tokens=3),
-        greedy(model_path, user("How many?"), tokens=3),
-    ]
-    assert out[2:6] == [
-        "error: There is no example 'x', only sky, apples.",
-        "error: There is no setting 'temprature'. Did you mean temperature?",
-        "error: must be a whole number, got 'many'.",
-        "error: top_p must be in (0, 1], got 2.0. Use 1.0 to keep the whole distribution.",
-    ]
-    kept = [json.loads((tmp_path / "chat_history" / "base" / f"{name}.json").read_text()) for name in "sr"]
-    assert [len(each["messages"]) for each in kept] == [2, 0]
-    assert [each["settings"]["max_new_tokens"] for each in kept] == [3, 256]
-    assert any(line.startswith("  reset ") for line in out)
+def test_options_of_older_levels_without_effect_are_named():
+    with pytest.warns(UserWarning, match="examples_path and save_folder have no effect"):
+        ChatArguments("model", save_folder="kept")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +104,6 @@ def test_commands_change_settings_and_begin_anew(chat, model_path, tmp_path):
         ([], "The model is missing"),
         (["m", "--num_beams", "4"], "num_beams must be 1, got 4"),
         (["m", "--top_p", "0"], "top_p must be in (0, 1]"),
-        (["MODEL", "--examples", "no.yaml"], "The config file no.yaml does not exist"),
         (
             ["MODEL", "--eos_tokens", "<nothing>"],
             "eos_tokens must be tokens of the tokenizer, got '<nothing>'",

@@ -1,6 +1,6 @@
 import subprocess
 
-from trl.scripts.checkout import get_git_commit_hash
+from trl.scripts.env import get_git_commit_hash
 
 
 def git(folder, *arguments):

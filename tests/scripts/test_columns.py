@@ -1,7 +1,7 @@
 import pytest
 from datasets import Dataset
 
-from trl.scripts.columns import column_names, rename_columns
+from trl.scripts.loading import column_names, rename_columns
 
 ROWS = {"question": ["1+1?"], "answer": ["2"], "text": ["x"]}
 RENAMES = {"question": "prompt", "answer": "completion"}

@@ -128,7 +128,7 @@ def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "reward_funcs is missing: nothing judges the completions. Give one or several with --reward_funcs"),
+        ("", "reward_funcs is missing. Give one or several with --reward_funcs"),
         ("--reward_funcs acuracy_reward", "'acuracy_reward' is unknown. Did you mean accuracy_reward? Known are"),
         ("--reward_funcs rewards_of_mine.dogs", "has no 'dogs', it has ['as_wanted', 'cats', 'too_few']. Name one"),
         ("--reward_funcs ./nowhere", "looks like a path, and there is no such folder"),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from trl.scripts.outputs import check_output_dir, check_push
+from trl.scripts.preflight import check_output_dir, check_push
 
 
 def test_a_file_where_the_output_folder_shall_be_is_named(tmp_path):

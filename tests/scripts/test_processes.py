@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl.scripts.processes import check_processes
+from trl.scripts.preflight import check_processes
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,9 @@ def test_reentrant_checkpointing_and_bias_buffers(tmp_path, model_path, rows):
         column_mapping=["question=prompt", "answer=completion"],
     )
     args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = sft.build_trainer(script_args, args, ModelConfig(model_path), DatasetMixtureConfig())
+    trainer = training.build_trainer(
+        "sft", script_args, args, ModelConfig(model_path), DatasetMixtureConfig()
+    )
     assert trainer.args.gradient_checkpointing_kwargs == {"use_reentrant": True}
     assert trainer.model._ddp_params_and_buffers_to_ignore == []
     trainer.model.register_buffer("mask", torch.ones(2, dtype=torch.bool))

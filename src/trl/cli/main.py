@@ -44,10 +44,10 @@ COMMANDS: dict[str, Command] = {
         "trl.scripts.vllm_serve", "serve a model with vLLM, for training commands that generate with it"
     ),
     "quickstart": Command(
-        "trl.scripts.quickstart", "teach a tiny model to add, stage by stage; nothing to download"
+        "trl.scripts.quickstart", "train a tiny model to sort digits, in stages; nothing to download"
     ),
     "env": Command("trl.scripts.env", "print versions and hardware, for bug reports"),
-    "completion": Command("trl.scripts.completion", "print a completion script for bash, zsh or fish"),
+    "completion": Command("trl.scripts.completion", "print a completion script for bash"),
 }
 
 
@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # The process is ours, and ends with the help text or the script.
     if argv is None and (name == "completion" or {"-h", "--help"} & set(rest)):
-        from trl.cli.quick_help import leave_out_peft
-
-        leave_out_peft()
+        _leave_out_peft()
     try:
         return run_command(name, COMMANDS[name], rest)
     except KeyboardInterrupt:
@@ -111,3 +109,14 @@ def unknown_command(name: str) -> str:
 
     near = did_you_mean(name, COMMANDS, prefix="trl ")
     return f"trl: error: unknown command {name!r}: the commands are {', '.join(COMMANDS)}.{near}"
+
+
+def _leave_out_peft() -> None:
+    """Keep transformers from importing PEFT in this process, which is to print a help text and end.
+
+    `transformers.training_args` (5.19), needed for its options, imports PEFT for a type check wherever it is
+    installed, and with it bitsandbytes, scikit-learn and TorchInductor: two thirds of the time to the help text.
+    To be removed once `transformers.trainer_utils` imports PEFT where it uses it.
+    """
+    utils = importlib.import_module("transformers.utils")
+    setattr(utils, "is_peft_available", lambda *_, **__: False)  # noqa: B010 - the module's own name, replaced

@@ -1,50 +1,37 @@
 """`trl chat MODEL`: a conversation with a model, in a terminal or through a pipe (one message per line)."""
 
-import json
 import re
 import sys
-import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from trl.options.groups import moved, option
 from trl.options.model import ModelSource, QuantizationOptions
-from trl.scripts.config_file import read_config
-from trl.scripts.option_values import option_value
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import reporting_input_errors, run_script
-from trl.scripts.suggestions import did_you_mean
 
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 COMMANDS = """\
-  clear               begin a new conversation
-  example NAME        begin a new conversation with a prompt of --examples_path
-  set NAME=VALUE; ... change settings:
-                      {settings}
-  reset               begin a new conversation with the first settings
-  save [NAME]         write the conversation and settings to --save_folder
-  help                show these commands
-  exit                end, as Ctrl-D does; Ctrl-C ends an answer
+  clear   begin a new conversation
+  help    show these commands
+  exit    end, as Ctrl-D does; Ctrl-C ends an answer
 """
-_COMMAND = re.compile(r"!?(clear|reset|help|exit|save|(?:save|example) \S+|set \w+ ?=.*)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # a model must not command the terminal
 
 
 @dataclass
 class ChatArguments(QuantizationOptions, ModelSource):
-    """The model of `trl chat`, how its answers are drawn, and where conversations are kept."""
+    """The model of `trl chat`, how its answers are drawn, and names in the terminal."""
 
     torch_dtype: str | None = moved(to="dtype")
     device: str | None = option(None, "Device to run on. None: the accelerator, else the CPU.")
     user: str = option("user", "Name to show before your messages.")
     system_prompt: str | None = option(None, "First message, with the role system.")
-    save_folder: str = option("./chat_history/", "Folder that `save` writes into.")
-    examples_path: str | None = option(
-        None, "YAML file of prompts by name, for `example NAME`.", aliases=["--examples"]
-    )
+    save_folder: str = option("./chat_history/", "No effect: conversations are not saved.")
+    examples_path: str | None = option(None, "No effect: there are no examples.", aliases=["--examples"])
     max_new_tokens: int = option(256, "Longest answer, in tokens.")
     do_sample: bool = option(True, "Draw tokens; else take the most likely ones.")
     num_beams: int = option(1, "Must be 1: there is no beam search.")
@@ -66,6 +53,8 @@ class ChatArguments(QuantizationOptions, ModelSource):
             raise ValueError("The model is missing. Give its folder or its name on the Hub: trl chat MODEL.")
         if self.num_beams != 1:
             raise ValueError(f"num_beams must be 1, got {self.num_beams}: answers are drawn token by token.")
+        if self.examples_path or self.save_folder != "./chat_history/":
+            warnings.warn("examples_path and save_folder have no effect. Leave them out.", stacklevel=2)
         self.sampling(())
 
     def sampling(self, ends: Sequence[int]) -> Any:
@@ -89,7 +78,7 @@ class Chat:
         from trl.scripts.model_loading import model_init_kwargs
 
         logging.disable_progress_bar()
-        self.first_settings = self.arguments = arguments
+        self.arguments = arguments
         self.console, path = console, str(arguments.model_name_or_path)
         loading: Any = model_init_kwargs(arguments)  # pyright: ignore
         model: Any = create_model_from_path(path, **loading).eval()
@@ -103,8 +92,6 @@ class Chat:
             )
         self.engine = TransformersEngine(model, tokenizer=self.tokenizer)
         self.ends = self._end_tokens(model)
-        examples = arguments.examples_path
-        self.examples = read_config(examples).values if examples else {}
         self.clear()
 
     def _end_tokens(self, model: Any) -> list[int]:
@@ -151,44 +138,6 @@ class Chat:
         self.console.print()
         self.messages = [*messages, {"role": "assistant", "content": shown}]
 
-    def command(self, name: str, rest: str) -> None:
-        """Run one of the commands.
-
-        Raises: ValueError for an unknown example or setting, and for a value that is none.
-        """
-        if name == "help":
-            self.console.print(COMMANDS.format(settings=", ".join(SETTINGS)), markup=False, soft_wrap=True)
-        elif name == "set":
-            self._set(rest)
-        elif name == "save":
-            self._save(rest or time.strftime("chat_%Y-%m-%d_%H-%M-%S"))
-        elif name == "example":
-            if rest not in self.examples:
-                raise ValueError(f"There is no example {rest!r}, only {', '.join(self.examples) or 'none'}.")
-            self.clear()
-            found = self.examples[rest]
-            self.answer(found["text"] if isinstance(found, dict) else found)
-        else:
-            self.arguments = self.first_settings if name == "reset" else self.arguments
-            self.clear()
-
-    def _set(self, text: str) -> None:
-        options, changes = make_parser().options(), {}
-        for item in filter(str.strip, text.split(";")):
-            name, _, value = map(str.strip, item.partition("="))
-            if name not in SETTINGS:
-                raise ValueError(f"There is no setting {name!r}.{did_you_mean(name, SETTINGS)}")
-            changes[name] = option_value(options[name], value)
-        self.arguments = replace(self.arguments, **changes)
-
-    def _save(self, name: str) -> None:
-        folder = Path(self.arguments.save_folder) / Path(str(self.arguments.model_name_or_path)).name
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = {name: getattr(self.arguments, name) for name in SETTINGS}
-        text = json.dumps({"settings": settings, "messages": self.messages}, ensure_ascii=False, indent=2)
-        (folder / f"{name}.json").write_text(text, encoding="utf-8")
-        self.console.print(f"Saved in {folder / name}.json", markup=False)
-
 
 def chat(arguments: ChatArguments) -> None:
     """Answer messages until the input ends. Without a terminal only the answers are printed."""
@@ -210,13 +159,13 @@ def chat(arguments: ChatArguments) -> None:
         except (EOFError, KeyboardInterrupt):
             print(end="\n" if terminal else "")
             line = "exit"
-        found = _COMMAND.fullmatch(line)
-        name, _, rest = found.group(1).partition(" ") if found else ("", "", "")
-        if name == "exit":
+        if line == "exit":
             break
         try:
-            if found:
-                talk.command(name, rest)
+            if line == "help":
+                print(COMMANDS, end="")
+            elif line == "clear":
+                talk.clear()
             elif line:
                 if terminal:
                     console.print("assistant: ", style="bold green", end="")

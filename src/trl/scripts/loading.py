@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from datasets import Dataset, IterableDataset
+
+from trl.data.formats import column_names
 from trl.scripts.arguments import ScriptArguments
-from trl.scripts.columns import rename_columns
+from trl.scripts.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from trl.data.mixtures import DatasetMixtureConfig
+
+Rows = TypeVar("Rows", Dataset, IterableDataset)
 
 
 def load_train_and_eval(
@@ -99,3 +104,24 @@ def remedy(option: str) -> str:
     if option != "dataset_test_split":
         return ""
     return " Or train without evaluation: --eval_strategy no."
+
+
+def rename_columns(dataset: Rows, renames: Mapping[str, str], *, name: str) -> Rows:
+    """The dataset with its columns renamed (old name -> new name); `name` is what errors call the dataset.
+
+    Raises:
+        ValueError: if a column to rename is missing, or a new name is taken by another column.
+    """
+    if not renames:
+        return dataset
+    present = column_names(dataset)
+    for old in renames:
+        if old not in present:
+            raise ValueError(
+                f"column_mapping renames `{old}`, which is no column of {name}: it has {', '.join(present)}."
+                f"{did_you_mean(old, present)}"
+            )
+    taken = [new for new in renames.values() if new in present and new not in renames]
+    if taken:
+        raise ValueError(f"column_mapping gives a column the name `{taken[0]}`, which {name} already has.")
+    return dataset.rename_columns(dict(renames))

@@ -1,73 +1,14 @@
-"""REINFORCE leave-one-out from the command line: `trl rloo`.
+"""REINFORCE leave-one-out from the command line: `trl rloo`, or `accelerate launch -m trl.scripts.rloo`."""
 
-    trl rloo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name prompts.jsonl --reward_funcs my_rewards.is_right \
-        --output_dir my-model
-
-or, without the `trl` command, `accelerate launch -m trl.scripts.rloo` with the same options.
-"""
-
-import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from trl._lazy import attach
-from trl.options.model import ModelConfig
-from trl.scripts.arguments import RLOOScriptArguments
-from trl.scripts.parser import TrlParser
-from trl.scripts.rewarding import make_rewarded_trainer
+from trl.scripts.arguments import RLOOScriptArguments as RLOOScriptArguments
 from trl.scripts.running import run_script
-from trl.scripts.training import train, training_parser
-from trl.trainer.rloo_config import RLOOConfig
+from trl.scripts.training import training_command
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
-
-if TYPE_CHECKING:
-    from trl.data.mixtures import DatasetMixtureConfig
-    from trl.trainer.rloo_trainer import RLOOTrainer
-
-
-def main(
-    script_args: RLOOScriptArguments,
-    training_args: RLOOConfig,
-    model_args: ModelConfig,
-    dataset_args: "DatasetMixtureConfig",
-) -> "RLOOTrainer":
-    """Train a model with RLOO, save it, say where it is; returns the trainer.
-
-    Raises:
-        CommandError: for everything about the input that is wrong, before the first step.
-    """
-    return train(build_trainer, script_args, training_args, model_args, dataset_args, command="rloo")
-
-
-def build_trainer(
-    script_args: RLOOScriptArguments,
-    training_args: RLOOConfig,
-    model_args: ModelConfig,
-    dataset_args: "DatasetMixtureConfig",
-) -> "RLOOTrainer":
-    """The trainer that these options describe, its prompts and what judges the completions loaded and checked.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
-    """
-    from trl.trainer.rloo_trainer import RLOOTrainer
-
-    return make_rewarded_trainer(RLOOTrainer, script_args, training_args, model_args, dataset_args)
-
-
-def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
-    """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
-    return training_parser(
-        "rloo",
-        (RLOOScriptArguments, RLOOConfig),
-        subparsers,
-        help_text="REINFORCE leave-one-out",
-        description="REINFORCE leave-one-out: a language model learns from the rewards of its own completions, each held "
-        "against the mean of the others of its prompt.",
-        needs="--reward_funcs REWARD ...",
-    )
-
+main, make_parser = training_command("rloo")
 
 if __name__ == "__main__":
     sys.exit(run_script(make_parser(), main))

@@ -1,15 +1,21 @@
-"""What the training commands share: how their inputs are loaded, how they run, what their parsers take."""
+"""The training commands: one table, and how a command loads its inputs and trains.
+
+A new command is a row of `COMMANDS`, a file of its name beside this one, and a row of `trl.cli.main.COMMANDS`.
+"""
 
 import argparse
 import logging
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trl.options.model import ModelConfig
-from trl.scripts.arguments import ColumnMapping, ScriptArguments
+from trl.scripts import arguments
+from trl.scripts.arguments import ColumnMapping, DPOScriptArguments, RewardFunctions, ScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, Terminated, reporting_input_errors
 
@@ -40,8 +46,7 @@ def train(
     from trl.reporting.trackers import check_trackers
     from trl.scripts.allocator import keep_freed_memory
     from trl.scripts.dry_run import changed_settings, describe
-    from trl.scripts.outputs import check_output_dir, check_push
-    from trl.scripts.resume import checkpoint_to_resume
+    from trl.scripts.preflight import check_output_dir, check_push, checkpoint_to_resume
     from trl.scripts.summary import finish
 
     if training_args.device.type == "cpu":
@@ -79,7 +84,7 @@ def telling_the_way_on(trainer: Any, *, command: str) -> Iterator[None]:
     checkpoint or an output folder that cannot be used.
     """
     from trl.checkpoints.wholeness import CheckpointError
-    from trl.scripts.going_on import interruption
+    from trl.scripts.summary import interruption
 
     def told() -> str:
         step, steps = trainer.state.global_step, trainer.state.max_steps
@@ -109,7 +114,7 @@ def load_inputs(
     """
     from trl.scripts.loading import load_train_and_eval
     from trl.scripts.model_loading import model_init_kwargs
-    from trl.scripts.processes import check_processes
+    from trl.scripts.preflight import check_processes
 
     check_processes(training_args)
     if model_args.model_name_or_path is None:
@@ -121,12 +126,19 @@ def load_inputs(
         settings: Any = training_args.gradient_checkpointing_kwargs or {}
         training_args.gradient_checkpointing_kwargs = {**settings, "use_reentrant": True}
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
-    return load_train_and_eval(
+    datasets = load_train_and_eval(
         script_args,
         dataset_args,
         renames=script_args.renames() if isinstance(script_args, ColumnMapping) else {},
         evaluate=training_args.eval_strategy != "no",
     )
+    if getattr(script_args, "dialogue_marker", None) is None:
+        return datasets
+    from trl.data.formats import split_dialogue
+
+    split = partial(split_dialogue, marker=script_args.dialogue_marker)  # pyright: ignore[reportAttributeAccessIssue]
+    train_dataset, eval_dataset = datasets
+    return train_dataset.map(split), None if eval_dataset is None else eval_dataset.map(split)
 
 
 def make_trainer(
@@ -166,34 +178,129 @@ def ignore_boolean_buffers(model: Any) -> None:
     model._ddp_params_and_buffers_to_ignore = names
 
 
-def training_parser(
-    command: str,
-    kinds: Sequence[type],
-    subparsers: "argparse._SubParsersAction | None",
-    *,
-    help_text: str,
-    description: str,
-    needs: str = "",
-) -> TrlParser:
-    """The parser of a training command; added to `subparsers` if given (which must build `TrlParser`s).
+class TrainingCommand(NamedTuple):
+    """One training command: `trl.trainer.<name>_trainer` and `_config` hold its classes, `<prefix>Trainer` and `<prefix>Config`.
 
-    `needs`: what its usage names beside model and data.
+    `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
     """
-    from trl.data.mixtures import DatasetMixtureConfig
 
-    types: Any = (*kinds, ModelConfig, DatasetMixtureConfig)
-    if subparsers is not None:
-        return subparsers.add_parser(command, help=help_text, dataclass_types=types)
-    return TrlParser(
-        types,
-        prog=f"trl {command}",
-        usage=textwrap.fill(
-            f"trl {command} --model_name_or_path MODEL --dataset_name DATASET {needs} [options]".replace(
-                "  ", " "
-            ),
-            width=72,
-            subsequent_indent=" " * len(f"usage: trl {command} "),
-        ),
-        description=description,
-        epilog=LAUNCHING,
-    )
+    prefix: str
+    arguments: type[ScriptArguments]
+    description: str
+    others: Callable[[Any, ModelConfig], dict[str, Any]] = lambda script_args, model_args: {}
+    needs: str = ""
+
+
+def classifier_adapter(script_args: ScriptArguments, model_args: ModelConfig) -> dict[str, Any]:
+    """The adapter of a reward model: that of a classifier, unless `lora_task_type` is set."""
+    from trl.models.peft import get_peft_config
+
+    adapter = get_peft_config(model_args)
+    if adapter is not None and adapter.task_type == ModelConfig.lora_task_type:
+        adapter.task_type = "SEQ_CLS"
+    return {"peft_config": adapter}
+
+
+def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, Any]:
+    """The reward model and the reward functions, resolved from their names.
+
+    Raises: ValueError if there are none.
+    """
+    from trl.rewards import resolve_reward_funcs
+
+    model = script_args.reward_model_name_or_path
+    names = script_args.reward_funcs or []
+    if not (model or names):
+        raise ValueError(
+            "reward_funcs is missing. Give one or several with --reward_funcs: a function of trl.rewards such as "
+            "think_format_reward, a dotted path such as my_module.my_function, or a reward model's folder or name on the Hub."
+        )
+    return {"reward_funcs": [*([model] if model else []), *resolve_reward_funcs(names)]}
+
+
+COMMANDS = {
+    "sft": TrainingCommand(
+        "SFT", arguments.SFTScriptArguments, "Supervised fine-tuning of a language model."
+    ),
+    "reward": TrainingCommand(
+        "Reward", arguments.RewardScriptArguments, "Reward modelling on preference pairs.", classifier_adapter
+    ),
+    "dpo": TrainingCommand(
+        "DPO",
+        DPOScriptArguments,
+        "Direct preference optimisation on preference pairs.",
+        lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path},
+    ),
+    "kto": TrainingCommand(
+        "KTO",
+        arguments.KTOScriptArguments,
+        "Kahneman-Tversky optimisation on completions marked desirable or not.",
+    ),
+    "grpo": TrainingCommand(
+        "GRPO",
+        arguments.GRPOScriptArguments,
+        "Group relative policy optimisation: rewards of sampled completions, compared within the group of a prompt.",
+        rewards,
+        "--reward_funcs REWARD ...",
+    ),
+    "rloo": TrainingCommand(
+        "RLOO",
+        arguments.RLOOScriptArguments,
+        "REINFORCE leave-one-out: the baseline is the mean reward of the other completions of a prompt.",
+        rewards,
+        "--reward_funcs REWARD ...",
+    ),
+}
+
+
+def build_trainer(
+    name: str, script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
+) -> Any:
+    """The trainer of the command `name`, its data sets loaded and checked.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError, ImportError: for mistakes in the input.
+    """
+    command = COMMANDS[name]
+    trainer_class = getattr(import_module(f"trl.trainer.{name}_trainer"), f"{command.prefix}Trainer")
+    others = command.others(script_args, model_args)
+    datasets = load_inputs(script_args, training_args, model_args, dataset_args)
+    if others.get("ref_model") is not None and training_args.ref_model_init_kwargs is None:
+        training_args.ref_model_init_kwargs = training_args.model_init_kwargs
+    return make_trainer(trainer_class, script_args, training_args, model_args, datasets, **others)
+
+
+def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlParser]]:
+    """`main` and `make_parser` of the training command `name`."""
+
+    def main(
+        script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
+    ) -> Any:
+        """Train a model, save it and print where it is; returns the trainer.
+
+        Raises:
+            CommandError: for every mistake in the input, before the first step.
+        """
+        build = partial(build_trainer, name)
+        return train(build, script_args, training_args, model_args, dataset_args, command=name)
+
+    def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
+        """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
+        from trl.data.mixtures import DatasetMixtureConfig
+
+        _, kind, description, _, needs = COMMANDS[name]
+        config = getattr(import_module(f"trl.trainer.{name}_config"), f"{COMMANDS[name].prefix}Config")
+        types: Any = (kind, config, ModelConfig, DatasetMixtureConfig)
+        if subparsers is not None:
+            return subparsers.add_parser(name, help=description, dataclass_types=types)
+        words = ["trl", name, "--model_name_or_path MODEL --dataset_name DATASET", needs, "[options]"]
+        indent = " " * len(f"usage: trl {name} ")
+        return TrlParser(
+            types,
+            prog=f"trl {name}",
+            usage=textwrap.fill(" ".join(filter(None, words)), width=72, subsequent_indent=indent),
+            description=description,
+            epilog=LAUNCHING,
+        )
+
+    return main, make_parser

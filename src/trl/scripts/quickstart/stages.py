@@ -27,7 +27,7 @@ from trl.scripts.quickstart.task import (
     share_right,
 )
 
-ENOUGH = 0.4  # share of right answers to training rows at which supervised fine-tuning stops
+ENOUGH = 0.6  # share of right answers to training rows at which supervised fine-tuning stops
 PROBED = 100  # training rows that this share is taken of
 
 
@@ -180,7 +180,7 @@ def ppo(run: Run, name: str) -> dict[str, Any]:
 
     settings = run.settings(
         name,
-        150,
+        250,
         per_device_train_batch_size=128,
         num_mini_batches=2,
         num_ppo_epochs=2,
@@ -191,7 +191,7 @@ def ppo(run: Run, name: str) -> dict[str, Any]:
         temperature=1.0,
         response_length=MAX_ANSWER_TOKENS,
         stop_token="eos",
-        missing_eos_penalty=1.0,
+        missing_eos_penalty=3.0,
     )
     trainer = PPOTrainer(
         model=run.model,
@@ -243,7 +243,7 @@ Use it in Python:
 
   from transformers import pipeline
 
-  print(pipeline("text-generation", "{folder}/{method}")("sort 7391:", max_new_tokens=6))
+  print(pipeline("text-generation", "{folder}/{method}")("sort 7391:", max_new_tokens=5))
 """
 
 

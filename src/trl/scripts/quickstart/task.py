@@ -13,7 +13,7 @@ from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
 
 DIGITS, TRAIN, HELD_OUT = 4, 3000, 300
-MAX_ANSWER_TOKENS = DIGITS + 2
+MAX_ANSWER_TOKENS = DIGITS + 1  # and the eos token
 SAMPLES_PER_PROMPT = 4
 
 Row = dict[str, str]
@@ -97,28 +97,20 @@ def share_right(answers: Sequence[str], rows: Sequence[Row]) -> float:
 
 
 def make_pairs(model: Any, tokenizer: Any, rows: Sequence[Row], *, seed: int) -> list[Row]:
-    """Preference rows: the right answer is chosen; rejected are one of the model's own mistakes and two random ones.
+    """Preference rows: the right answer is chosen; rejected are up to two mistakes of the model and two random ones.
 
     With the model's mistakes alone, the reward model would only learn to see those, and PPO would find others.
     """
-    sampled = replies(
-        model, tokenizer, [row for row in rows for _ in range(SAMPLES_PER_PROMPT)], greedy=False, seed=seed
-    )
+    prompts = [row for row in rows for _ in range(SAMPLES_PER_PROMPT)]
+    sampled = replies(model, tokenizer, prompts, greedy=False, seed=seed)
     draw = random.Random(seed)
     pairs = []
     for number, row in enumerate(rows):
-        right = row["completion"]
+        right, place = row["completion"], draw.randrange(DIGITS)
         own = sampled[number * SAMPLES_PER_PROMPT : (number + 1) * SAMPLES_PER_PROMPT]
-        wrong = [text for text in own if text not in ("", right)][:1]
-        wrong += [_slip(right, draw) for _ in range(2)]
-        pairs += [
-            {"prompt": row["prompt"], "chosen": right, "rejected": text} for text in dict.fromkeys(wrong)
-        ]
+        mistakes = [text for text in dict.fromkeys(own) if text not in ("", right)][:2]
+        other = draw.choice([digit for digit in "0123456789" if digit != right[place]])
+        for digit in (other, draw.choice(["", 2 * right[place]])):  # another digit; one left out or doubled
+            mistakes.append(right[:place] + digit + right[place + 1 :])
+        pairs += [{"prompt": row["prompt"], "chosen": right, "rejected": text} for text in mistakes]
     return pairs
-
-
-def _slip(right: str, draw: random.Random) -> str:
-    """The right answer with another digit in one place."""
-    place = draw.randrange(DIGITS)
-    other = draw.choice([digit for digit in "0123456789" if digit != right[place]])
-    return right[:place] + other + right[place + 1 :]
