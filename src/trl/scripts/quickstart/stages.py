@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ class StopsEarly(TrainerCallback):
 
 def sft(run: Run, name: str) -> dict[str, Any]:
     """Supervised fine-tuning on right answers."""
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     settings = run.settings(
         name,
@@ -119,7 +121,8 @@ def sft(run: Run, name: str) -> dict[str, Any]:
 
 def reward(run: Run, name: str) -> dict[str, Any]:
     """Reward modelling on pairs: the fine-tuned model with one more layer and a score on top."""
-    from trl import RewardConfig, RewardTrainer
+    from trl.trainer.reward_config import RewardConfig
+    from trl.trainer.reward_trainer import RewardTrainer
 
     for split, rows, seed in (("pairs", run.task.train, 0), ("held_out_pairs", run.task.held_out, 1)):
         run.pairs[split] = run.rows(split, make_pairs(run.model, run.tokenizer, rows, seed=run.seed + seed))
@@ -152,7 +155,8 @@ def dpo(run: Run, name: str) -> dict[str, Any]:
 
     `rpo_alpha` adds the likelihood of the right answers: without it both answers of a pair may become unlikely.
     """
-    from trl import DPOConfig, DPOTrainer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
 
     settings = run.settings(
         name,
@@ -205,9 +209,8 @@ def ppo(run: Run, name: str) -> dict[str, Any]:
 
 def group(run: Run, name: str) -> dict[str, Any]:
     """GRPO or RLOO on sampled answers, rewarded for being right."""
-    import trl
-
-    config, trainer_class = getattr(trl, f"{name.upper()}Config"), getattr(trl, f"{name.upper()}Trainer")
+    config = getattr(import_module(f"trl.trainer.{name}_config"), f"{name.upper()}Config")
+    trainer_class = getattr(import_module(f"trl.trainer.{name}_trainer"), f"{name.upper()}Trainer")
     settings = run.settings(
         name,
         200,
