@@ -242,18 +242,18 @@ class Phases:
 
     def __init__(self, trainer: Any, device: str) -> None:
         self.device, self.spent = device, Spent(device=device)
-        self._time(trainer, "complete", "generate")
-        self._time(trainer, "rewarded", "score")
+        self._time(trainer.rollouts, "complete", "generate")
+        self._time(trainer.rollouts, "reward", "score")
         self._time(trainer, "_score_tokens", "score")
 
-    def _time(self, trainer: Any, method: str, phase: str) -> None:
-        inner: Callable[..., Any] = getattr(trainer, method)
+    def _time(self, part: Any, method: str, phase: str) -> None:
+        inner: Callable[..., Any] = getattr(part, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.spent.phase(phase):
                 return inner(*args, **kwargs)
 
-        setattr(trainer, method, timed)
+        setattr(part, method, timed)
 
     def start(self) -> None:
         """A step begins."""

@@ -143,6 +143,6 @@ def make_ppo_trainer(
     trainer = PPOTrainer(
         args, tokenizer, copy.deepcopy(model), None, None, rows, copy.deepcopy(value_model), reward_funcs=even_tokens, **given
     )  # fmt: skip
-    trainer.sampling = replace(trainer.sampling, stop_token_ids=tuple(work.stops))
+    trainer.rollouts.sampling = replace(trainer.sampling, stop_token_ids=tuple(work.stops))
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -46,7 +46,7 @@ def trainer_of(kind, method="grpo", *, served=None, given=None, **settings):
     given = {"model": policy(), **(given or {})}
     trainer, keep = runs.make(method, given=given, **{**own, **(served or {}), **settings})
     if served is None:
-        trainer.engine = LocalCopy(trainer.model, trainer.accelerator)
+        trainer.rollouts.engine = LocalCopy(trainer.model, trainer.accelerator)
     return trainer, keep
 
 

@@ -105,8 +105,8 @@ class GroupTrainer(OnlineTrainer):
         check_decoder_only(causal_core(policy.model))
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self.sampling = sampling_of(args, policy)
-        self.rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
+        sampling = sampling_of(args, policy)
+        rewards = reward_sources(reward_funcs, reward_processing_classes, args, policy)
         asks = tool_completer(tools, args, policy, train_dataset, eval_dataset, rollout_func=rollout_func)
         schemas = asks.schemas if asks else None
         self._sets = prompt_sets(args, policy, train_dataset, eval_dataset, tools=schemas, own=own)
@@ -132,6 +132,8 @@ class GroupTrainer(OnlineTrainer):
             completer = RolloutFunction(rollout_func, self, **known)
         self.begin_rollouts(
             engine_of(args, self.model, policy, self.accelerator, own=own, served=served),
+            sampling,
+            rewards,
             shuffle=bool(args.shuffle_dataset),
             completer=completer,
             refill=self._refill() if args.dynamic_sampling else None,

@@ -53,6 +53,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     repeats_metrics: ClassVar[bool] = True  # log what is measured of a window with each of its steps
 
     rollouts: RolloutMaker
+    engine: Engine  # these three are those of `rollouts`
     sampling: Sampling
     rewards: RewardSources
     sizes: WindowSizes
@@ -113,6 +114,8 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     def begin_rollouts(
         self,
         engine: Engine,
+        sampling: Sampling,
+        rewards: RewardSources,
         *,
         shuffle: bool = True,
         completer: Completer | None = None,
@@ -125,8 +128,8 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             Prompts(rows, self.sizes.prompts, self._data_seed(), shuffle),
             self.sizes,
             engine=engine,
-            sampling=self.sampling,
-            rewards=self.rewards,
+            sampling=sampling,
+            rewards=rewards,
             judge=self.judge,
             tokenizer=text_tokenizer(self.processing_class),  # type: ignore[arg-type]
             accelerator=self.accelerator,

@@ -84,7 +84,7 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
         "embedding_tokenizer": lambda trainer: getattr(trainer._density, "embedding_tokenizer", None),
         "match_underlying_distribution": lambda trainer: trainer._density is not None,
     },
-    "OnlineTrainer": {"engine": "rollouts.engine"},
+    "OnlineTrainer": {name: f"rollouts.{name}" for name in ("engine", "rewards", "sampling")},
     "GroupTrainer": {
         "chat_template": "_tokenizer.chat_template",
         "eos_token_id": "_tokenizer.eos_token_id",

@@ -135,7 +135,7 @@ class PPOTrainer(SavesBoth):
         parts = value_and_policy(model, value_model, args, processing_class, peft_config)
         self.scorer, self._tokenizer = parts.scorer, parts.policy.tokenizer
         self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
-        self.rewards = reward_sources(reward_model, reward_funcs, reward_processing_classes, args, parts)
+        rewards = reward_sources(reward_model, reward_funcs, reward_processing_classes, args, parts)
         self._end = end_token(args, parts.policy.tokenizer)
         room = ("response_length", args.response_length)
         self._sets = PromptSets(parts.policy, room, num_proc=args.dataset_num_proc)
@@ -152,7 +152,7 @@ class PPOTrainer(SavesBoth):
             model_path=model if isinstance(model, str) else None,
             model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
         )
-        self.sampling = Sampling(
+        sampling = Sampling(
             max_new_tokens=args.response_length,
             temperature=args.temperature,
             stop_token_ids=() if self._end is None else (self._end,),
@@ -176,7 +176,9 @@ class PPOTrainer(SavesBoth):
                 tokenizer=self._tokenizer,
                 accelerator=self.accelerator,
                 gather_zero3=args.ds3_gather_for_generation,
-            )
+            ),
+            sampling,
+            rewards,
         )
         self.check_reward_columns()
         self.reference.prepare(self.accelerator)
