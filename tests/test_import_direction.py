@@ -106,6 +106,26 @@ def test_imports_point_one_way():
     assert not bad, "\n".join(bad)
 
 
+def circles() -> list[list[str]]:
+    """The files of each import circle."""
+    modules = {".".join(module_of(path)): path for path in sources()}
+    after = {
+        module: {name for _, name in imported_modules(path) if name in modules and name != module}
+        for module, path in modules.items()
+    }
+    while ends := [module for module, names in after.items() if not names & after.keys()]:
+        for module in ends:
+            del after[module]
+    while starts := after.keys() - {name for names in after.values() for name in names}:
+        for module in starts:
+            del after[module]
+    return [sorted(after)] if after else []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert not circles()
+
+
 @pytest.mark.parametrize(
     ("file", "source", "names"),
     [

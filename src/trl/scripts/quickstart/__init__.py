@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages of a method; returns the exit status."""
     parser = make_parser()
     options = parser.parse_args(argv)
+    stages = METHODS[vars(options).pop("method")]
     if options.output_dir.exists() and not options.output_dir.is_dir():
         parser.error(f"--output_dir must be a folder, got the file {options.output_dir}. Name another one.")
     print("Loading PyTorch and transformers ...", flush=True)
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from trl.scripts.quickstart.stages import run_stages
 
-        run_stages(**vars(options))
+        run_stages(stages, **vars(options))
     finally:
         logging.disable(disabled)
     return 0

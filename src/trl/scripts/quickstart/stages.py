@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,6 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, PrinterCallback, Trainer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from trl.scripts.quickstart import METHODS
 from trl.scripts.quickstart.report import Curves, Progress, draw, print_answers, print_stages
 from trl.scripts.quickstart.task import (
     MAX_ANSWER_TOKENS,
@@ -250,9 +250,11 @@ Use it in Python:
 """
 
 
-def run_stages(*, output_dir: Path, method: str, seed: int, max_steps: int | None, no_color: bool) -> None:
-    """Run every stage of a method; writes models, data, `results.json` and, with matplotlib, `quickstart.png`."""
-    started = time.perf_counter()
+def run_stages(
+    stages: Sequence[str], *, output_dir: Path, seed: int, max_steps: int | None, no_color: bool
+) -> None:
+    """Run the named stages; writes models, data, `results.json` and, with matplotlib, `quickstart.png`."""
+    started, method = time.perf_counter(), stages[-1]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more do not help a model this small, and would change the figures
     disable_progress_bars()
@@ -266,8 +268,8 @@ def run_stages(*, output_dir: Path, method: str, seed: int, max_steps: int | Non
         f"{len(task.held_out)} held out. Results are written to {output_dir}/"
     )
     results, answers = [], {"untrained": replies(run.model, tokenizer, task.held_out)}
-    for number, name in enumerate(METHODS[method], start=1):
-        console.print(f"\n[bold]Stage {number} of {len(METHODS[method])}: {name}[/bold]")
+    for number, name in enumerate(stages, start=1):
+        console.print(f"\n[bold]Stage {number} of {len(stages)}: {name}[/bold]")
         begun = time.perf_counter()
         result = {"stage": name, "exact_match": None, "pair_accuracy": None, **STAGES[name](run, name)}
         if name != "reward":
