@@ -28,6 +28,8 @@ def launch(module: str, *arguments: str, timeout: int = 400, own: bool = False) 
     """
     if own:
         return launch_own(module, *arguments, timeout=timeout)
+    if any(process.poll() is not None for process, _ in STARTED):
+        stop_pool()
     if not STARTED:
         start_pool()
     for process, _ in STARTED:
