@@ -1,7 +1,5 @@
-"""Small runs of PPO on prompts; as a program under torchrun: `-m tests.experimental.ppo_runs OUT.pt SETTINGS`."""
+"""Small runs of PPO on prompts."""
 
-import json
-import sys
 import tempfile
 from typing import Any
 
@@ -97,17 +95,3 @@ def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-
-
-def main(out: str, settings: str) -> None:
-    torch.set_num_threads(1)
-    trainer, keep = run(**json.loads(settings))
-    metrics = trainer.evaluate(prompts(4))  # seven rows: one is missing for whole batches
-    if trainer.is_world_process_zero():
-        found = {name: value for name, value in metrics.items() if name not in VOLATILE}
-        torch.save({"gradients": keep.steps, "logs": logs(trainer), "eval": found}, out)
-    trainer.accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,10 +1,6 @@
-"""Every method that learns from groups, and the runs that compare them; under torchrun: `-m tests.trainer.group_methods OUT.pt SETTINGS`."""
+"""Every method that learns from groups, and the runs that compare them."""
 
-import json
-import sys
 from typing import Any
-
-import torch
 
 from tests.trainer.grpo_runs import CLOCKS, logs, prompts, run
 from trl.objectives.group_policy import LOSS_TYPES
@@ -42,17 +38,3 @@ def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[s
 def comparable(log: dict[str, float]) -> list[str]:
     """What is logged but for the extremes of clipping, which are those of micro-batches."""
     return [name for name in log if not name.startswith("clip_ratio") or name.endswith("mean")]
-
-
-def main(out: str, settings: str) -> None:
-    torch.set_num_threads(1)
-    found = {
-        method: found_of(method, evaluates=method in EVALUATED, **json.loads(settings)) for method in METHODS
-    }
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, out)
-    torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

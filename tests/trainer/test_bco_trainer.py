@@ -22,7 +22,6 @@ from tests.trainer.kto_runs import (
     step,
 )
 from tests.trainer.resume_worker import ending, tokenizer
-from trl.models.scoring import base as scorer_base
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.bco_trainer import BCOTrainer
 
@@ -71,21 +70,6 @@ def test_a_step_is_the_formula(whole):
 def test_the_first_step_from_its_own_reference_is_log_two():
     _, log = step(make(copied_reference=True))
     assert log["loss"] == pytest.approx(math.log(2), abs=1e-7)
-
-
-@pytest.mark.parametrize("settings", [{}, MATCHED], ids=["plain", "matched"])
-@pytest.mark.parametrize("split", SPLITS)
-def test_splits(split, settings):
-    expected = step(make(**{"beta": BETA, **settings}))
-    gradients, log = step(make(**{"beta": BETA, **settings, **SPLITS[split]}))
-    assert_same_gradient(gradients, expected[0])
-    for name in ("delta", "rewards/margins", "logps/chosen", "logits/chosen"):
-        assert log[name] == pytest.approx(expected[1][name], rel=1e-12), name
-
-
-def test_padded_rows(whole, monkeypatch):
-    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
-    assert_same_gradient(step(make(beta=BETA, **SPLITS["2x4"]))[0], whole[0])
 
 
 def test_delta_is_the_mean_reward_of_the_run():

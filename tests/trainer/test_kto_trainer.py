@@ -24,7 +24,6 @@ from tests.trainer.kto_runs import (
 )
 from tests.trainer.resume_worker import tokenizer
 from trl.collators.preference import DPODataCollatorWithPadding
-from trl.models.scoring import base as scorer_base
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
@@ -108,37 +107,6 @@ def test_a_first_step_from_its_own_reference_is_one_half():
 
 
 # ---- one gradient, however a step is cut and laid out
-
-
-@pytest.mark.parametrize("sharing", [True, False])
-@pytest.mark.parametrize("split", SPLITS)
-def test_splits(split, sharing, whole):
-    gradients, log = step(make(**OWN, **SPLITS[split], prefix_sharing=sharing))
-    assert_same_gradient(gradients, whole[0])
-    for name in (
-        "kl",
-        "rewards/chosen",
-        "rewards/margins",
-        "logps/rejected",
-        "logits/chosen",
-        "logits/rejected",
-    ):
-        assert log[name] == pytest.approx(whole[1][name], rel=1e-12), name
-
-
-@pytest.mark.parametrize("settings", [{"prefix_sharing": False}, {"gradient_checkpointing": True}])
-def test_layouts(settings, whole):
-    assert_same_gradient(step(make(**OWN, **settings))[0], whole[0])
-
-
-@pytest.mark.parametrize("split", ["2x4", "4x2"])
-def test_padded_rows(split, whole, monkeypatch):
-    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
-    trainer = make(**OWN, **SPLITS[split])
-    assert not trainer.shares_prefix
-    gradients, log = step(trainer)
-    assert_same_gradient(gradients, whole[0])
-    assert log["logits/chosen"] == pytest.approx(whole[1]["logits/chosen"], rel=1e-12)
 
 
 def test_a_collator_that_pads(whole):

@@ -13,7 +13,6 @@ from tests.trainer.orpo_runs import make
 from tests.trainer.test_cpo_trainer import LOGGED, OF_THE_RUN, SPLITS, padded
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.scored_prompts import with_prompts_scored
-from trl.models.scoring import base as scorer_base
 
 WITH_ODDS = LOGGED | {"log_odds_ratio", "log_odds_chosen"}
 
@@ -60,18 +59,6 @@ def assert_step(settings, expected=None):
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
 def test_a_step_is_the_formula(beta):
     assert_step({"beta": beta})
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_step_does_not_depend_on_how_it_is_cut(split):
-    assert_step({"beta": 0.5, **SPLITS[split]}, step(make, beta=0.5))
-
-
-@pytest.mark.parametrize("split", ["2x4", "plain"])
-def test_a_step_of_padded_rows(split, monkeypatch):
-    whole = step(make, beta=0.5)
-    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
-    assert_step({"beta": 0.5, **SPLITS[split]}, whole)
 
 
 @pytest.mark.parametrize("collator", [padded(16), padded(40), DPODataCollatorWithPadding()])

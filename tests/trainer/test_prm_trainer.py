@@ -25,7 +25,6 @@ from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import digest, tokenizer
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
 from tests.two_processes import launch
-from trl.models.scoring import base as scorer_base
 from trl.reporting.accuracy import compute_accuracy
 from trl.trainer.prm_config import PRMConfig
 from trl.trainer.prm_trainer import PRMTrainer
@@ -70,22 +69,6 @@ def own_logits(model, data):
 
 
 # ---- one gradient
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_accumulation_splits(split, whole):
-    assert_same(step(**SPLITS[split]), whole)
-
-
-def test_gradient_checkpointing(whole):
-    assert_same(step(gradient_checkpointing=True), whole)
-
-
-def test_padded_rows(whole, monkeypatch):
-    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
-    trainer = make(**SPLITS["2x4"])
-    assert not trainer.scorer.flat
-    assert_same(step(**SPLITS["2x4"]), whole)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -84,11 +84,6 @@ def loaded(folder):
 # ---- one gradient
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_accumulation_splits(split, whole):
-    assert_same(step(**SPLITS[split]), whole)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, whole):
     assert_same(step(**LAYOUTS[layout]), whole)

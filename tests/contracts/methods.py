@@ -1,0 +1,114 @@
+"""Every method with the settings under which the contracts test it, and what comes of its steps.
+
+As a program in two processes: `-m tests.contracts.methods OUT.pt` runs each of them on half the rows per process.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+
+from tests.experimental import ppo_runs
+from tests.tiny import tiny_model
+from tests.trainer import group_methods, preference_methods
+from tests.trainer.one_step import fixed_rows, trainer_of
+from trl import SFTConfig, SFTTrainer
+
+CLOCKS = ("runtime", "per_second", "eps", "preparation_time")
+OF_THE_RUN = ("epoch", "step", "grad_norm", "learning_rate")
+
+
+class Found(NamedTuple):
+    """Gradients and logs of each step, and on request metrics of seven rows, one of which two whole batches lack."""
+
+    gradients: list[dict[str, torch.Tensor]]
+    logs: list[dict[str, float]]
+    evaluation: dict[str, float]
+
+
+def metrics_of(trainer: Any, rows: Any) -> dict[str, float]:
+    found = trainer.evaluate(rows)
+    return {name: value for name, value in found.items() if not any(word in name for word in CLOCKS)}
+
+
+# ---- one step on eight rows
+
+
+def sft(out: str | None = None, **settings: Any) -> Any:
+    settings.setdefault("model", tiny_model("gpt2", dtype=torch.float64))
+    return trainer_of(SFTTrainer, SFTConfig, out, settings, train_dataset=Dataset.from_list(fixed_rows()))
+
+
+ROWS: dict[str, preference_methods.Method] = {
+    "sft": (sft, {}),
+    "sft-dft": (sft, {"loss_type": "dft"}),
+    "sft-padding-free": (sft, {"padding_free": True}),
+    **preference_methods.METHODS,
+}
+HALVES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+
+
+def of_rows(method: str, *, evaluates: bool = False, **settings: Any) -> Found:
+    make, own = ROWS[method]
+    trainer = make(**{"per_device_eval_batch_size": 8, **own, **settings})
+    trainer.train()
+    log = {name: value for name, value in trainer.state.log_history[0].items() if name not in OF_THE_RUN}
+    found = metrics_of(trainer, trainer.train_dataset.select(range(7))) if evaluates else {}
+    return Found(trainer.keep.steps, [log], found)
+
+
+# ---- four steps on sixteen completions
+
+
+def of_groups(method: str, *, evaluates: bool = False, **settings: Any) -> Found:
+    found = group_methods.found_of(
+        method, evaluates=evaluates, **{"per_device_eval_batch_size": 8, **settings}
+    )
+    logs = [{name: log[name] for name in group_methods.comparable(log)} for log in found["logs"]]
+    extremes = ("eval_clip_ratio",)  # those of micro-batches
+    kept = {name: value for name, value in found.get("eval", {}).items() if not name.startswith(extremes)}
+    return Found(found["gradients"], logs, kept)
+
+
+# ---- eight steps of PPO on two batches of rollouts
+
+
+def of_ppo(method: str, *, evaluates: bool = False, **settings: Any) -> Found:
+    trainer, keep = ppo_runs.run(**settings)
+    found = metrics_of(trainer, ppo_runs.prompts(4)) if evaluates else {}
+    return Found(keep.steps, ppo_runs.logs(trainer), found)
+
+
+class Family(NamedTuple):
+    """Methods that are cut in the same ways."""
+
+    run: Callable[..., Found]
+    methods: tuple[str, ...]
+    in_two_processes: dict[str, Any]
+    tolerance: float
+
+
+FAMILIES = {
+    "rows": Family(of_rows, tuple(ROWS), HALVES, 1e-12),
+    "groups": Family(of_groups, tuple(group_methods.METHODS), HALVES, 1e-9),
+    "ppo": Family(of_ppo, ("ppo",), {"per_device_train_batch_size": 4}, 1e-9),
+}
+EVERY = [(name, method) for name, family in FAMILIES.items() for method in family.methods]
+
+
+def main(out: str) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for name, family in FAMILIES.items():
+        for method in family.methods:
+            is_evaluated = name != "groups" or method in group_methods.EVALUATED
+            found[method] = tuple(family.run(method, evaluates=is_evaluated, **family.in_two_processes))
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, out)
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
