@@ -277,7 +277,7 @@ def test_pairs_that_share_no_prompt_and_other_types_of_rows_are_refused(llava):
         check_pair_image_rows(
             Dataset.from_list([{"images": [], "chosen": "Blue.", "rejected": "Grey."}]), llava, name="train"
         )
-    with pytest.raises(ValueError, match="expected preference pairs"):
+    with pytest.raises(ValueError, match="chosen"):
         check_pair_image_rows(Dataset.from_list([{"images": [], "text": "Blue."}]), llava, name="train")
     tokens = {"images": [], "prompt_input_ids": [1], "chosen_input_ids": [2], "rejected_input_ids": [3]}
     with pytest.raises(ValueError, match="tokens beside images"):

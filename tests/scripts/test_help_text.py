@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from trl import SFTConfig
 from trl.scripts import grpo, sft
 from trl.scripts.help_text import ESSENTIAL
 from trl.scripts.parser import TrlParser
@@ -64,5 +65,5 @@ def test_options_of_a_program_come_under_the_name_of_their_class(monkeypatch):
 
     _, found = help_of(TrlParser(Mine), monkeypatch)
     assert found == {"options": ["help", "colour", "config"]}
-    _, found = help_of(TrlParser((Mine, sft.SFTConfig)), monkeypatch)
+    _, found = help_of(TrlParser((Mine, SFTConfig)), monkeypatch)
     assert found["options of Mine"] == ["colour"] and "loss_type" in found["essential"]

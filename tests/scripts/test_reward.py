@@ -65,7 +65,7 @@ def test_bad_input_is_one_message(run, capsys):
     assert run("--center_rewards_coefficient", "-1") == 2
     assert "center_rewards_coefficient must be >= 0" in capsys.readouterr().err
     assert run("--column_mapping", "chosen=answer") == 2
-    assert "expected preference pairs" in capsys.readouterr().err
+    assert "chosen_input_ids" in capsys.readouterr().err
 
 
 def test_as_a_part_of_another_parser():

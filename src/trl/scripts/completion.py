@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", choices=["bash"], help="shell to print the script for")
+    parser.add_argument("shell", metavar="{bash}", help="shell to print the script for")
     return parser
 
 
@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the script for a shell; returns the exit status."""
     from trl.cli.main import COMMANDS
 
-    make_parser().parse_args(argv)
+    parser = make_parser()
+    shell = parser.parse_args(argv).shell
+    if shell != "bash":
+        parser.error(f"the shell must be bash, got {shell!r}.")
     options = {name: command_options(command.module) for name, command in COMMANDS.items()}
     cases = "\n".join(_case(name, of_command) for name, of_command in options.items())
     print(_BASH.format(commands=" ".join(options), cases=cases), end="")
