@@ -45,4 +45,4 @@ def test_bash_completes_commands_options_and_values(script):
 
 def test_an_unknown_shell_is_refused(capsys):
     assert main(["completion", "fish"]) == 2
-    assert "invalid choice: 'fish'" in capsys.readouterr().err
+    assert "the shell must be bash, got 'fish'" in capsys.readouterr().err
