@@ -338,7 +338,7 @@ def test_classes_that_the_model_does_not_have():
 
 
 def test_columns_that_are_missing():
-    with pytest.raises(ValueError, match="without 'completions', 'labels'"):
+    with pytest.raises(ValueError, match=r"expected .*'completions'"):
         text_trainer([{"prompt": "What is 2 + 3?", "completion": "5"}])
 
 
