@@ -24,17 +24,19 @@ class Older(NamedTuple):
     to: str = ""
 
 
+def _fields(*names: str) -> dict[str, Older]:
+    """Arguments that are fields of the config under the same names."""
+    return {name: Older("config", name) for name in names}
+
+
 SFT_ARGUMENTS: Mapping[str, Older] = {
     "tokenizer": Older("argument", "processing_class"),
     "model_init": Older("argument", "model"),
-    "dataset_text_field": Older("config", "dataset_text_field"),
-    "packing": Older("config", "packing"),
+    **_fields("dataset_text_field", "packing"),
     "max_seq_length": Older("config", "max_length"),
-    "dataset_num_proc": Older("config", "dataset_num_proc"),
-    "dataset_kwargs": Older("config", "dataset_kwargs"),
-    "eval_packing": Older("config", "eval_packing"),
-    "neftune_noise_alpha": Older("config", "neftune_noise_alpha"),
-    "model_init_kwargs": Older("config", "model_init_kwargs"),
+    **_fields(
+        "dataset_num_proc", "dataset_kwargs", "eval_packing", "neftune_noise_alpha", "model_init_kwargs"
+    ),
     "infinite": Older("ignored", "max_steps sets how long a run is; an epoch may be repeated"),
     "num_of_sequences": Older("ignored", "packing needs no buffer size"),
     "chars_per_token": Older("ignored", "packing counts tokens"),
@@ -43,45 +45,41 @@ SFT_ARGUMENTS: Mapping[str, Older] = {
 
 ITERATIVE_SFT_ARGUMENTS: Mapping[str, Older] = {
     "tokenizer": Older("argument", "processing_class"),
-    "max_length": Older("config", "max_length"),
-    "truncation_mode": Older("config", "truncation_mode"),
-    "optimize_device_cache": Older("config", "optimize_device_cache"),
-    "model_init_kwargs": Older("config", "model_init_kwargs"),
+    **_fields("max_length", "truncation_mode", "optimize_device_cache", "model_init_kwargs"),
 }
 
 _PREFERENCE_ARGUMENTS: Mapping[str, Older] = {
     "tokenizer": Older("argument", "processing_class"),
     "model_init": Older("argument", "model"),
-    "beta": Older("config", "beta"),
-    "loss_type": Older("config", "loss_type"),
-    "label_pad_token_id": Older("config", "label_pad_token_id"),
-    "padding_value": Older("config", "padding_value"),
-    "truncation_mode": Older("config", "truncation_mode"),
-    "max_length": Older("config", "max_length"),
-    "max_prompt_length": Older("config", "max_prompt_length"),
+    **_fields(
+        "beta",
+        "loss_type",
+        "label_pad_token_id",
+        "padding_value",
+        "truncation_mode",
+        "max_length",
+        "max_prompt_length",
+    ),
     "max_target_length": Older("config", "max_completion_length"),
-    "max_completion_length": Older("config", "max_completion_length"),
-    "disable_dropout": Older("config", "disable_dropout"),
-    "generate_during_eval": Older("config", "generate_during_eval"),
-    "dataset_num_proc": Older("config", "dataset_num_proc"),
-    "model_init_kwargs": Older("config", "model_init_kwargs"),
+    **_fields(
+        "max_completion_length",
+        "disable_dropout",
+        "generate_during_eval",
+        "dataset_num_proc",
+        "model_init_kwargs",
+    ),
 }
 
-_REFERENCE_ARGUMENTS: Mapping[str, Older] = {
-    "precompute_ref_log_probs": Older("config", "precompute_ref_log_probs"),
-    "ref_model_init_kwargs": Older("config", "ref_model_init_kwargs"),
-    "model_adapter_name": Older("config", "model_adapter_name"),
-    "ref_adapter_name": Older("config", "ref_adapter_name"),
-}
+_REFERENCE_ARGUMENTS: Mapping[str, Older] = _fields(
+    "precompute_ref_log_probs", "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name"
+)
 
 _FOUND_BY_ITSELF = Older("ignored", "the model's config says what it is")
 
 DPO_ARGUMENTS: Mapping[str, Older] = {
     **_PREFERENCE_ARGUMENTS,
     **_REFERENCE_ARGUMENTS,
-    "label_smoothing": Older("config", "label_smoothing"),
-    "reference_free": Older("config", "reference_free"),
-    "force_use_ref_model": Older("config", "force_use_ref_model"),
+    **_fields("label_smoothing", "reference_free", "force_use_ref_model"),
     "is_encoder_decoder": _FOUND_BY_ITSELF,
 }
 
@@ -96,19 +94,19 @@ ORPO_ARGUMENTS: Mapping[str, Older] = {
 
 CPO_ARGUMENTS: Mapping[str, Older] = {
     **ORPO_ARGUMENTS,
-    "loss_type": Older("config", "loss_type"),
-    "label_smoothing": Older("config", "label_smoothing"),
-    "cpo_alpha": Older("config", "cpo_alpha"),
-    "simpo_gamma": Older("config", "simpo_gamma"),
+    **_fields("loss_type", "label_smoothing", "cpo_alpha", "simpo_gamma"),
 }
 
 BCO_ARGUMENTS: Mapping[str, Older] = {
     **{name: older for name, older in _PREFERENCE_ARGUMENTS.items() if name != "loss_type"},
-    **{name: _REFERENCE_ARGUMENTS[name] for name in ("precompute_ref_log_probs", "ref_model_init_kwargs")},
-    "is_encoder_decoder": Older("config", "is_encoder_decoder"),
-    "prompt_sample_size": Older("config", "prompt_sample_size"),
-    "min_density_ratio": Older("config", "min_density_ratio"),
-    "max_density_ratio": Older("config", "max_density_ratio"),
+    **_fields(
+        "precompute_ref_log_probs",
+        "ref_model_init_kwargs",
+        "is_encoder_decoder",
+        "prompt_sample_size",
+        "min_density_ratio",
+        "max_density_ratio",
+    ),
 }
 
 KTO_ARGUMENTS: Mapping[str, Older] = {
@@ -117,25 +115,18 @@ KTO_ARGUMENTS: Mapping[str, Older] = {
         for name, older in BCO_ARGUMENTS.items()
         if "density" not in name and name != "prompt_sample_size"
     },
-    "loss_type": Older("config", "loss_type"),
-    "desirable_weight": Older("config", "desirable_weight"),
-    "undesirable_weight": Older("config", "undesirable_weight"),
+    **_fields("loss_type", "desirable_weight", "undesirable_weight"),
 }
 
 REWARD_ARGUMENTS: Mapping[str, Older] = {
     "tokenizer": Older("argument", "processing_class"),
     "model_init": Older("argument", "model"),
-    "max_length": Older("config", "max_length"),
-    "dataset_num_proc": Older("config", "dataset_num_proc"),
-    "model_init_kwargs": Older("config", "model_init_kwargs"),
+    **_fields("max_length", "dataset_num_proc", "model_init_kwargs"),
 }
 
 PRM_ARGUMENTS: Mapping[str, Older] = {
     **REWARD_ARGUMENTS,
-    "max_prompt_length": Older("config", "max_prompt_length"),
-    "max_completion_length": Older("config", "max_completion_length"),
-    "step_separator": Older("config", "step_separator"),
-    "train_on_last_step_only": Older("config", "train_on_last_step_only"),
+    **_fields("max_prompt_length", "max_completion_length", "step_separator", "train_on_last_step_only"),
 }
 
 PPO_V2_ARGUMENTS: Mapping[str, Older] = {
