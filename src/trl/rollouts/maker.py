@@ -157,7 +157,7 @@ class RolloutMaker:
 
     def inputs(self, found: Completed, rows: Rows) -> RewardInputs:
         """What reward sources are given."""
-        rows = {**{name: rows[name] for name in rows}, **found.fields}
+        rows = {**rows, **found.fields}
         known = [*self.prompts.reward_columns, *found.fields]
         inputs = reward_inputs(
             found.experience,

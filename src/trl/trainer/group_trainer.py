@@ -130,13 +130,14 @@ class GroupTrainer(OnlineTrainer):
         if rollout_func is not None:
             known = {"vocabulary": self._sets.vocabulary, "window": self._sets.window}
             completer = RolloutFunction(rollout_func, self, **known)
+        refill = Refill(args.max_resampling_rounds, lacks_variance=self.lacks_variance, discard=self.discard)
         self.begin_rollouts(
             engine_of(args, self.model, policy, self.accelerator, own=own, served=served),
             sampling,
             rewards,
             shuffle=bool(args.shuffle_dataset),
             completer=completer,
-            refill=self._refill() if args.dynamic_sampling else None,
+            refill=refill if args.dynamic_sampling else None,
         )
         if own:
             self.check_reward_columns()
@@ -262,10 +263,6 @@ class GroupTrainer(OnlineTrainer):
             self._token_counts.mask(rows, torch.cat(list(chosen)), self.accelerator)
 
     # ---- dynamic sampling
-
-    def _refill(self) -> Refill:
-        rounds = self.args.max_resampling_rounds
-        return Refill(rounds, lacks_variance=self.lacks_variance, discard=self.discard)
 
     def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Which groups have rewards that are all equal, bool `(N / G,)`; `rows` holds the columns per row of whole groups."""

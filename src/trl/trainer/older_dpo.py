@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from trl.data.preference import tokenize_preference_row
-from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.rendering import text_tokenizer
 from trl.models.packed.layout import IGNORED, padded_rows, scored_sequences
 from trl.models.pairs import mean_logits, row_count
 from trl.models.policy import make_scorer
@@ -226,18 +226,7 @@ class OlderDPOMethods:
 
     # ---- rows
 
-    @staticmethod
-    def tokenize_row(
-        features: Mapping[str, str],
-        processing_class: ProcessingClass,
-        max_prompt_length: int | None = None,
-        max_completion_length: int | None = None,
-        add_special_tokens: bool = True,
-    ) -> dict[str, list[int]]:
-        """A row of text as token ids, every part tokenised by itself (see `tokenize_preference_row`)."""
-        return tokenize_preference_row(
-            features, processing_class, max_prompt_length, max_completion_length, add_special_tokens
-        )
+    tokenize_row = staticmethod(tokenize_preference_row)
 
     @staticmethod
     def process_row(
@@ -247,7 +236,7 @@ class OlderDPOMethods:
         max_completion_length: int | None = None,
         add_special_tokens: bool = True,
     ) -> dict[str, Any]:
-        """The same for a row with `images`: the prompt goes through the processor, whose other values are kept."""
+        """`tokenize_row` for a row with `images`: the prompt goes through the processor, whose other values are kept."""
         row: dict[str, Any] = dict(
             tokenize_preference_row(
                 features, processing_class, None, max_completion_length, add_special_tokens
