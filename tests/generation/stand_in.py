@@ -58,7 +58,7 @@ class LocalCopy(PolicyCopy):
     together = False
 
     def __init__(self, model, accelerator=None):
-        super().__init__(model, accelerator=accelerator, window=None, regex=None)
+        super().__init__(model, accelerator=accelerator, context_length=None, regex=None)
 
     def _completed(self, own):
         engine = TransformersEngine(self.model, accelerator=self.accelerator)

@@ -356,7 +356,7 @@ def test_bad_prompts_are_named(make_engine):
     assert engine.generate([], Sampling()) == []
     for prompts, message in [
         ([[3], []], r"prompts\[1\] is empty"),
-        ([[3] * 16], r"prompts\[0\] has 16 tokens, the model's window is 16"),
+        ([[3] * 16], r"prompts\[0\] has 16 tokens, the model's context length is 16"),
         ([[3, 96]], "token ids from 3 to 96, the model has 0 to 95"),
         ([[3, -100]], "token ids from -100"),
     ]:

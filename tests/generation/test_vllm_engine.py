@@ -75,7 +75,7 @@ def stand_in(monkeypatch):
 
 
 def test_requests_say_what_the_sampling_says(stand_in):
-    engine = VLLMEngine(model(), settings=VLLMSettings(window=16, regex="[0-9]+"))
+    engine = VLLMEngine(model(), settings=VLLMSettings(context_length=16, regex="[0-9]+"))
     sampling = Sampling(
         max_new_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2, min_new_tokens=2,
         stop_token_ids=(7, 3), stop_strings=("end",), seed=1,
@@ -86,7 +86,7 @@ def test_requests_say_what_the_sampling_says(stand_in):
     assert [each["max_tokens"] for each in settings] == [
         3,
         6,
-    ]  # their own limit; what the window of 16 leaves
+    ]  # their own limit; what the context length of 16 leaves
     assert settings[0]["seed"] != settings[1]["seed"]
     shared = {name: value for name, value in settings[0].items() if name not in ("max_tokens", "seed")}
     assert shared == {

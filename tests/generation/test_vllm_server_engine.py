@@ -309,7 +309,7 @@ REFUSED = {
     "vocabulary": ({"vocab_size": 80}, None, {}, "a vocabulary of 80, expected the policy's, 96"),
     "window": (
         {}, 20, {"max_prompt_length": 14},
-        "window of 20 tokens, expected at least 21: max_prompt_length=14 and max_completion_length=7",
+        "context length of 20 tokens, expected at least 21: max_prompt_length=14 and max_completion_length=7",
     ),
     "long prompt": ({}, 8, {}, r"prompt.* 8 tokens"),
 }  # fmt: skip

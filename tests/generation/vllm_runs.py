@@ -123,7 +123,7 @@ def shared() -> dict[str, Any]:
 
 
 KINDS = {
-    "plain": lambda: compared(model(), VLLMSettings(window=48)),
+    "plain": lambda: compared(model(), VLLMSettings(context_length=48)),
     "adapted": lambda: compared(adapted(), VLLMSettings()),
     "trained": trained,
     "shared": shared,

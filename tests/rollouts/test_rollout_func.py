@@ -7,7 +7,7 @@ from trl.rollouts.columns import SAMPLING_LOGPS, STOPPED
 from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
 
 IDS = {"prompt_ids": [[3], [3, 9]], "completion_ids": [[4, 2], [5, 6, 7]]}
-LIMITS = {"end_tokens": {2}, "vocabulary": 10, "window": 5}
+LIMITS = {"end_tokens": {2}, "vocabulary": 10, "context_length": 5}
 
 
 def test_an_answer_becomes_an_experience():

@@ -35,7 +35,7 @@ class Script:
 
 
 def play(script, *, iterations=None, length=40, window=None, deadline=5.0):
-    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=iterations, deadline=deadline, window=window)
+    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=iterations, deadline=deadline, context_length=window)
     count = len(script.rows)
     return loop.play(
         [[row, *PROMPT] for row in range(count)],
@@ -78,7 +78,7 @@ def test_sampled_tokens_are_kept_as_they_are():
     def speak(contexts, *, streams, limits):
         return [Generated(turns.pop(0), torch.zeros(1), None, "stop")]
 
-    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=None, deadline=None, window=None)
+    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=None, deadline=None, context_length=None)
     sampling = Sampling(max_new_tokens=30, stop_token_ids=(END,))
     (found,) = loop.play([PROMPT], speak, sampling, streams=[0], template_kwargs=[{"hint": "hi"}])
     names = WORDS.convert_ids_to_tokens(found.ids)
@@ -147,7 +147,7 @@ def test_with_an_engine_a_row_is_the_same_whoever_stands_beside_it():
     def speak(contexts, **more):
         return engine.generate(contexts, sampling, **more)
 
-    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=6, deadline=10.0, window=256)
+    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=6, deadline=10.0, context_length=256)
     prompts = [[*PROMPT, 8 + row % 3] for row in range(24)]
 
     def rows(chosen):
@@ -191,7 +191,7 @@ def test_a_process_that_is_done_goes_on_with_the_others():
         tools_of(TOOLS),
         iterations=None,
         deadline=5.0,
-        window=None,
+        context_length=None,
         agree=lambda done: next(others) and done,
     )
     sampling = Sampling(max_new_tokens=9, stop_token_ids=(END,))

@@ -184,14 +184,14 @@ def check_requests(
     prompts: Sequence[Sequence[int]],
     streams: Sequence[int] | None,
     *,
-    window: int | None,
+    context_length: int | None,
     vocabulary: int | None,
     room: int = 1,
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """The prompts as tuples of ids, and a stream for each.
 
     Raises: ValueError for an empty prompt, an id that is no token, a prompt that does not leave `room`
-    (tokens; 0 where an encoder reads it) in the model's `window`, and a wrong number of streams.
+    (tokens; 0 where an encoder reads it) in the model's `context_length`, and a wrong number of streams.
     """
     found = [_token_ids(prompt) for prompt in prompts]
     for index, prompt in enumerate(found):
@@ -200,10 +200,10 @@ def check_requests(
                 f"prompts[{index}] is empty, expected at least one token. Begin it with the tokenizer's bos "
                 "token."
             )
-        if window is not None and len(prompt) + room > window:
+        if context_length is not None and len(prompt) + room > context_length:
             wanted = " and must leave room for a completion" if room else ""
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, the model's window is {window}{wanted}. "
+                f"prompts[{index}] has {len(prompt)} tokens, the model's context length is {context_length}{wanted}. "
                 "Truncate the prompt."
             )
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
@@ -224,9 +224,9 @@ def _token_ids(prompt: Sequence[int] | Tensor) -> tuple[int, ...]:
 
 
 def completion_limits(
-    starts: Sequence[int], sampling: Sampling, window: int | None, own: Sequence[int] | None = None
+    starts: Sequence[int], sampling: Sampling, context_length: int | None, own: Sequence[int] | None = None
 ) -> list[int]:
-    """The most tokens each completion may have: by `max_new_tokens`, `max_length`, the model's window and its
+    """The most tokens each completion may have: by `max_new_tokens`, `max_length`, the model's context length and its
     `own` limit.
 
     `starts` are the tokens that a completion goes on from: its prompt's, or those that an encoder-decoder
@@ -241,7 +241,7 @@ def completion_limits(
         )
     limits, new_tokens = [], sampling.new_tokens
     for index, start in enumerate(starts):
-        rooms = [bound - start for bound in (window, sampling.max_length) if bound is not None]
+        rooms = [bound - start for bound in (context_length, sampling.max_length) if bound is not None]
         limit = min(rooms if new_tokens is None else [new_tokens, *rooms])
         if limit < 1:
             raise ValueError(

@@ -22,14 +22,16 @@ _KNOWN = ("prompt_ids", "completion_ids", "logprobs")
 class RolloutFunction:
     """Completes prompts by a user's `function(prompts, trainer)`, whose further fields reward functions are given.
 
-    Raises: TypeError or ValueError for an answer that `read_rollouts` refuses, with its `vocabulary` and `window`.
+    Raises: TypeError or ValueError for an answer that `read_rollouts` refuses, with its `vocabulary` and `context_length`.
     """
 
     exact = False
 
-    def __init__(self, function: Any, trainer: Any, *, vocabulary: int | None, window: int | None) -> None:
+    def __init__(
+        self, function: Any, trainer: Any, *, vocabulary: int | None, context_length: int | None
+    ) -> None:
         self.function, self._trainer = function, trainer
-        self._limits = {"vocabulary": vocabulary, "window": window}
+        self._limits = {"vocabulary": vocabulary, "context_length": context_length}
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         ids: Any = rows[PROMPT_IDS]
@@ -64,13 +66,13 @@ def read_rollouts(
     *,
     end_tokens: Collection[int],
     vocabulary: int | None = None,
-    window: int | None = None,
+    context_length: int | None = None,
 ) -> Completed:
     """The answer of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, perhaps `logprobs` of the
     completions' tokens, and further fields. A completion whose last token is one of `end_tokens` has stopped.
 
     Raises: TypeError or ValueError for an answer that is none, has another number of rows or log-probs, token ids that are not
-    below `vocabulary`, more than `window` tokens in a row, or log-probs that are none.
+    below `vocabulary`, more than `context_length` tokens in a row, or log-probs that are none.
     """
     if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= found.keys():
         given = sorted(found) if isinstance(found, Mapping) else type(found).__name__
@@ -86,10 +88,10 @@ def read_rollouts(
     for row, length in enumerate(
         len(ids) + len(more) for ids, more in zip(prompts, completions, strict=True)
     ):
-        if window is not None and length > window:
+        if context_length is not None and length > context_length:
             raise ValueError(
-                f"rollout_func returned {length} tokens of prompt and completion in row {row}, expected at most {window}, the "
-                "model's window. Cut the completion."
+                f"rollout_func returned {length} tokens of prompt and completion in row {row}, expected at most {context_length}, the "
+                "model's context_length. Cut the completion."
             )
     columns = {SAMPLING_LOGPS: _logps(given["logprobs"], completions)} if "logprobs" in given else {}
     stopped = torch.tensor([ids[-1] in end_tokens for ids in completions])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl.generation.engine import Engine, Sampling
 from trl.generation.main_process import any_process, first_stream
-from trl.generation.transformers.engine import TransformersEngine, context_window
+from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.phase import without_wrappers
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
@@ -92,7 +92,7 @@ class TextEnvironment:
     to anything that can be text, by name or in a list. `reward_fn(texts, **columns)` scores the last text
     that the model wrote in each episode; it returns a number for each, or one for all. `prompt` is put in
     front of every query. `max_turns` (of model and tool), `max_length` (tokens of an episode; also at most
-    the model's window) and `max_tool_reponse` (characters of an answer; TRL's spelling, the attribute is `max_tool_response`) are
+    the model's context length) and `max_tool_reponse` (characters of an answer; TRL's spelling, the attribute is `max_tool_response`) are
     limits. `generation_kwargs` are settings of `Sampling`. `engine` (default: a `TransformersEngine` around `model`) generates.
 
     Example:
@@ -128,7 +128,7 @@ class TextEnvironment:
         self.reward_fn, self.prompt = reward_fn, prompt or ""
         self.max_turns, self.max_tool_response = max_turns, max_tool_reponse
         self.engine = engine
-        self.max_length = _shorter(max_length, None if model is None else _window(model))
+        self.max_length = _shorter(max_length, None if model is None else _context_length(model))
         self.generation_kwargs = dict(generation_kwargs or {})
         self.sampling = self._sampling()
         self._is_sharded = model is not None and is_sharded(model)
@@ -269,14 +269,14 @@ class TextEnvironment:
         return histories
 
 
-def _window(model: Any) -> int | None:
-    """The window of the decoder inside a model.
+def _context_length(model: Any) -> int | None:
+    """The context length of the decoder inside a model.
 
     Raises: TypeError for an encoder-decoder.
     """
     inner = without_wrappers(model)
     check_decoder_only(causal_core(inner))
-    return context_window(inner)
+    return context_length_of(inner)
 
 
 def _shorter(first: int | None, second: int | None) -> int | None:

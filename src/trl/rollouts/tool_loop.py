@@ -92,7 +92,7 @@ class ToolLoop:
     """Plays rows of prompts to their end.
 
     A row ends where a turn has no calls, after `iterations` rounds of answers (None: no limit), and where its greatest length
-    or the model's `window` is reached; answers count toward both. Rows that have ended leave; those that go on are read anew
+    or the model's `context_length` is reached; answers count toward both. Rows that have ended leave; those that go on are read anew
     from their first token. `agree` says, of whether this process is done, whether all are (where they must generate together).
     """
 
@@ -103,7 +103,7 @@ class ToolLoop:
         *,
         iterations: int | None,
         deadline: float | None,
-        window: int | None,
+        context_length: int | None,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
         schemas = [tool.schema for tool in tools.values()]
@@ -112,7 +112,7 @@ class ToolLoop:
             ReplyWriter(processing_class, schemas),
         )
         self.runner = ToolRunner(tools, deadline=deadline)
-        self.iterations, self.window, self.agree = iterations, window, agree
+        self.iterations, self.context_length, self.agree = iterations, context_length, agree
 
     def play(
         self,
@@ -124,7 +124,7 @@ class ToolLoop:
         template_kwargs: Sequence[Mapping[str, Any]],
     ) -> list[Episode]:
         """An episode of each prompt. What one becomes depends on its prompt, its stream and its tools' answers alone."""
-        limits = completion_limits([len(prompt) for prompt in prompts], sampling, self.window)
+        limits = completion_limits([len(prompt) for prompt in prompts], sampling, self.context_length)
         episodes = [
             Episode(list(prompt), stream, limit, kwargs)
             for prompt, stream, limit, kwargs in zip(prompts, streams, limits, template_kwargs, strict=True)

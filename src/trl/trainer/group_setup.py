@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trl.generation.engine import Engine, Sampling
-from trl.generation.transformers.engine import TransformersEngine, context_window
+from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.stopping import end_tokens
 from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
@@ -51,7 +51,7 @@ def rollout_window(args: GroupTraining, policy: Policy) -> int | None:
     """The most tokens of prompt and completion: the model's, or vLLM's where that has fewer; None where nobody says."""
     given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
     found = given, policy.window
-    return context_window(policy.model, min((each for each in found if each is not None), default=None))
+    return context_length_of(policy.model, min((each for each in found if each is not None), default=None))
 
 
 def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
@@ -104,7 +104,7 @@ def with_served_window(policy: Policy, args: GroupTraining, served: Served | Non
     if served is None:
         return policy
     check_served(served, args, policy)
-    return policy._replace(window=served.window)
+    return policy._replace(window=served.context_length)
 
 
 def engine_of(
@@ -120,14 +120,14 @@ def engine_of(
     is not its `own` rollouts that are learned from."""
     if served is not None:
         return server_engine(
-            served, args, model, window=rollout_window(args, policy), accelerator=accelerator
+            served, args, model, context_length=rollout_window(args, policy), accelerator=accelerator
         )
     parts = {"tokenizer": policy.tokenizer, "accelerator": accelerator}
     if not (args.use_vllm and own):
         return TransformersEngine(model, gather_zero3=args.ds3_gather_for_generation, **parts)
     settings = VLLMSettings(
         memory=args.vllm_gpu_memory_utilization,
-        window=getattr(args, "vllm_max_model_length", None),
+        context_length=getattr(args, "vllm_max_model_length", None),
         implementation=args.vllm_model_impl,
         sleeps=args.vllm_enable_sleep_mode,
         regex=args.vllm_guided_decoding_regex,
@@ -214,5 +214,5 @@ def tool_completer(
         template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
         iterations=args.max_tool_calling_iterations,
         deadline=args.tool_deadline,
-        window=rollout_window(args, policy),
+        context_length=rollout_window(args, policy),
     )

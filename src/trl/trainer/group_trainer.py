@@ -128,7 +128,7 @@ class GroupTrainer(OnlineTrainer):
         )
         completer: Completer | None = self.images or asks
         if rollout_func is not None:
-            known = {"vocabulary": self._sets.vocabulary, "window": self._sets.window}
+            known = {"vocabulary": self._sets.vocabulary, "context_length": self._sets.window}
             completer = RolloutFunction(rollout_func, self, **known)
         refill = Refill(args.max_resampling_rounds, lacks_variance=self.lacks_variance, discard=self.discard)
         self.begin_rollouts(

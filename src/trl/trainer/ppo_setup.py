@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.data.step_inputs import TokenLimits
-from trl.generation.transformers.engine import context_window
+from trl.generation.transformers.engine import context_length_of
 from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.policy import make_scorer, report_fallbacks
@@ -206,7 +206,7 @@ def token_limits(model: ModelWithValueHead) -> TokenLimits:
     """What the policy can read."""
     core: Any = model.get_base_model()
     start = core.config.decoder_start_token_id if core.config.is_encoder_decoder else None
-    return TokenLimits(embedded_tokens(core), context_window(model.pretrained_model), start)
+    return TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
 
 
 def enable_checkpointing(model: ModelWithValueHead) -> None:

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from trl.data.pipeline import STREAM_BATCH
 from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_reader
 from trl.data.validation import Place
-from trl.generation.transformers.engine import context_window
+from trl.generation.transformers.engine import context_length_of
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.rollouts.prompt_stream import PromptStream
@@ -32,7 +32,7 @@ class PromptSets:
 
     def __init__(self, policy: Policy, room: tuple[str, int | None], **settings: Any) -> None:
         self.policy, (self._name, self._room), self._settings = policy, room, settings
-        self.window = context_window(policy.model)
+        self.window = context_length_of(policy.model)
         self.vocabulary = embedded_tokens(policy.model)
 
     def __call__(self, dataset: Any, name: str) -> Dataset:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from trl.experimental.ppo.ppo_config import PPOConfig
-from trl.generation.transformers.engine import context_window
+from trl.generation.transformers.engine import context_length_of
 from trl.models.classifier_setup import REWARD_MODEL, load_classifier, take_pad_token
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
@@ -125,11 +125,11 @@ def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) 
     """
     every = [part for given in sets for part in (given.values() if isinstance(given, dict) else [given])]
     longest = max((len(ids) for part in every if part is not None for ids in part["input_ids"]), default=0)
-    own = context_window(parts.policy.model)
+    own = context_length_of(parts.policy.model)
     needed = longest + room if own is None else min(longest + room, own)
     readers = {"value_model": parts.model.value_model, "ref_model": getattr(reference, "module", None)}
     for name, model in readers.items():
-        window = None if model is None else context_window(model)
+        window = None if model is None else context_length_of(model)
         if window is not None and window < needed:
             raise ValueError(
                 f"{name} has positions for {window} tokens, a prompt with its response may have {needed} (the longest prompt has "

@@ -98,17 +98,17 @@ class TransformersEngine:
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as model:
             core = causal_core(model)
-            window = context_window(model)
+            context_length = context_length_of(model)
             found, names = check_requests(
                 prompts,
                 streams,
-                window=window,
+                context_length=context_length,
                 vocabulary=embedded_tokens(core),
                 room=0 if _begin(core) else 1,
             )
             if not found:
                 return []
-            requests = self._requests(core, found, names, sampling, window, seed, limits)
+            requests = self._requests(core, found, names, sampling, context_length, seed, limits)
             requests.listener = listener
             with _autocast(core.device.type, dtype):
                 self._run(model, core, requests, dtype, more_inputs)
@@ -141,7 +141,7 @@ class TransformersEngine:
         prompts: list[tuple[int, ...]],
         streams: list[int],
         sampling: Sampling,
-        window: int | None,
+        context_length: int | None,
         seed: int,
         limits: Sequence[int] | None,
     ) -> Requests:
@@ -152,7 +152,7 @@ class TransformersEngine:
                 "has its full length. Set eos_token_id in its generation config, or Sampling.stop_token_ids."
             )
         return Requests(
-            prompts, streams, replace(sampling, seed=seed), window=window, ends=ends,
+            prompts, streams, replace(sampling, seed=seed), context_length=context_length, ends=ends,
             strings=self._stop_strings(sampling, core), device=core.device, begin=_begin(core), limits=limits,
             processors=Processors(core, sampling, ends) if sampling.processors else None,
         )  # fmt: skip
@@ -229,17 +229,17 @@ def forward_obstacle(model: Any, core: Any) -> str | None:
     return obstacle or prompt_learning_obstacle(model) or head_obstacle(core, logit_rule(core.config))
 
 
-def context_window(model: Any, at_most: int | None = None) -> int | None:
+def context_length_of(model: Any, at_most: int | None = None) -> int | None:
     """The most tokens that a model has positions for beside virtual ones, or `at_most`; None where neither says.
 
     A decoder's hold prompt and completion, an encoder-decoder has as many for each.
     """
     config = causal_core(model).config
     config = config if getattr(config, "is_encoder_decoder", False) else config.get_text_config()
-    window = getattr(config, "max_position_embeddings", None)
-    if window is not None and prompt_learning_obstacle(model) is not None:
-        window -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
-    return min((each for each in (window, at_most) if each is not None), default=None)
+    context_length = getattr(config, "max_position_embeddings", None)
+    if context_length is not None and prompt_learning_obstacle(model) is not None:
+        context_length -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
+    return min((each for each in (context_length, at_most) if each is not None), default=None)
 
 
 def _pad(core: Any, tokenizer: Any | None) -> int:

@@ -68,7 +68,7 @@ class Requests:
         streams: Sequence[int],
         sampling: Sampling,
         *,
-        window: int | None,
+        context_length: int | None,
         ends: Sequence[int],
         strings: StopStrings | None,
         device: torch.device,
@@ -83,7 +83,7 @@ class Requests:
         self.prompts = list(numbers)
         self.prompt_of = [numbers[prompt] for prompt in prompts]
         starts = [len(prompt if begin is None else begin) for prompt in prompts]
-        self.limits = completion_limits(starts, sampling, window, limits)
+        self.limits = completion_limits(starts, sampling, context_length, limits)
         self.longest = max(self.limits)
         self.stops = StopRule(self._tensor(self.limits), self._tensor(ends), strings)
         self.keys = stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, streams).to(device)

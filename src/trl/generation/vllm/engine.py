@@ -22,14 +22,14 @@ from trl.generation.vllm.weights import WeightParts
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """How vLLM is set up: `memory` is its share of the device's memory in (0, 1], `window` the most tokens of prompt and
+    """How vLLM is set up: `memory` is its share of the device's memory in (0, 1], `context_length` the most tokens of prompt and
     completion (None: the model's), `implementation` whose code of the model runs (`"vllm"`, `"transformers"`), `sleeps`
     whether its memory is given back between generations (GPUs), `regex` what every completion must match, `parallel` over
     how many processes one copy is split (tensor parallelism)."""
 
     memory: float = 0.3
     parallel: int = 1
-    window: int | None = None
+    context_length: int | None = None
     implementation: str = "vllm"
     sleeps: bool = False
     regex: str | None = None
@@ -56,7 +56,7 @@ class VLLMEngine(PolicyCopy):
     ) -> None:
         check_vllm()
         self.tokenizer, self.settings = tokenizer, settings or VLLMSettings()
-        own = {"window": self.settings.window, "regex": self.settings.regex}
+        own = {"context_length": self.settings.context_length, "regex": self.settings.regex}
         super().__init__(model, accelerator=accelerator, **own)
         self._sharing = _sharing(self.settings.parallel)
         self._asleep = False
@@ -141,7 +141,7 @@ class VLLMEngine(PolicyCopy):
                 skip_tokenizer_init=self.tokenizer is None,
                 load_format="dummy",
                 dtype=str(self._dtype(core)).removeprefix("torch."),
-                max_model_len=self.settings.window,
+                max_model_len=self.settings.context_length,
                 gpu_memory_utilization=self.settings.memory,
                 model_impl=self.settings.implementation,
                 enable_sleep_mode=self.settings.sleeps,

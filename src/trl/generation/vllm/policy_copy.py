@@ -12,7 +12,7 @@ from torch import nn
 
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
 from trl.generation.main_process import raise_in_all
-from trl.generation.transformers.engine import context_window
+from trl.generation.transformers.engine import context_length_of
 from trl.generation.transformers.phase import generating, without_wrappers
 from trl.generation.transformers.requests import fresh_seed, stream_keys
 from trl.generation.transformers.stopping import end_tokens
@@ -35,7 +35,7 @@ class PolicyCopy(ABC):
     """Completions by a copy of the policy, which `sync_weights` brings up to date, adapters added on the way.
 
     Log-probs are the copy's, of the distribution that was sampled from; they differ from the policy's by the rounding of
-    other kernels, and `kept` is never known. `window` is the most tokens of prompt and completion (None: the model's), `regex`
+    other kernels, and `kept` is never known. `context_length` is the most tokens of prompt and completion (None: the model's), `regex`
     what every completion must match.
     """
 
@@ -46,11 +46,11 @@ class PolicyCopy(ABC):
         model: nn.Module,
         *,
         accelerator: Any | None,
-        window: int | None,
+        context_length: int | None,
         regex: str | None,
     ) -> None:
         self.model, self.accelerator = model, accelerator
-        self.window, self.regex = window, regex
+        self.context_length, self.regex = context_length, regex
         self._sent: tuple[int, ...] | None = None  # which weights the copy has
         check_sendable(without_wrappers(model))
 
@@ -112,9 +112,9 @@ class PolicyCopy(ABC):
         limits: Sequence[int] | None,
     ) -> list[Request]:
         core = self._core()
-        window = context_window(core, self.window)
-        found, names = check_requests(prompts, streams, window=window, vocabulary=None)
-        longest = completion_limits([len(prompt) for prompt in found], sampling, window, limits)
+        context_length = context_length_of(core, self.context_length)
+        found, names = check_requests(prompts, streams, context_length=context_length, vocabulary=None)
+        longest = completion_limits([len(prompt) for prompt in found], sampling, context_length, limits)
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         keys = stream_keys(seed, names).tolist() if names else []
         ends = sorted(end_tokens(sampling.stop_token_ids, core))

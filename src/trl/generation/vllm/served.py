@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trl.generation.main_process import by_main
-from trl.generation.transformers.engine import MIXED, context_window
+from trl.generation.transformers.engine import MIXED, context_length_of
 from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.models.parts import causal_core
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class Served(NamedTuple):
-    """A server that answers, and what it serves: its window in tokens of prompt and completion, its vocabulary's size, its
+    """A server that answers, and what it serves: its context length in tokens of prompt and completion, its vocabulary's size, its
     dtype. Only the main process has the `client`."""
 
     client: VLLMClient | None
     address: str
     model: str
-    window: int
+    context_length: int
     vocabulary: int
     dtype: str
 
@@ -54,7 +54,7 @@ def served_of(args: Any) -> Served:
 
 
 def check_served(served: Served, args: Any, policy: Policy) -> None:
-    """Raise ValueError where the server cannot stand for the policy: another vocabulary, or a window that is too small."""
+    """Raise ValueError where the server cannot stand for the policy: another vocabulary, or a context length that is too small."""
     vocabulary = causal_core(policy.model).config.get_text_config().vocab_size
     where = f"the vLLM server at {served.address} serves {served.model}"
     if served.vocabulary != vocabulary:
@@ -67,10 +67,10 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
         args.max_prompt_length == type(args).max_prompt_length
     ):  # prompts are checked themselves where they are prepared
         longest = 1
-    own = context_window(policy.model, getattr(args, "vllm_max_model_length", None))
-    if served.window < room + longest and (own is None or own >= room + longest):
+    own = context_length_of(policy.model, getattr(args, "vllm_max_model_length", None))
+    if served.context_length < room + longest and (own is None or own >= room + longest):
         raise ValueError(
-            f"{where}, with a window of {served.window} tokens, expected at least {room + longest}: max_prompt_length="
+            f"{where}, with a context length of {served.context_length} tokens, expected at least {room + longest}: max_prompt_length="
             f"{args.max_prompt_length} and max_completion_length={args.max_completion_length}. Start it with --max_model_len "
             f"{room + longest}, or lower them."
         )
@@ -83,14 +83,14 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
 
 
 def server_engine(
-    served: Served, args: Any, model: Any, *, window: int | None, accelerator: Any
+    served: Served, args: Any, model: Any, *, context_length: int | None, accelerator: Any
 ) -> VLLMServerEngine:
     """What generates through the server."""
     return VLLMServerEngine(
         model,
         served.client,
         accelerator=accelerator,
-        window=window,
+        context_length=context_length,
         regex=args.vllm_guided_decoding_regex,
         patience=args.vllm_server_timeout,
     )

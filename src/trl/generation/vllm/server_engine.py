@@ -36,12 +36,12 @@ class VLLMServerEngine(PolicyCopy):
         client: VLLMClient | None,
         *,
         accelerator: Any | None = None,
-        window: int | None = None,
+        context_length: int | None = None,
         regex: str | None = None,
         patience: float = 240.0,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(model, accelerator=accelerator, window=window, regex=regex)
+        super().__init__(model, accelerator=accelerator, context_length=context_length, regex=regex)
         self.client, self.patience, self._device = client, patience, device
 
     @property
