@@ -96,18 +96,24 @@ class Sampling:
         return not self.do_sample or self.temperature == 0
 
     @property
-    def cuts(self) -> bool:
+    def truncates_distribution(self) -> bool:
         """Whether some tokens may be left out of the distribution, so that the kept mass is below 1."""
         return not self.greedy and bool(
             self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
         )
 
     @property
-    def bends(self) -> bool:
+    def alters_distribution(self) -> bool:
         """Whether tokens are drawn from another distribution than the policy's at this temperature: one that is cut, greedy or
         penalised, or that has no stop tokens up to a least length."""
         bans = self.stop_token_ids != () and max(self.min_new_tokens, self.min_length) > 0
-        return self.cuts or self.greedy or self.repetition_penalty != 1 or bans or bool(self.processors)
+        return (
+            self.truncates_distribution
+            or self.greedy
+            or self.repetition_penalty != 1
+            or bans
+            or bool(self.processors)
+        )
 
     def refuse_processors(self, engine: str) -> None:
         """Raise ValueError for settings that only transformers' logits processors apply."""

@@ -115,7 +115,7 @@ class RolloutMaker:
     @property
     def exact(self) -> bool:
         """Whether log-probs of sampling are those of the plain policy in the engine's precision."""
-        return self.completer.exact and self.engine.exact and not self.sampling.bends
+        return self.completer.exact and self.engine.exact and not self.sampling.alters_distribution
 
     def follow(self, model: Any, state: Any) -> None:
         """Generate with the present weights of `model` from now on; `state` is the trainer's, for reward functions."""

@@ -43,7 +43,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
         ids = values.argmax(dim=1)
         return Chosen(ids, _at(values, ids) - totals.log(), None)
     kept = None
-    if sampling.cuts:
+    if sampling.truncates_distribution:
         exps[:, : values.shape[1]].masked_fill_(values < _border(values, exps, sampling)[:, None], 0.0)
         remaining = exps.sum(dim=1)
         kept, totals = (remaining / totals).log(), remaining
