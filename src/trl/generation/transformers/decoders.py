@@ -73,7 +73,7 @@ MOST_COPIED_BYTES = 4 << 30
 _PACKED_FOR = 64  # rows; the layout is as fast for others
 
 
-def fused_obstacle(model: Any) -> str | None:
+def fused_unsupported_reason(model: Any) -> str | None:
     """Why a decoder has no step of our own, in words; None where it has."""
     config = model.config
     if config.model_type not in FUSED_MODEL_TYPES:

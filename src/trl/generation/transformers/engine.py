@@ -15,7 +15,7 @@ from trl.generation.engine import Generated, Sampling, check_requests
 from trl.generation.transformers.attention import rollout_attention_of
 from trl.generation.transformers.cache import RolloutCache
 from trl.generation.transformers.choosing import Processors
-from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_obstacle
+from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported_reason
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
 from trl.generation.transformers.phase import generating
 from trl.generation.transformers.requests import Requests, fresh_seed
@@ -198,11 +198,11 @@ class TransformersEngine:
         if self.route == "generate":
             return "generate"
         if self._looked_at is None or self._looked_at[0] is not core:
-            self._looked_at = core, forward_obstacle(model, core)
+            self._looked_at = core, forward_unsupported_reason(model, core)
         obstacle = self._looked_at[1]
         if obstacle is None and is_sharded(core) and not self.gather_zero3:
             obstacle = "its weights stay sharded"
-        own = obstacle or fused_obstacle(core)
+        own = obstacle or fused_unsupported_reason(core)
         for route, reason in (("fused", own), ("forward", obstacle)):
             if reason is None and self.route in ("auto", route):
                 return route  # pyright: ignore[reportReturnType]
@@ -219,7 +219,7 @@ class TransformersEngine:
             logger.warning(message)
 
 
-def forward_obstacle(model: Any, core: Any) -> str | None:
+def forward_unsupported_reason(model: Any, core: Any) -> str | None:
     """Why a model's own forward cannot run over our cache, in words; None where it can."""
     obstacle = flat_obstacle(core) if not getattr(core.config, "is_encoder_decoder", False) else None
     if getattr(core.config, "is_encoder_decoder", False):
