@@ -10,7 +10,7 @@ from tests.trainer import grpo_tool_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from tests.two_processes import launch
 from trl.rollouts.columns import SCORES
-from trl.rollouts.schedule import WindowSizes, refill_rows, refill_streams, window_rows
+from trl.rollouts.schedule import WindowSizes, refill_rows, refill_rng_streams, window_rows
 
 ON = {"dynamic_sampling": True, "reward_funcs": first_is_rare}
 
@@ -33,7 +33,7 @@ def test_refills_are_other_prompts_until_there_are_no_others():
 
 def test_every_round_has_random_streams_of_its_own():
     sizes = WindowSizes(rows=8, mini_batches=1, passes=1, micro_batches=1, processes=1, group=4)
-    streams = [refill_streams(turn, range(8), sizes, window=w) for turn in (1, 2) for w in (0, 1)]
+    streams = [refill_rng_streams(turn, range(8), sizes, window=w) for turn in (1, 2) for w in (0, 1)]
     evaluation = [0x5EED * 2**32 + row for row in range(2**10)]
     every = [*range(16), *evaluation, *(stream for part in streams for stream in part)]
     assert len(set(every)) == len(every)

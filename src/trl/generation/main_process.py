@@ -17,7 +17,7 @@ def process_count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def first_stream() -> int:
+def first_rng_stream() -> int:
     """The first random stream of this process: processes that share a seed must not draw the same for the same query."""
     ready = dist.is_available() and dist.is_initialized()
     return dist.get_rank() * _STREAMS if ready else 0

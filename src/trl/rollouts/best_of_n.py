@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from trl.generation.engine import Engine, Sampling
-from trl.generation.main_process import first_stream
+from trl.generation.main_process import first_rng_stream
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.transformers.phase import without_wrappers
 from trl.generation.transformers.requests import fresh_seed
@@ -101,7 +101,7 @@ class BestOfNSampler:
         if "max_new_tokens" in generation_kwargs:
             lengths = [sampling.max_new_tokens or max(lengths)] * len(queries)
         prompts = [query for query in queries for _ in range(self.sample_size)]
-        first = first_stream()
+        first = first_rng_stream()
         found = self.engine.generate(prompts, sampling, streams=range(first, first + len(prompts)))
         return [done.ids[: lengths[at // self.sample_size]] for at, done in enumerate(found)]
 

@@ -129,7 +129,7 @@ def refill_rows(
     return found[first : first + count]
 
 
-def refill_streams(turn: int, rows: Sequence[int], sizes: WindowSizes, *, window: int) -> list[int]:
+def refill_rng_streams(turn: int, rows: Sequence[int], sizes: WindowSizes, *, window: int) -> list[int]:
     """Random streams for rows of a window that are sampled again, in refill `turn` 1, 2, ... of it: no other row has them."""
     return [turn * _ROUND + window * sizes.rows + row for row in rows]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trl.generation.engine import Engine, Sampling
-from trl.generation.main_process import any_process, first_stream
+from trl.generation.main_process import any_process, first_rng_stream
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.phase import without_wrappers
 from trl.models.distributed import is_sharded
@@ -190,7 +190,9 @@ class TextEnvironment:
         """Let the model write in every history that is not completed."""
         active = [index for index, history in enumerate(histories) if not history.completed]
         prompts = [histories[index].tokens.tolist() for index in active]
-        found = self.engine.generate(prompts, self.sampling, streams=[first_stream() + one for one in active])
+        found = self.engine.generate(
+            prompts, self.sampling, streams=[first_rng_stream() + one for one in active]
+        )
         for index, completion in zip(active, found, strict=True):
             histories[index].append_segment(self._text(completion.ids), completion.ids, system=False)
         return histories

@@ -38,7 +38,7 @@ def _mixed(words: Tensor) -> Tensor:
     return words ^ _shifted(words, 31)
 
 
-def stream_keys(seed: int, streams: Sequence[int]) -> Tensor:
+def rng_stream_keys(seed: int, streams: Sequence[int]) -> Tensor:
     """The key of each stream, int64 `(N,)`: streams of different seeds have nothing in common."""
     start = _mixed(torch.tensor([_signed(seed * _STEP + _STEP)]))
     names = torch.tensor([_signed(stream) for stream in streams], dtype=torch.int64)
@@ -48,7 +48,7 @@ def stream_keys(seed: int, streams: Sequence[int]) -> Tensor:
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Number `positions[i]` of stream `keys[i]`, uniform in [0, 1): float64 of their shape.
 
-    >>> keys = stream_keys(7, [0, 1])
+    >>> keys = rng_stream_keys(7, [0, 1])
     >>> bool(torch.equal(uniforms(keys, torch.tensor([5, 5]))[:1], uniforms(keys[:1], torch.tensor([5]))))
     True
     """
@@ -86,7 +86,9 @@ class Requests:
         self.limits = completion_limits(starts, sampling, context_length, limits)
         self.longest = max(self.limits)
         self.stops = StopRule(self._tensor(self.limits), self._tensor(ends), strings)
-        self.keys = stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, streams).to(device)
+        self.keys = rng_stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, streams).to(
+            device
+        )
         minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
         self.minima = self._tensor(minima) if max(minima) > 0 else None
         self.begin = begin

@@ -14,7 +14,7 @@ from trl.generation.engine import Generated, Sampling, check_requests, completio
 from trl.generation.main_process import raise_in_all
 from trl.generation.transformers.engine import context_length_of
 from trl.generation.transformers.phase import generating, without_wrappers
-from trl.generation.transformers.requests import fresh_seed, stream_keys
+from trl.generation.transformers.requests import fresh_seed, rng_stream_keys
 from trl.generation.transformers.stopping import end_tokens
 from trl.generation.vllm.weights import WeightParts, check_sendable
 from trl.models.distributed import is_fsdp1, reshard
@@ -116,7 +116,7 @@ class PolicyCopy(ABC):
         found, names = check_requests(prompts, streams, context_length=context_length, vocabulary=None)
         longest = completion_limits([len(prompt) for prompt in found], sampling, context_length, limits)
         seed = fresh_seed() if sampling.seed is None else sampling.seed
-        keys = stream_keys(seed, names).tolist() if names else []
+        keys = rng_stream_keys(seed, names).tolist() if names else []
         ends = sorted(end_tokens(sampling.stop_token_ids, core))
         shared = _shared_settings(sampling, ends, self.regex)
         return [
