@@ -102,7 +102,7 @@ class RewardSources:
             check_one_of("reward_failure", policy, get_args(RewardFailure))
         self._threads = [ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND) for _ in self.names]
         self._loop = AsyncCalls("reward")
-        self._said: set[Any] = set()
+        self._warned: set[Any] = set()
         self.unscored_rows = 0  # so far
 
     @property
@@ -191,20 +191,20 @@ class RewardSources:
                 raise given
             answers = read_answers(given, count=len(inputs))
         except Exception as error:
-            self._speak_or_raise(number, error)
+            self._warn_or_raise(number, error)
             return Answers([None] * len(inputs), dict.fromkeys(range(len(inputs)), "nothing"))
         if answers.unusable:
-            self._speak_or_raise(number, RewardError(describe_unusable(answers.unusable, inputs.row_text)))
+            self._warn_or_raise(number, RewardError(describe_unusable(answers.unusable, inputs.row_text)))
         return answers
 
-    def _speak_or_raise(self, number: int, error: Exception) -> None:
+    def _warn_or_raise(self, number: int, error: Exception) -> None:
         what = str(error) if isinstance(error, _IN_OUR_WORDS) else f"raised {type(error).__name__}: {error}"
         what = f"Reward source {self.names[number]!r} {what.rstrip('.')}."
         cause = None if isinstance(error, _IN_OUR_WORDS) else error
         if self._policies[number] == "error":
             raise RewardError(f"{what} reward_failure='skip' would go on without its opinion.") from cause
-        if (number, type(error)) not in self._said:
-            self._said.add((number, type(error)))
+        if (number, type(error)) not in self._warned:
+            self._warned.add((number, type(error)))
             logger.warning(
                 "%s It has no opinion on these rows (reward_failure='skip'); the like is counted from now on, and not said again.",
                 what,
@@ -222,14 +222,14 @@ class RewardSources:
             for name, column in zip(self.names, scores.unbind(dim=1), strict=True)
         }
         result = RewardResult(self.names, scores, self.weights, nones, dict(failures))
-        self._speak_of_unscored(result.unscored, inputs)
+        self._warn_unscored(result.unscored, inputs)
         return result
 
-    def _speak_of_unscored(self, unscored: Tensor, inputs: RewardInputs) -> None:
+    def _warn_unscored(self, unscored: Tensor, inputs: RewardInputs) -> None:
         rows = unscored.nonzero()[:, 0].tolist()
         self.unscored_rows += len(rows)
-        if rows and "unscored" not in self._said:
-            self._said.add("unscored")
+        if rows and "unscored" not in self._warned:
+            self._warned.add("unscored")
             logger.warning(
                 "%d of %d rollouts got no reward: no source has an opinion on them, the first is %s. Such rows are counted "
                 "from now on, and not spoken of again. Let one of %s answer every row.",

@@ -118,7 +118,7 @@ class TokenCounts:
 
     def __init__(self, *, masks_truncated: bool) -> None:
         self._masks_truncated = masks_truncated
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._counts = dict.fromkeys(BUCKETS, 0)
 
     def add(self, rows: Experience, accelerator: Any, advantages: Tensor | None = None) -> dict[str, int]:
@@ -153,15 +153,15 @@ class TokenCounts:
         self._counts = {name: count + added[name] for name, count in self._counts.items()}
         return added
 
-    def speak_of_untrained(self, added: Mapping[str, int]) -> None:
+    def warn_untrained(self, added: Mapping[str, int]) -> None:
         """Say, once for each reason, that nothing is learned from a whole batch of completions."""
         reasons = {name: count for name, count in added.items() if count and name in _WHY}
         if added["trained"] or not reasons:
             return
         why = max(reasons, key=lambda name: reasons[name])
-        if why in self._said:
+        if why in self._warned:
             return
-        self._said.add(why)
+        self._warned.add(why)
         logger.warning(
             "No token of a batch of completions is trained (%s): its loss is 0, but for a divergence from the reference. Of "
             "most of them %s. Later ones are counted in tokens/%s.",
@@ -170,11 +170,11 @@ class TokenCounts:
             why,
         )
 
-    def speak_of_price(self, beta: float, *, metric: str) -> None:
+    def warn_only_kl_differs(self, beta: float, *, metric: str) -> None:
         """Say, once, that completions of a whole batch differ by the price of their divergence alone."""
-        if "price" in self._said:
+        if "price" in self._warned:
             return
-        self._said.add("price")
+        self._warned.add("price")
         logger.warning(
             "In a batch of completions %s. They differ by the price of their divergence from the reference alone (beta=%s), and "
             "only that is learned. Later ones are counted in %s.",

@@ -236,7 +236,7 @@ class GroupTrainer(OnlineTrainer):
         if self.rollouts.refill is not None:
             self._sums["train"].add_all(self.rollouts.refill.measured)
         added = self._count_sampled(experience)
-        self._token_counts.speak_of_untrained(added)
+        self._token_counts.warn_untrained(added)
         if self.args.log_completions:
             advantages = experience.per_row[ADVANTAGE]
             self._shown.gather(experience, self.rollouts.texts, self.rewards.names, advantages=advantages)

@@ -144,7 +144,7 @@ class RLOOTrainer(GroupTrainer):
         """With the divergence from the reference; says, once, where only that is learned from."""
         found = {**self.token_metrics(experience), **super().rollout_metrics(experience, share=share)}
         if EQUAL in found and found[EQUAL].mean == 1:
-            self._token_counts.speak_of_price(self.args.beta, metric=EQUAL)
+            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL)
         return found
 
     def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:

@@ -52,7 +52,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
             raise ValueError(f"max_requests must be >= 0, got {max_requests}. Use None for no limit.")
         self.max_requests, self.max_workers = max_requests, max_workers
         self.num_requests = 0
-        self._said: set[Any] = set()
+        self._warned: set[Any] = set()
 
     @abstractmethod
     def answer(self, content: str) -> str | None:
@@ -82,7 +82,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         left = wanted if self.max_requests is None else min(wanted, self.max_requests - self.num_requests)
         self.num_requests += left
         if left < wanted:
-            self._say_once(
+            self._warn_once(
                 "requests",
                 "%s has made its %d requests (max_requests): every further pair is answered with -1. Raise it, or use None for "
                 "no limit.",
@@ -100,7 +100,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         if len(failed) == len(found):
             raise failed[0]
         if failed:
-            self._say_once(
+            self._warn_once(
                 type(failed[0]),
                 "%s: %d of %d requests failed (%s: %s) and are answered with -1. The like is not said again.",
                 type(self).__name__,
@@ -111,9 +111,9 @@ class ChatPairwiseJudge(BasePairwiseJudge):
             )
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
-    def _say_once(self, about: Any, message: str, *values: Any) -> None:
-        if about not in self._said:
-            self._said.add(about)
+    def _warn_once(self, about: Any, message: str, *values: Any) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
             logger.warning(message, *values)
 
 
