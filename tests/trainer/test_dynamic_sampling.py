@@ -10,7 +10,7 @@ from tests.trainer import grpo_tool_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from tests.two_processes import launch
 from trl.rollouts.columns import SCORES
-from trl.rollouts.schedule import WindowSizes, refill_rows, refill_rng_streams, window_rows
+from trl.rollouts.schedule import WindowSizes, refill_rng_streams, refill_rows, window_rows
 
 ON = {"dynamic_sampling": True, "reward_funcs": first_is_rare}
 

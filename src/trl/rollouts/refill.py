@@ -17,7 +17,7 @@ from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.group_window import rows_of_groups
 from trl.rollouts.maker import RolloutMaker
 from trl.rollouts.measures import of_all_processes
-from trl.rollouts.schedule import refill_rows, refill_rng_streams
+from trl.rollouts.schedule import refill_rng_streams, refill_rows
 from trl.tensors.reduce import Weighted
 
 Texts = list[tuple[Any, Any]]
