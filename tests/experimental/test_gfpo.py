@@ -43,7 +43,7 @@ def test_the_function_is_asked_with_whole_groups_and_their_columns():
 
     data = prompts().add_column("level", list(range(14)))
     trainer, _ = make("gfpo", data=data, shuffle_dataset=False, given={"group_filter_func": look})
-    experience = trainer.make_window(0)
+    experience = trainer.make_rollout_batch(0)
     assert seen["level"] == [[0] * 4, [1] * 4] and seen["trainer_state"] is trainer.state
     ids = [row.tolist() for row in experience.completions.split()]
     assert seen["completion_ids"] == [ids[:4], ids[4:]]
@@ -59,7 +59,7 @@ def test_it_is_grpo_on_the_completions_that_remain(loss_type):
     """The gradient is that of a GRPO run whose prompts were completed twice, with what remained."""
     settings = {"loss_type": loss_type, "beta": 0.0, "max_steps": 1, "per_device_train_batch_size": 16}
     trainer, found = make("gfpo", **settings)
-    experience = trainer.make_window(0)
+    experience = trainer.make_rollout_batch(0)
     kept = experience.take((~experience.per_row[FILTERED]).nonzero()[:, 0])
     trainer.train()
 
@@ -199,4 +199,4 @@ def test_half_a_function_is_refused():
 def test_answers_that_are_no_scores_are_named(answer, error, words):
     trainer, _ = make("gfpo", given={"group_filter_func": lambda group_completions: answer})
     with pytest.raises(error, match=words):
-        trainer.make_window(0)
+        trainer.make_rollout_batch(0)

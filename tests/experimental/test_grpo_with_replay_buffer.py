@@ -10,7 +10,7 @@ from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
 from tests.two_processes import launch
 from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferConfig
-from trl.rollouts.columns import ADVANTAGE, OLD, REPLAYED, SCORES, TOOL_OUTPUT, WINDOW_SHARE
+from trl.rollouts.columns import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES, TOOL_OUTPUT
 from trl.rollouts.experience import Experience
 from trl.rollouts.replay import GroupBuffer
 from trl.tensors.ragged import Ragged
@@ -53,10 +53,10 @@ def only_at_first(completion_ids, trainer_state, **_):
 
 def test_groups_that_teach_nothing_give_way_to_earlier_ones():
     trainer, _ = make("replay", reward_funcs=only_at_first)
-    first = trainer.make_window(0)
+    first = trainer.make_rollout_batch(0)
     assert not first.per_row[REPLAYED].any() and len(trainer.buffer) == 2
     trainer.state.global_step = 1
-    second = trainer.make_window(1)
+    second = trainer.make_rollout_batch(1)
     assert second.per_row[REPLAYED].all() and len(trainer.buffer) == 2
     pairs = [
         (second.take(torch.arange(n, n + 4)), first.take(torch.arange(m, m + 4))) for n, m in ((0, 0), (4, 4))
@@ -68,7 +68,7 @@ def test_groups_that_teach_nothing_give_way_to_earlier_ones():
         for name in (ADVANTAGE, SCORES):
             assert torch.equal(own.per_row[name], earlier.per_row[name])
         assert torch.equal(own.per_token[OLD], earlier.per_token[OLD])
-    assert float(second.per_row[WINDOW_SHARE][0]) == pytest.approx(
+    assert float(second.per_row[MEAN_LENGTH][0]) == pytest.approx(
         float(first.completions.lengths.double().mean())
     )
     measured = trainer.rollout_metrics(second, share=1.0)
@@ -78,13 +78,13 @@ def test_groups_that_teach_nothing_give_way_to_earlier_ones():
 
 def test_what_tools_answered_in_earlier_groups_is_no_part_of_the_mean_length():
     trainer, _ = grpo_tool_runs.make("replay", reward_funcs=only_at_first)
-    first = trainer.make_window(0)
+    first = trainer.make_rollout_batch(0)
     trainer.state.global_step = 1
-    second = trainer.make_window(1)
+    second = trainer.make_rollout_batch(1)
     assert second.per_row[REPLAYED].all() and second.per_token[TOOL_OUTPUT].any()
-    share = float(first.per_row[WINDOW_SHARE][0])
+    share = float(first.per_row[MEAN_LENGTH][0])
     assert share < float(first.completions.lengths.double().mean())
-    assert float(second.per_row[WINDOW_SHARE][0]) == pytest.approx(share, abs=1e-12)
+    assert float(second.per_row[MEAN_LENGTH][0]) == pytest.approx(share, abs=1e-12)
 
 
 def test_no_group_is_replaced_by_one_that_is_not_there():

@@ -23,8 +23,8 @@ def test_overrides_are_refused(name, monkeypatch):
     config = grpo_runs.TRAINERS["replay"][0]
     monkeypatch.setitem(grpo_runs.TRAINERS, "mine", (config, kind))
     with pytest.raises(
-        TypeError, match=f"Mine overrides {name}, which training does not call. Override make_window"
+        TypeError, match=f"Mine overrides {name}, which training does not call. Override make_rollout_batch"
     ):
         group_runs.make("mine")
-    kind.make_window = lambda self, number: None
+    kind.make_rollout_batch = lambda self, number: None
     group_runs.make("mine")

@@ -31,7 +31,7 @@ def test_a_step_hides_half_of_each_image_and_adds_the_divergence_and_the_entropi
     trainer, _ = make(
         dtype="float64", loss_type="grpo", beta=0.0, perception_loss_weight=0.2, der_loss_weight2=0.5
     )
-    experience = trainer.make_window(0)
+    experience = trainer.make_rollout_batch(0)
     batch = trainer.micro_batch(experience)
     whole, masked = batch["pixel_values"].chunk(2)
     assert len(batch["input_ids"]) == 16 and (whole != masked).any()

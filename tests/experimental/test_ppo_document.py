@@ -63,7 +63,7 @@ def test_a_reward_model_scores_the_last_token_though_padding_is_the_end_token(ki
     )  # fmt: skip
     end = trainer.processing_class.eos_token_id
     reward_model.config.pad_token_id = trainer.processing_class.pad_token_id = end
-    window = trainer.make_window(0)
+    window = trainer.make_rollout_batch(0)
     assert window.completions.lengths.unique().numel() > 1
     scores = zip(window.prompts.split(), window.completions.split(), window.per_row["scores"], strict=True)
     for prompt, completion, score in scores:
@@ -156,7 +156,7 @@ def test_each_source_has_a_mean_of_its_own():
     )
     trainer.train()
     entry = trainer.state.log_history[0]
-    lengths = trainer._window.completions.lengths.double()
+    lengths = trainer._rollout_batch.completions.lengths.double()
     assert trainer.state.global_step == 2
     assert entry["rewards/first_rows/mean"] == 1
     assert entry["rewards/length/mean"] == pytest.approx(float(lengths.mean()))
@@ -220,7 +220,7 @@ def test_an_async_function_is_worth_what_a_plain_one_is():
     async def later(completion_ids, **_):
         return even_tokens(completion_ids)
 
-    plain, waited = (make(reward_funcs=each)[0].make_window(0) for each in (even_tokens, later))
+    plain, waited = (make(reward_funcs=each)[0].make_rollout_batch(0) for each in (even_tokens, later))
     assert torch.equal(plain.per_row["scores"], waited.per_row["scores"])
     assert torch.equal(plain.per_token["advantages"], waited.per_token["advantages"])
 

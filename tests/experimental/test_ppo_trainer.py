@@ -260,7 +260,7 @@ def test_rows_without_a_score_are_left_out():
     data = prompts().select(range(8)).add_column("row", list(range(8)))
     settings = {"num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1}
     trainer, keep = run(data=data, reward_funcs=half, **settings)
-    window = trainer._window
+    window = trainer._rollout_batch
     trained = window.per_token["trained"]
     assert 0 < int(trained.sum()) < len(trained)
     assert not window.per_token["advantages"][~trained].any()
@@ -369,7 +369,7 @@ def test_value_model_of_the_policy_starts_at_zero():
     assert keep.steps[0]["value_model.score.weight"].any()
     assert trainer.model.value_model is not trainer.model.policy
     fresh, _ = make(value_model=None)
-    window = fresh.make_window(0)
+    window = fresh.make_rollout_batch(0)
     assert not window.per_token["values"].any()
 
 
@@ -440,19 +440,19 @@ def test_a_model_and_functions_are_added_up():
     reward = tiny_classifier("gpt2", num_labels=1, seed=8)
     both, _ = make(reward_model=reward, reward_weights=[2.0, 0.5], missing_eos_penalty=None)
     ones = [make(reward_model=copy.deepcopy(reward), reward_funcs=None, missing_eos_penalty=None)[0], make(missing_eos_penalty=None)[0]]  # fmt: skip
-    scores = [trainer.make_window(0).per_row["scores"] for trainer in (both, *ones)]
+    scores = [trainer.make_rollout_batch(0).per_row["scores"] for trainer in (both, *ones)]
     assert torch.allclose(scores[0], 2 * scores[1] + 0.5 * scores[2])
     assert all(not p.requires_grad for p in both.rewards.models[0].model.parameters())
 
 
 def test_without_a_stop_token_responses_have_their_full_length():
     trainer, _ = make(stop_token=None, missing_eos_penalty=1.0)
-    window = trainer.make_window(0)
+    window = trainer.make_rollout_batch(0)
     assert window.completions.lengths.unique().tolist() == [7]
     plain, _ = make(stop_token=None, missing_eos_penalty=None)
     end = trainer.processing_class.eos_token_id
     has = torch.tensor([end in row.tolist() for row in window.completions.split()])
     assert has.any() and not has.all()
     assert torch.allclose(
-        plain.make_window(0).per_row["scores"] - window.per_row["scores"], 1.0 - has.double()
+        plain.make_rollout_batch(0).per_row["scores"] - window.per_row["scores"], 1.0 - has.double()
     )

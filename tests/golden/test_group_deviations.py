@@ -140,7 +140,7 @@ def test_recorded_dapo_divides_a_half_of_its_completions_by_all_of_their_tokens(
     chosen = list(fitting[0])
     logps, tokens = group_tokens([found[row][0] for row in chosen], advantages[chosen])
     assert (len(logps), sum(len(row[1]) for row in rows)) == (27, 65)
-    share = divisor_share("dapo", tokens.mask, 4, window_tokens=65 / 8)
+    share = divisor_share("dapo", tokens.mask, 4, rollout_tokens=65 / 8)
     assert float(share) == 32.5
     loss = reduce_terms(group_policy_loss(logps, tokens, GroupOptions("dapo")), share)
     assert float(loss.detach()) / 2 == pytest.approx(recorded["loss_exact"][0], abs=1e-6)

@@ -184,7 +184,7 @@ class Replay:
         if self.family == "grpo":
             terms = group_policy_loss(logps, tokens, self.options, entropies=entropies)
             longest = self.kwargs["max_completion_length"]
-            share = {"window_tokens": len(mask), "window_rows": count, "longest": longest}
+            share = {"rollout_tokens": len(mask), "rollout_rows": count, "longest": longest}
             loss = reduce_terms(terms, divisor_share(self.options.loss_type, mask, count, **share))
         else:
             terms = sequence_policy_loss(logps, tokens, self.options, entropies=entropies)

@@ -69,7 +69,7 @@ def rows_of(logps, tokens, rows):
 
 def step_loss(logps, tokens, options, parts):
     """Loss of one optimiser step that is cut into micro-batches of these rows."""
-    share = {"window_tokens": 40, "window_rows": 12, "longest": 8}
+    share = {"rollout_tokens": 40, "rollout_rows": 12, "longest": 8}
     batches = [rows_of(logps, tokens, rows) for rows in parts]
     divisor = sum(divisor_share(options.loss_type, own.mask, own.count, **share) for _, own in batches)
     return sum(reduce_terms(group_policy_loss(part, own, options), divisor) for part, own in batches)
@@ -187,7 +187,7 @@ def test_means_of_four_loss_types_by_hand():
     }
     for loss_type, value in expected.items():
         options = GroupOptions(loss_type, "sequence")
-        share = divisor_share(loss_type, tokens.mask, 2, window_tokens=20, window_rows=4, longest=5)
+        share = divisor_share(loss_type, tokens.mask, 2, rollout_tokens=20, rollout_rows=4, longest=5)
         loss = reduce_terms(group_policy_loss(torch.zeros(4), tokens, options), share)
         assert loss.item() == pytest.approx(value), loss_type
 
@@ -278,7 +278,7 @@ def test_bnpo_is_dapo_where_the_step_is_the_whole_window_and_ppo_where_both_epsi
     logps, tokens = batch()
     tokens = replace(tokens, correction=None, chosen=None)
     shares = [
-        divisor_share(name, tokens.mask, 6, window_tokens=18, window_rows=6) for name in ("bnpo", "dapo")
+        divisor_share(name, tokens.mask, 6, rollout_tokens=18, rollout_rows=6) for name in ("bnpo", "dapo")
     ]
     assert shares[0] == shares[1] == sum(LENGTHS)
     found = group_policy_loss(logps, tokens, GroupOptions("bnpo"))
@@ -325,7 +325,7 @@ def test_the_steps_of_a_window_add_up_to_one_step_on_all_of_it(loss_type):
     logps, tokens = batch()
     options, share = (
         GroupOptions(loss_type, "sequence", beta=0.1),
-        {"window_tokens": 18, "window_rows": 6, "longest": 8},
+        {"rollout_tokens": 18, "rollout_rows": 6, "longest": 8},
     )
     sums = []
     for steps in ([range(6)], [range(3), range(3, 6)], [[0, 1], [2, 3], [4, 5]]):
@@ -376,7 +376,7 @@ def test_tokens_masked_within_a_row_are_as_if_they_were_not_there(loss_type, lev
     options = GroupOptions(loss_type, level, beta=0.1)
     columns = ("old_logps", "advantages", "mask", "sequence", "ref_logps", "correction", "chosen")
     fewer = GroupTokens(count=6, **{name: getattr(tokens, name)[kept] for name in columns})
-    share = {"window_tokens": 40, "window_rows": 12, "longest": 8}
+    share = {"rollout_tokens": 40, "rollout_rows": 12, "longest": 8}
     slopes = []
     for part, own in ((logps, replace(tokens, mask=kept.double())), (logps[kept], fewer)):
         terms = group_policy_loss(part, own, options)

@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import tiny_model
 from trl.models.scoring.causal import Scorer
-from trl.rollouts.experience import Experience, concatenate, load_window, save_window
+from trl.rollouts.experience import Experience, concatenate, load_rollout_batch, save_rollout_batch
 from trl.tensors.ragged import Ragged
 
 PROMPTS = [[5, 6], [7], [5, 6], [5, 6], [8, 9, 10]]
@@ -91,19 +91,21 @@ def test_files_keep_every_bit_and_are_shared_out_anew(tmp_path):
     whole, facts = experience().take(torch.tensor([0, 1, 2, 3])), {"window": 3, "rows": 4}
     halves = [whole.take(torch.tensor(rows)) for rows in ([0, 1], [2, 3])]
     for rank, half in enumerate(halves):
-        save_window(tmp_path, half, rank=rank, facts=facts)
+        save_rollout_batch(tmp_path, half, rank=rank, facts=facts)
     for rank, half in enumerate(halves):
-        assert same(load_window(tmp_path, rank=rank, processes=2, facts=facts), half)
-    assert same(load_window(tmp_path, rank=0, processes=1, facts=facts), whole)
+        assert same(load_rollout_batch(tmp_path, rank=rank, processes=2, facts=facts), half)
+    assert same(load_rollout_batch(tmp_path, rank=0, processes=1, facts=facts), whole)
     assert same(concatenate(halves), whole)
-    quarter = load_window(tmp_path, rank=3, processes=4, facts=facts)
+    quarter = load_rollout_batch(tmp_path, rank=3, processes=4, facts=facts)
     assert same(quarter, whole.take(torch.tensor([3])))
 
 
 def test_files_that_do_not_fit(tmp_path):
-    assert load_window(tmp_path, rank=0, processes=1, facts={}) is None
-    save_window(tmp_path, experience(), rank=0, facts={"window": 1})
-    assert load_window(tmp_path, rank=0, processes=1, facts={"window": 2}) is None
-    assert load_window(tmp_path, rank=0, processes=2, facts={"window": 1}) is None  # five rows, two processes
-    save_window(tmp_path, experience(), rank=2, facts={"window": 1})  # of three files one is missing
-    assert load_window(tmp_path, rank=0, processes=1, facts={"window": 1}) is None
+    assert load_rollout_batch(tmp_path, rank=0, processes=1, facts={}) is None
+    save_rollout_batch(tmp_path, experience(), rank=0, facts={"window": 1})
+    assert load_rollout_batch(tmp_path, rank=0, processes=1, facts={"window": 2}) is None
+    assert (
+        load_rollout_batch(tmp_path, rank=0, processes=2, facts={"window": 1}) is None
+    )  # five rows, two processes
+    save_rollout_batch(tmp_path, experience(), rank=2, facts={"window": 1})  # of three files one is missing
+    assert load_rollout_batch(tmp_path, rank=0, processes=1, facts={"window": 1}) is None

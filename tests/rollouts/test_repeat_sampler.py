@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl.rollouts.schedule import window_rows
+from trl.rollouts.schedule import rollout_rows
 from trl.trainer.utils import RepeatSampler
 
 
@@ -26,7 +26,7 @@ def test_every_pass_is_shuffled_anew_by_the_seed():
 def test_it_is_the_order_in_which_trainers_draw_their_prompts():
     sampler = RepeatSampler(range(6), mini_repeat_count=4, batch_size=2, repeat_count=1, seed=11)
     passes = [*sampler, *sampler]
-    windows = [window_rows(number, 2, dataset=6, seed=11) for number in range(6)]
+    windows = [rollout_rows(number, 2, dataset=6, seed=11) for number in range(6)]
     assert passes[::4] == [row for rows in windows for row in rows]
 
 

@@ -5,19 +5,19 @@ from collections import Counter
 import pytest
 import torch
 
-from trl.rollouts.schedule import WindowSizes, pass_order, step_rows, window_rows
+from trl.rollouts.schedule import RolloutSizes, pass_order, rollout_rows, step_rows
 
 
 @pytest.mark.parametrize(("dataset", "rows"), [(10, 4), (3, 8), (12, 12), (1, 5)])
 def test_every_row_has_its_turn_in_every_pass(dataset, rows):
-    stream = [row for window in range(12) for row in window_rows(window, rows, dataset=dataset, seed=1)]
+    stream = [row for window in range(12) for row in rollout_rows(window, rows, dataset=dataset, seed=1)]
     for start in range(0, len(stream) - dataset + 1, dataset):
         assert sorted(stream[start : start + dataset]) == list(range(dataset))
 
 
 def test_passes_are_shuffled_by_the_seed():
     def first(seed):
-        return [tuple(window_rows(window, 20, dataset=20, seed=seed)) for window in range(3)]
+        return [tuple(rollout_rows(window, 20, dataset=20, seed=seed)) for window in range(3)]
 
     assert first(0) == first(0)
     assert len({*first(0), *first(1)}) == 6
@@ -35,7 +35,7 @@ def test_passes_are_successive_draws_of_randperm():
 
 def sizes(processes, **changes):
     fields = {"rows": 24, "mini_batches": 3, "passes": 2, "micro_batches": 2, **changes}
-    return WindowSizes(processes=processes, **fields)
+    return RolloutSizes(processes=processes, **fields)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -43,12 +43,12 @@ def test_mini_batches_are_the_same_for_any_number_of_processes(processes):
     whole = sizes(1)
     assert whole.steps == 6
     for step in range(whole.steps):
-        expected = torch.cat(step_rows(step, whole, window=5, process=0, seed=3)).tolist()
+        expected = torch.cat(step_rows(step, whole, batch=5, process=0, seed=3)).tolist()
         cut = sizes(processes)
         found = [
             int(row) + process * cut.own_rows
             for process in range(processes)
-            for row in torch.cat(step_rows(step, cut, window=5, process=process, seed=3))
+            for row in torch.cat(step_rows(step, cut, batch=5, process=process, seed=3))
         ]
         assert sorted(found) == sorted(expected)
         assert len(found) == 8
@@ -56,15 +56,15 @@ def test_mini_batches_are_the_same_for_any_number_of_processes(processes):
 
 def test_each_row_is_learned_from_once_in_a_pass():
     for first in (0, 3):
-        turns = [step_rows(first + step, sizes(2), window=0, process=1, seed=0) for step in range(3)]
+        turns = [step_rows(first + step, sizes(2), batch=0, process=1, seed=0) for step in range(3)]
         assert all(len(parts) == 2 and len(parts[0]) == len(parts[1]) == 2 for parts in turns)
         assert sorted(torch.cat([part for parts in turns for part in parts]).tolist()) == list(range(12))
 
 
 def test_mini_batches_change_from_pass_to_pass_and_window_to_window():
     groups = {
-        tuple(sorted(torch.cat(step_rows(step, sizes(1), window=window, process=0, seed=0)).tolist()))
-        for window in range(3)
+        tuple(sorted(torch.cat(step_rows(step, sizes(1), batch=number, process=0, seed=0)).tolist()))
+        for number in range(3)
         for step in (0, 3)
     }
     assert len(groups) == 6
@@ -73,9 +73,9 @@ def test_mini_batches_change_from_pass_to_pass_and_window_to_window():
 def test_pairs_of_rows_meet_about_equally_often():
     """A row shares a mini-batch of 4 of 8 groups' rows with any row of another group in one of three cases."""
     meetings: Counter[int] = Counter()
-    for window in range(300):
+    for number in range(300):
         for step in range(3):
-            rows = torch.cat(step_rows(step, sizes(1), window=window, process=0, seed=9)).tolist()
+            rows = torch.cat(step_rows(step, sizes(1), batch=number, process=0, seed=9)).tolist()
             if 0 in rows:
                 meetings.update(rows)
     others = [meetings[row] for row in range(3, 24)]
@@ -85,7 +85,7 @@ def test_pairs_of_rows_meet_about_equally_often():
 
 def test_no_rows():
     with pytest.raises(ValueError, match="at least 1 row"):
-        window_rows(0, 4, dataset=0, seed=0)
+        rollout_rows(0, 4, dataset=0, seed=0)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -93,13 +93,13 @@ def test_groups_stay_together_where_they_go_round(processes):
     whole = sizes(1, rows=24, group=4)
     assert (whole.prompts, whole.together) == (6, 4)
     for step in range(whole.steps):
-        expected = torch.cat(step_rows(step, whole, window=2, process=0, seed=3))
+        expected = torch.cat(step_rows(step, whole, batch=2, process=0, seed=3))
         assert torch.equal(expected.view(-1, 4) % 4, torch.arange(4).expand(2, 4))
         cut = sizes(processes, rows=24, group=4)
         found = [
             row + process * cut.own_rows
             for process in range(processes)
-            for row in torch.cat(step_rows(step, cut, window=2, process=process, seed=3)).tolist()
+            for row in torch.cat(step_rows(step, cut, batch=2, process=process, seed=3)).tolist()
         ]
         if cut.together == 4:
             assert found == expected.tolist()
@@ -108,5 +108,5 @@ def test_groups_stay_together_where_they_go_round(processes):
 
 
 def test_prompts_in_order():
-    found = [window_rows(number, 3, dataset=5, seed=1, shuffle=False) for number in range(3)]
+    found = [rollout_rows(number, 3, dataset=5, seed=1, shuffle=False) for number in range(3)]
     assert found == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]

@@ -42,11 +42,11 @@ def finished(name: str, model, folder: str, **settings):
     make = grpo_tool_runs.make if name == "tools" else grpo_runs.make
     trainer, keep = make(folder=folder, given={"model": model}, **{**SETTINGS, **RUNS[name], **settings})
     trainer.remove_callback(keep)  # it asks for whole gradients
-    counts = {"generate": 0, "nothing": 0, "score_rollout": 0, "load_window": 0}
+    counts = {"generate": 0, "nothing": 0, "score_rollout": 0, "load_rollout_batch": 0}
     for holder, method in (
         (trainer.engine, "generate"),
         (trainer, "score_rollout"),
-        (online_trainer, "load_window"),
+        (online_trainer, "load_rollout_batch"),
     ):
         count_calls(holder, method, counts)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if name == "resumed" else None)

@@ -10,7 +10,7 @@ from tests.trainer import grpo_tool_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from tests.two_processes import launch
 from trl.rollouts.columns import SCORES
-from trl.rollouts.schedule import WindowSizes, refill_rng_streams, refill_rows, window_rows
+from trl.rollouts.schedule import RolloutSizes, refill_rng_streams, refill_rows, rollout_rows
 
 ON = {"dynamic_sampling": True, "reward_funcs": first_is_rare}
 
@@ -23,7 +23,7 @@ def groups_of(experience, size=4):
 
 
 def test_refills_are_other_prompts_until_there_are_no_others():
-    taken = window_rows(3, 4, dataset=10, seed=1)
+    taken = rollout_rows(3, 4, dataset=10, seed=1)
     drawn = [refill_rows(3, first, 3, taken=taken, dataset=10, seed=1) for first in (0, 3)]
     assert sorted([*taken, *drawn[0], *drawn[1]]) == list(range(10))
     assert sorted(refill_rows(3, 6, 10, taken=taken, dataset=10, seed=1)) == list(range(10))
@@ -32,8 +32,8 @@ def test_refills_are_other_prompts_until_there_are_no_others():
 
 
 def test_every_round_has_random_streams_of_its_own():
-    sizes = WindowSizes(rows=8, mini_batches=1, passes=1, micro_batches=1, processes=1, group=4)
-    streams = [refill_rng_streams(turn, range(8), sizes, window=w) for turn in (1, 2) for w in (0, 1)]
+    sizes = RolloutSizes(rows=8, mini_batches=1, passes=1, micro_batches=1, processes=1, group=4)
+    streams = [refill_rng_streams(turn, range(8), sizes, batch=w) for turn in (1, 2) for w in (0, 1)]
     evaluation = [0x5EED * 2**32 + row for row in range(2**10)]
     every = [*range(16), *evaluation, *(stream for part in streams for stream in part)]
     assert len(set(every)) == len(every)
@@ -42,9 +42,9 @@ def test_every_round_has_random_streams_of_its_own():
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_a_window_has_groups_that_teach(method):
     settings = {"per_device_train_batch_size": 32}
-    plain = groups_of(make(method, reward_funcs=first_is_rare, **settings)[0].make_window(1))
+    plain = groups_of(make(method, reward_funcs=first_is_rare, **settings)[0].make_rollout_batch(1))
     trainer, _ = make(method, **ON, **settings)
-    found = groups_of(trainer.make_window(1))
+    found = groups_of(trainer.make_rollout_batch(1))
     assert [len(set(scores)) > 1 for _, scores in plain].count(False) > 0
     kept = [old for old in plain if len(set(old[1])) > 1]
     assert [
@@ -61,7 +61,7 @@ def test_a_window_has_groups_that_teach(method):
 
 
 def test_the_same_window_is_drawn_again():
-    first, again = (make(**ON)[0].make_window(2) for _ in range(2))
+    first, again = (make(**ON)[0].make_rollout_batch(2) for _ in range(2))
     assert torch.equal(first.completions.values, again.completions.values)
     assert torch.equal(first.per_row[SCORES], again.per_row[SCORES])
 
@@ -77,7 +77,7 @@ def test_at_the_limit_groups_stay_as_they_are():
     for entry in logs(trainer):
         assert entry["dynamic_sampling/rounds"] == 3 and entry["dynamic_sampling/kept_zero_groups"] == 2
         assert entry["dynamic_sampling/sampled_groups"] == 6 and entry["loss"] == 0
-    assert groups_of(trainer.make_window(0)) == groups_of(plain.make_window(0))
+    assert groups_of(trainer.make_rollout_batch(0)) == groups_of(plain.make_rollout_batch(0))
     assert not any(value.any() for step in keep.steps for value in step.values())
 
 
@@ -85,7 +85,7 @@ def test_rows_without_a_reward_are_sampled_again_too():
     def rarely(completion_ids, **_):
         return [float(len(ids)) if ids[0] % 2 else None for ids in completion_ids]
 
-    found = groups_of(make(reward_funcs=rarely, dynamic_sampling=True)[0].make_window(0))
+    found = groups_of(make(reward_funcs=rarely, dynamic_sampling=True)[0].make_rollout_batch(0))
     for _, scores in found:
         assert len({score for score in scores if score == score}) > 1
 
@@ -102,7 +102,7 @@ def test_the_completions_that_are_shown_are_those_that_are_learned_from(tmp_path
     trainer, _ = run(folder=str(tmp_path), log_completions=True, max_steps=1, **ON)
     table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
     again, _ = make(**ON)
-    window = again.make_window(0)
+    window = again.make_rollout_batch(0)
     words = again.processing_class
     for name, column in (("prompt", window.prompts), ("completion", window.completions)):
         texts = words.batch_decode([row.tolist() for row in column.split()], skip_special_tokens=True)
@@ -119,14 +119,14 @@ def test_answers_of_tools_are_counted_in_refilled_groups_too():
     assert sum(entry["dynamic_sampling/sampled_groups"] for entry in logs(trainer)) > 0
     plain, _ = grpo_tool_runs.make(reward_funcs=calls_once)
     first, second = logs(trainer)
-    assert first["tokens/tool_output"] > plain.make_window(0).per_token["tool_output"].sum()
+    assert first["tokens/tool_output"] > plain.make_rollout_batch(0).per_token["tool_output"].sum()
     for entry in (first, second):
         assert entry["dynamic_sampling/kept_zero_groups"] == 0 == entry["frac_reward_zero_std"]
 
 
 def test_groups_are_sampled_again_where_what_remains_of_them_is_equal():
     trainer, _ = group_runs.make("gfpo", **ON)
-    window = trainer.make_window(0)
+    window = trainer.make_rollout_batch(0)
     scores = window.per_row[SCORES].view(-1, 4)[~window.per_row["filtered"].view(-1, 4)].view(-1, 2)
     assert (scores[:, 0] != scores[:, 1]).all()
 

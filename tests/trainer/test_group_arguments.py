@@ -210,7 +210,7 @@ def test_noise_on_embeddings_is_not_in_rollouts():
     with_noise, without = (make("grpo", **CUT, neftune_noise_alpha=alpha)[0] for alpha in (50.0, None))
     for trainer in (with_noise, without):
         trainer.model.train()
-    noisy, clean = (trainer.make_window(0) for trainer in (with_noise, without))
+    noisy, clean = (trainer.make_rollout_batch(0) for trainer in (with_noise, without))
     assert torch.equal(noisy.completions.values, clean.completions.values)
     assert all(torch.equal(noisy.per_token[name], clean.per_token[name]) for name in clean.per_token)
 
@@ -255,8 +255,10 @@ def test_steps_that_do_not_divide_a_generation_are_generated_together(method):
     ):
         trainer, _ = make(method, steps_per_generation=3, gradient_accumulation_steps=2, max_steps=4)
     windows = []
-    make_window = trainer.make_window
-    trainer.make_window = lambda number: windows.append(trainer.state.global_step) or make_window(number)
+    make_rollout_batch = trainer.make_rollout_batch
+    trainer.make_rollout_batch = lambda number: (
+        windows.append(trainer.state.global_step) or make_rollout_batch(number)
+    )
     trainer.train()
     assert windows == [0, 3]
 

@@ -209,7 +209,7 @@ def test_a_prompt_that_leaves_little_room_is_said_and_its_completions_are_short(
 
 @functools.cache
 def lengths_of_the_first_window() -> Tensor:
-    return make()[0].make_window(0).completions.lengths
+    return make()[0].make_rollout_batch(0).completions.lengths
 
 
 def too_few(completions, **_):

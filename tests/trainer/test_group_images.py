@@ -199,7 +199,7 @@ def test_an_adapter_is_its_own_reference():
     trainer, _ = run(given={"peft_config": lora}, max_steps=3, max_completion_length=3)
     first, *_, last = logs(trainer)
     assert first["kl"] == pytest.approx(0, abs=1e-6) and last["kl"] > 1e-6
-    window = trainer.make_window(9)
+    window = trainer.make_rollout_batch(9)
     assert (window.per_token[REF] - window.per_token[SAMPLING_LOGPS]).abs().max() > 1e-4
 
 

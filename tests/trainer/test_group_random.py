@@ -92,10 +92,10 @@ def test_a_run_is_what_the_formulas_say(method, monkeypatch):
     trainer, keep = make(architecture=architecture, given=given, **settings)
     model = tiny_model(architecture, dtype=torch.float64, attn_implementation="sdpa")
     plain, expected = group_plain.Run(model, trainer.args, even_tokens), []
-    make_window, rows_of_step = trainer.make_window, trainer.rows_of_step
+    make_rollout_batch, rows_of_step = trainer.make_rollout_batch, trainer.rows_of_step
 
     def window(number):
-        found = make_window(number)
+        found = make_rollout_batch(number)
         prompts, completions = (
             [row.tolist() for row in part.split()] for part in (found.prompts, found.completions)
         )
@@ -108,7 +108,7 @@ def test_a_run_is_what_the_formulas_say(method, monkeypatch):
         expected.append(plain.step(torch.cat(found).tolist()))
         return found
 
-    monkeypatch.setattr(trainer, "make_window", window)
+    monkeypatch.setattr(trainer, "make_rollout_batch", window)
     monkeypatch.setattr(trainer, "rows_of_step", rows)
     trainer.train()
     for found, log, (gradient, kl) in zip(keep.steps, logs(trainer), expected, strict=True):

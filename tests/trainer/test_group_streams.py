@@ -120,4 +120,4 @@ def test_a_bad_row_further_on_is_named_when_it_comes():
     data = IterableDataset.from_generator(bad_later)
     trainer, _ = make(data=data, shuffle_dataset=False, **SETTINGS)
     with pytest.raises(ValueError, match="train dataset, row 70, column 'input_ids': token id 400"):
-        trainer.make_window(17)
+        trainer.make_rollout_batch(17)

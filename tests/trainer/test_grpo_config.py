@@ -175,11 +175,11 @@ def test_luspo_takes_ratios_of_sequences():
 def test_sizes_are_filled_in():
     args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=8)
     assert (args.generation_batch_size, args.steps_per_generation) == (32, 8)
-    sizes = args.window_sizes()
+    sizes = args.rollout_sizes()
     assert (sizes.rows, sizes.mini_batches, sizes.micro_batches, sizes.passes) == (32, 4, 2, 1)
     again = dataclasses.replace(args, learning_rate=1e-5)  # with both sizes given now
-    assert (again.generation_batch_size, again.window_sizes()) == (32, sizes)
-    assert config(per_device_train_batch_size=8, num_iterations=3).window_sizes().steps == 3
+    assert (again.generation_batch_size, again.rollout_sizes()) == (32, sizes)
+    assert config(per_device_train_batch_size=8, num_iterations=3).rollout_sizes().steps == 3
 
 
 def test_the_loss_gets_its_settings():

@@ -45,7 +45,7 @@ def test_the_base_is_never_written_to(method, kind):
 
     base.get_decoder().layers[-1].register_forward_pre_hook(look)
     trainer.train()
-    trainer.make_window(9)
+    trainer.make_rollout_batch(9)
     look()
     assert seen and all(seen)
     assert all(not getattr(part, "merged", False) for part in trainer.model.modules())
@@ -57,7 +57,7 @@ def test_the_base_is_never_written_to(method, kind):
 def test_the_reference_is_the_base_without_its_adapter(kind):
     settings = {"architecture": "llama", "learning_rate": 0.5, "dtype": "float32", "max_steps": 2}
     trainer, _ = run(**settings, given={"peft_config": ADAPTERS[kind]})
-    experience = trainer.make_window(5)
+    experience = trainer.make_rollout_batch(5)
     plain = tiny_model("llama", dtype=torch.float32).eval()
     rows = zip(experience.prompts.split(), experience.completions.split(), strict=True)
     expected = []
@@ -176,7 +176,7 @@ def test_the_gate_of_sapo():
 
 def test_the_older_liger_loss_is_the_loss():
     trainer, _ = make()
-    batch = trainer.micro_batch(trainer.advantages(trainer.make_window(0)))
+    batch = trainer.micro_batch(trainer.advantages(trainer.make_rollout_batch(0)))
     trainer.model.train()
     first = trainer.compute_liger_loss(trainer.model, batch)
     torch.testing.assert_close(first, trainer.compute_loss(trainer.model, batch), rtol=0, atol=0)

@@ -26,15 +26,15 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, own=True)
     singles = {name: finished(name, policy_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
-    assert singles["whole"][1] == {"generate": 2, "nothing": 0, "score_rollout": 4, "load_window": 0}
-    assert singles["tools"][1] == {"generate": 4, "nothing": 0, "score_rollout": 2, "load_window": 0}
+    assert singles["whole"][1] == {"generate": 2, "nothing": 0, "score_rollout": 4, "load_rollout_batch": 0}
+    assert singles["tools"][1] == {"generate": 4, "nothing": 0, "score_rollout": 2, "load_rollout_batch": 0}
     found = {name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in RUNS}
     for name in RUNS:
         single = singles["tools" if name == "tools" else "whole"][0]
         assert_same_end(tmp_path / name, single, policy_of(name).state_dict())
     for own in found["whole"]:  # the weights are gathered once for each window, or turn of all
-        assert (own["generate"], own["nothing"], own["load_window"]) == (2, 0, 0)
-    assert [(own["generate"], own["load_window"]) for own in found["resumed"]] == [(0, 1), (0, 1)]
+        assert (own["generate"], own["nothing"], own["load_rollout_batch"]) == (2, 0, 0)
+    assert [(own["generate"], own["load_rollout_batch"]) for own in found["resumed"]] == [(0, 1), (0, 1)]
     turns = [(own["generate"], own["nothing"]) for own in found["tools"]]
     assert turns == ([(4, 2), (4, 0)] if how != "zero2" else [(2, 0), (4, 0)])
 
@@ -56,7 +56,7 @@ def test_bfloat16_asks_the_policy_again_and_corrects_for_the_sampler():
     settings = {**SETTINGS, "save_strategy": "no", "bf16": True, "num_iterations": 2, "architecture": "llama"}
     trainer, _ = run(**settings)
     assert not trainer.sampler_is_exact
-    columns = trainer._window.per_token
+    columns = trainer._rollout_batch.per_token
     assert not torch.equal(columns[OLD], columns[SAMPLING_LOGPS])
     torch.testing.assert_close(columns[OLD], columns[SAMPLING_LOGPS], rtol=0, atol=0.1)
     factors = columns[CORRECTION]

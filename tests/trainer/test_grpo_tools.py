@@ -22,7 +22,7 @@ from trl.trainer import group_setup
 
 
 def window(trainer, number=0):
-    return trainer.make_window(number)
+    return trainer.make_rollout_batch(number)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -231,7 +231,7 @@ def test_what_a_prompt_begins_to_say_is_part_of_the_first_message():
 
     begun = {"role": "assistant", "content": "one two"}
     rows = [{"prompt": [{"role": "user", "content": text}, begun]} for text in ("hi", "yes")]
-    make(reward_funcs=look, data=Dataset.from_list(rows))[0].make_window(0)
+    make(reward_funcs=look, data=Dataset.from_list(rows))[0].make_rollout_batch(0)
     assert {len(prompt) for prompt, _ in seen} == {1} and max(len(said) for _, said in seen) > 1
     for _, said in seen:
         turns = [message["content"] for message in said if message["role"] == "assistant"]

@@ -17,7 +17,7 @@ from trl.rollouts.sampling import split_begun
 
 
 def window(trainer, number=0):
-    return trainer.make_window(number)
+    return trainer.make_rollout_batch(number)
 
 
 def test_each_prompt_stands_num_generations_times_in_the_order_of_the_data_set():

@@ -17,7 +17,7 @@ def moved(**settings):
 
 def test_rewards_are_cut_then_pay_for_the_divergence_of_the_whole_completion():
     trainer = moved(beta=0.3, reward_clip_range=(0.4, 0.6))
-    experience = trainer.make_window(9)
+    experience = trainer.make_rollout_batch(9)
     gaps = experience.per_token[OLD] - experience.per_token[REF]
     kl = torch.stack([part.sum() for part in gaps.split(experience.completions.lengths.tolist())])
     assert kl.abs().max() > 1e-3
@@ -30,7 +30,7 @@ def test_rewards_are_cut_then_pay_for_the_divergence_of_the_whole_completion():
 
 def test_advantages_of_the_batch_are_normalised():
     trainer, _ = make("rloo", normalize_advantages=True)
-    advantages = trainer.make_window(0).per_row[ADVANTAGE]
+    advantages = trainer.make_rollout_batch(0).per_row[ADVANTAGE]
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-12)
     assert float(advantages.std()) == pytest.approx(1, abs=2e-3)
 

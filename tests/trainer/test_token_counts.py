@@ -72,7 +72,7 @@ def test_every_sampled_token_is_in_one_bucket(method, case):
 
 def test_the_buckets_of_one_window_by_hand():
     trainer, _ = make(mask_truncated_completions=True, reward_funcs=first_is_rare, max_completion_length=4)
-    experience = trainer.make_window(1)
+    experience = trainer.make_rollout_batch(1)
     lengths, stopped = experience.completions.lengths, experience.per_row["stopped"].bool()
     flat = stopped & (experience.per_row[ADVANTAGE] == 0)
     expected = {
@@ -195,5 +195,5 @@ def test_no_loss_type_makes_anything_of_nothing(loss_type):
 def test_end_tokens_are_likely_enough_here():
     """What the cases above stand on: some completions end, some do not."""
     trainer, _ = make(reward_funcs=even_tokens)
-    stopped = torch.cat([trainer.make_window(number).per_row["stopped"] for number in range(3)])
+    stopped = torch.cat([trainer.make_rollout_batch(number).per_row["stopped"] for number in range(3)])
     assert 0 < stopped.sum() < len(stopped) and END == "w16"

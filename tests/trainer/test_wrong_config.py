@@ -19,7 +19,7 @@ TRAINERS = [
 
 def build(kind, args):
     rows = Dataset.from_list([{"prompt": "a", "image": None}])
-    online = {"reward_funcs": len} if hasattr(kind, "make_window") else {}
+    online = {"reward_funcs": len} if hasattr(kind, "make_rollout_batch") else {}
     return kind(model="no/such-model", args=args, train_dataset=rows, **online)
 
 

@@ -28,7 +28,7 @@ from trl.objectives.tables import lookup
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 
-Divisor = Literal["rows", "tokens", "window_tokens", "longest"]
+Divisor = Literal["rows", "tokens", "rollout_tokens", "longest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def gamma_kernel(ratios: Tensor, k: float, decay: float) -> Tensor:
 _UNITS: dict[Divisor, Unit] = {
     "rows": "sequence",
     "tokens": "token",
-    "window_tokens": "token",
+    "rollout_tokens": "token",
     "longest": "constant",
 }
 
@@ -171,7 +171,7 @@ class LossType(NamedTuple):
     """A surrogate per token, and what its loss is a mean over.
 
     "rows": of each row the mean over its tokens, then the mean over rows ("row sums": of the sums of its tokens); "tokens": of
-    the optimiser step; "window_tokens": of the whole batch of rollouts, in equal shares to its optimiser steps; "longest": the
+    the optimiser step; "rollout_tokens": of the whole batch of rollouts, in equal shares to its optimiser steps; "longest": the
     tokens that the rows would have, were all of the greatest length. `ratios`: those that the surrogate takes, where they are
     not those of `importance_sampling_level`.
     """
@@ -190,14 +190,14 @@ class LossType(NamedTuple):
 LOSS_TYPES: dict[str, LossType] = {
     "grpo": LossType(clipped, "rows"),  # Shao et al. 2024 (arXiv:2402.03300)
     "bnpo": LossType(clipped, "tokens"),
-    "dapo": LossType(clipped, "window_tokens"),  # Yu et al. 2025 (arXiv:2503.14476)
+    "dapo": LossType(clipped, "rollout_tokens"),  # Yu et al. 2025 (arXiv:2503.14476)
     "dr_grpo": LossType(clipped, "longest"),  # Liu et al. 2025 (arXiv:2503.20783)
-    "cispo": LossType(weighted_likelihood, "window_tokens"),
+    "cispo": LossType(weighted_likelihood, "rollout_tokens"),
     "sapo": LossType(soft_gated, "rows"),
     "luspo": LossType(
         clipped, "rows", row_sums=True
     ),  # LUSPO, 2026: a sequence's loss in GSPO times its length
-    "vespo": LossType(gamma_weighted, "window_tokens", ratios=ratios_of_sequence),
+    "vespo": LossType(gamma_weighted, "rollout_tokens", ratios=ratios_of_sequence),
 }
 
 
@@ -313,24 +313,24 @@ def divisor_share(
     mask: Tensor,
     rows: int,
     *,
-    window_tokens: float | Tensor = 0,
-    window_rows: int = 1,
+    rollout_tokens: float | Tensor = 0,
+    rollout_rows: int = 1,
     longest: int = 0,
 ) -> Tensor:
     """What `rows` rows add to the number that a loss is divided by, 0-dim float64: shares of an optimiser step add up.
 
-    `mask (K,)` of their tokens. `window_tokens` and `window_rows`: completion tokens (those of truncated completions too,
+    `mask (K,)` of their tokens. `rollout_tokens` and `rollout_rows`: completion tokens (those of truncated completions too,
     whether trained or not) and rows of the whole batch of rollouts, over all processes ("dapo", "cispo": each row of a step
     brings an equal share of them); `longest`: max_completion_length ("dr_grpo").
 
-    >>> divisor_share("dapo", torch.ones(7), 2, window_tokens=60, window_rows=20)
+    >>> divisor_share("dapo", torch.ones(7), 2, rollout_tokens=60, rollout_rows=20)
     tensor(6., dtype=torch.float64)
     """
     over = lookup(LOSS_TYPES, loss_type, "loss_type").over
     trained = (mask != 0).sum()
     wide = torch.float32 if mask.device.type == "mps" else torch.float64
-    of_window = torch.as_tensor(window_tokens, dtype=wide, device=mask.device) * rows / window_rows
-    shares = {"rows": rows, "tokens": trained, "window_tokens": of_window, "longest": rows * longest}
+    of_batch = torch.as_tensor(rollout_tokens, dtype=wide, device=mask.device) * rows / rollout_rows
+    shares = {"rows": rows, "tokens": trained, "rollout_tokens": of_batch, "longest": rows * longest}
     return torch.as_tensor(shares[over], dtype=wide, device=mask.device)
 
 

@@ -18,6 +18,6 @@ SCORES = "scores"  # weighted sum of the rewards, NaN where no source scored it
 REWARD = "reward"  # what the method makes of it
 ADVANTAGE = "advantage"  # of a completion, or of each token where it is a column per token
 LENGTH = "length"  # completion tokens that the policy sampled
-WINDOW_SHARE = "window_share"  # mean length of the rollout batch
+MEAN_LENGTH = "mean_length"  # mean length of the rollout batch
 FILTERED = "filtered"  # bool: not among those that are learned from
 REPLAYED = "replayed"  # bool: sampled for an earlier rollout batch

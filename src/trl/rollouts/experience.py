@@ -138,14 +138,16 @@ def _check_length(name: str, value: Tensor, length: int, what: str) -> None:
         )
 
 
-def save_window(folder: Path, experience: Experience, *, rank: int, facts: Mapping[str, Any]) -> None:
-    """Write a process's part of a window, with `facts` (JSON values) by which it is known again."""
+def save_rollout_batch(folder: Path, experience: Experience, *, rank: int, facts: Mapping[str, Any]) -> None:
+    """Write a process's part of a rollout batch, with `facts` (JSON values) by which it is known again."""
     tensors = {name: value.detach().cpu().clone() for name, value in experience.state().items()}
     save_file(tensors, folder / _name(rank), metadata={"facts": json.dumps(dict(facts), sort_keys=True)})
 
 
-def load_window(folder: Path, *, rank: int, processes: int, facts: Mapping[str, Any]) -> Experience | None:
-    """A process's part of the window that `save_window` wrote, or None where there is none with these `facts`.
+def load_rollout_batch(
+    folder: Path, *, rank: int, processes: int, facts: Mapping[str, Any]
+) -> Experience | None:
+    """A process's part of the rollout batch that `save_rollout_batch` wrote, or None where there is none with these `facts`.
 
     Another number of `processes` than wrote it takes equal parts of the whole, in order.
     """

@@ -17,7 +17,7 @@ from trl.rewards.source import RewardSources
 from trl.rollouts.experience import Experience
 from trl.rollouts.prompt_stream import PromptStream
 from trl.rollouts.sampling import reward_inputs, sample, with_begun
-from trl.rollouts.schedule import WindowSizes, window_rows
+from trl.rollouts.schedule import RolloutSizes, rollout_rows
 
 Rows = Mapping[str, Sequence[Any]]
 """Columns of some rows of a data set."""
@@ -36,7 +36,7 @@ class Prompts:
         """The rows of a data set, or the positions in a stream, of rollout batch `number`."""
         if isinstance(self.rows, PromptStream):
             return list(range(number * self.per_batch, (number + 1) * self.per_batch))
-        return window_rows(
+        return rollout_rows(
             number, self.per_batch, dataset=len(self.rows), seed=self.seed, shuffle=self.shuffle
         )
 
@@ -93,7 +93,7 @@ class RolloutMaker:
     def __init__(
         self,
         prompts: Prompts,
-        sizes: WindowSizes,
+        sizes: RolloutSizes,
         *,
         engine: Engine,
         sampling: Sampling,

@@ -1,4 +1,4 @@
-"""Prompts out of a stream by their place in it, so that a window has the same ones in every process and after every restart."""
+"""Prompts out of a stream by their place in it, so that a rollout batch has the same ones in every process and after every restart."""
 
 from __future__ import annotations
 

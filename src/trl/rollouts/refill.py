@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.group_window import rows_of_groups
+from trl.rollouts.group_sizes import rows_of_groups
 from trl.rollouts.maker import RolloutMaker
 from trl.rollouts.measures import of_all_processes
 from trl.rollouts.schedule import refill_rng_streams, refill_rows
@@ -54,7 +54,7 @@ class Refill:
             chosen = refill_rows(number, drawn, len(missing), taken=taken, dataset=rows, seed=prompts.seed)
             drawn += len(chosen)
             slots = rows_of_groups(missing, sizes.group)
-            streams = refill_rng_streams(turn, slots.tolist(), sizes, window=number)
+            streams = refill_rng_streams(turn, slots.tolist(), sizes, batch=number)
             found, more = _sampled(maker, chosen, streams)
             useful = ~self.lacks_variance(found.per_row)
             experience, texts = self._placed(maker, (experience, texts), (found, more), slots, useful)

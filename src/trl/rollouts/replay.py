@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.group_window import rows_of_groups
+from trl.rollouts.group_sizes import rows_of_groups
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from torch.utils.data import Sampler
 from trl.options.checks import check_at_least
 
 _MINI_BATCHES, _REFILLS, _REPLAYS = 1, 2, 3  # random streams of their own
-_ROUND = 2**48  # above the streams of windows and of evaluations
+_ROUND = 2**48  # above the streams of rollout batches and of evaluations
 
 
 @dataclass(frozen=True, slots=True)
-class WindowSizes:
-    """How a window (the rollout of one policy and all that is learned from it) is cut, in rows and optimiser steps.
+class RolloutSizes:
+    """How a rollout batch (the rollout of one policy and all that is learned from it) is cut, in rows and optimiser steps.
 
-    `rows`: of the window, over all processes. `mini_batches`: optimiser steps per pass over them; `passes`: how often each
+    `rows`: of the rollout batch, over all processes. `mini_batches`: optimiser steps per pass over them; `passes`: how often each
     row is learned from. `micro_batches`: per optimiser step; `processes`: that share each of them. `group`: rows of each
     prompt, one after another.
     """
@@ -39,7 +39,7 @@ class WindowSizes:
 
     @property
     def prompts(self) -> int:
-        """Prompts of the window, over all processes."""
+        """Prompts of the rollout batch, over all processes."""
         return self.rows // self.group
 
     @property
@@ -49,7 +49,7 @@ class WindowSizes:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of a window."""
+        """Optimiser steps of a rollout batch."""
         return self.mini_batches * self.passes
 
     @property
@@ -58,24 +58,24 @@ class WindowSizes:
         return self.rows // self.processes
 
 
-def window_rows(window: int, rows: int, *, dataset: int, seed: int, shuffle: bool = True) -> list[int]:
-    """The data set's rows that window number `window` is made of.
+def rollout_rows(batch: int, rows: int, *, dataset: int, seed: int, shuffle: bool = True) -> list[int]:
+    """The data set's rows that rollout batch `batch` is made of.
 
-    Every pass over the `dataset` (its number of rows) is shuffled anew (in order without `shuffle`), and windows follow each
+    Every pass over the `dataset` (its number of rows) is shuffled anew (in order without `shuffle`), and rollout batches follow each
     other across passes: no row is left out, none comes twice in a pass.
 
-    >>> first, second = (window_rows(window, 3, dataset=5, seed=0) for window in (0, 1))
+    >>> first, second = (rollout_rows(batch, 3, dataset=5, seed=0) for batch in (0, 1))
     >>> sorted(first + second[:2])
     [0, 1, 2, 3, 4]
     """
     if dataset < 1:
         raise ValueError("train_dataset must have at least 1 row, got 0. Check how it was filtered.")
     found: list[int] = []
-    position = window * rows
+    position = batch * rows
     while len(found) < rows:
         order = pass_order(position // dataset, dataset, seed=seed, shuffle=shuffle)
         found += order[position % dataset :][: rows - len(found)]
-        position = window * rows + len(found)
+        position = batch * rows + len(found)
     return found
 
 
@@ -105,15 +105,15 @@ class _Passes:
         return self._order
 
 
-_passes = lru_cache(maxsize=4)(_Passes)  # successive windows draw each pass once
+_passes = lru_cache(maxsize=4)(_Passes)  # successive rollout batches draw each pass once
 
 
 def refill_rows(
-    window: int, first: int, count: int, *, taken: Sequence[int], dataset: int, seed: int
+    batch: int, first: int, count: int, *, taken: Sequence[int], dataset: int, seed: int
 ) -> list[int]:
-    """`count` rows of the data set that refill window number `window`, after the `first` ones drawn for it already.
+    """`count` rows of the data set that refill rollout batch `batch`, after the `first` ones drawn for it already.
 
-    In random order all rows that are not `taken` (by the window itself) and, once they are used up, all rows again and again.
+    In random order all rows that are not `taken` (by the rollout batch itself) and, once they are used up, all rows again and again.
 
     >>> found = [refill_rows(0, first, 2, taken=[1], dataset=5, seed=0) for first in (0, 2)]
     >>> sorted(found[0] + found[1])
@@ -122,43 +122,43 @@ def refill_rows(
     found: list[int] = []
     number = 0
     while len(found) < first + count:
-        order = _generator(seed, _REFILLS, window, number).permutation(dataset).tolist()
+        order = _generator(seed, _REFILLS, batch, number).permutation(dataset).tolist()
         used = set(taken) if number == 0 else set()
         found += [row for row in order if row not in used]
         number += 1
     return found[first : first + count]
 
 
-def refill_rng_streams(turn: int, rows: Sequence[int], sizes: WindowSizes, *, window: int) -> list[int]:
-    """Random streams for rows of a window that are sampled again, in refill `turn` 1, 2, ... of it: no other row has them."""
-    return [turn * _ROUND + window * sizes.rows + row for row in rows]
+def refill_rng_streams(turn: int, rows: Sequence[int], sizes: RolloutSizes, *, batch: int) -> list[int]:
+    """Random streams for rows of a rollout batch that are sampled again, in refill `turn` 1, 2, ... of it: no other row has them."""
+    return [turn * _ROUND + batch * sizes.rows + row for row in rows]
 
 
-def replayed_groups(window: int, count: int, *, among: int, seed: int) -> list[int]:
-    """Which `count` of `among` groups of earlier windows take part in window number `window` again, none twice.
+def replayed_groups(batch: int, count: int, *, among: int, seed: int) -> list[int]:
+    """Which `count` of `among` groups of earlier rollout batches take part in rollout batch `batch` again, none twice.
 
     >>> sorted(replayed_groups(7, 3, among=3, seed=0))
     [0, 1, 2]
     """
-    return _generator(seed, _REPLAYS, window).permutation(among)[:count].tolist()
+    return _generator(seed, _REPLAYS, batch).permutation(among)[:count].tolist()
 
 
-def step_rows(step: int, sizes: WindowSizes, *, window: int, process: int, seed: int) -> list[Tensor]:
-    """Which of a process's own rows `(own_rows,)` each micro-batch of a window's optimiser step learns from.
+def step_rows(step: int, sizes: RolloutSizes, *, batch: int, process: int, seed: int) -> list[Tensor]:
+    """Which of a process's own rows `(own_rows,)` each micro-batch of a rollout batch's optimiser step learns from.
 
-    In every pass each row has its turn once. The rows of the window (in groups: `together` of them at a time) are taken in
+    In every pass each row has its turn once. The rows of the rollout batch (in groups: `together` of them at a time) are taken in
     runs of `mini_batches`, of which each mini-batch gets one at random: so a mini-batch has the same rows however many
     processes share it, as long as each process has whole groups for every mini-batch.
 
-    >>> sizes = WindowSizes(rows=4, mini_batches=2, passes=1, micro_batches=1, processes=1)
-    >>> turns = [step_rows(step, sizes, window=0, process=0, seed=0)[0] for step in (0, 1)]
+    >>> sizes = RolloutSizes(rows=4, mini_batches=2, passes=1, micro_batches=1, processes=1)
+    >>> turns = [step_rows(step, sizes, batch=0, process=0, seed=0)[0] for step in (0, 1)]
     >>> torch.cat(turns).sort().values
     tensor([0, 1, 2, 3])
     """
     number, mini_batch = divmod(step, sizes.mini_batches)
     own = torch.arange(sizes.own_rows).view(-1, sizes.mini_batches, sizes.together)
     if sizes.mini_batches > 1:
-        draws = _generator(seed, _MINI_BATCHES, window, number).random(
+        draws = _generator(seed, _MINI_BATCHES, batch, number).random(
             (len(own) * sizes.processes, sizes.mini_batches)
         )
         turns = torch.from_numpy(draws.argsort(axis=1))[process * len(own) : (process + 1) * len(own)]

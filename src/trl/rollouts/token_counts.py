@@ -105,7 +105,7 @@ def token_advantages(rows: Experience) -> Tensor:
 
 
 def sampled_tokens(rows: Experience) -> Tensor:
-    """Tokens of prompts and completions that were sampled for a window, 0-dim: not of those out of a buffer."""
+    """Tokens of prompts and completions that were sampled for a rollout batch, 0-dim: not of those out of a buffer."""
     lengths = rows.prompts.lengths + rows.completions.lengths
     return (lengths[~rows.per_row[REPLAYED].bool()] if REPLAYED in rows.per_row else lengths).sum()
 

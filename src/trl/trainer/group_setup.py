@@ -171,7 +171,7 @@ def reward_sources(
         batch_size=args.per_device_train_batch_size,
     )
     generations: Any = args.num_generations
-    sources.check_groups(generations, rows=args.window_sizes().own_rows)
+    sources.check_groups(generations, rows=args.rollout_sizes().own_rows)
     if args.eval_strategy != "no":
         sources.check_groups(args.num_generations_eval or generations, rows=args.eval_batch_size)
     return sources

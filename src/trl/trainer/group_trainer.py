@@ -27,6 +27,7 @@ from trl.rollouts.columns import (
     CHOSEN,
     CORRECTION,
     LENGTH,
+    MEAN_LENGTH,
     OLD,
     REF,
     REWARD,
@@ -34,10 +35,9 @@ from trl.rollouts.columns import (
     STOPPED,
     TOOL_OUTPUT,
     TRAINED,
-    WINDOW_SHARE,
 )
 from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.group_window import check_evaluation
+from trl.rollouts.group_sizes import check_evaluation
 from trl.rollouts.maker import Completer
 from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, measured_groups, of_all_processes
 from trl.rollouts.refill import Refill
@@ -99,7 +99,7 @@ class GroupTrainer(OnlineTrainer):
             check_rollout_func(rollout_func)
         served = check_engine(args, own=own)
         assert args.num_generations is not None
-        self.sizes = replace(args.window_sizes(), group=args.num_generations)
+        self.sizes = replace(args.rollout_sizes(), group=args.num_generations)
         self.evaluation_group = args.num_generations_eval or args.num_generations
         policy = with_served_window(set_up_policy(model, args, processing_class, peft_config), args, served)
         check_decoder_only(causal_core(policy.model))
@@ -165,7 +165,7 @@ class GroupTrainer(OnlineTrainer):
         return torch.tensor(len(experience))
 
     def learned_length(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """The mean length in tokens of the completions that a window is learned from, 0-dim."""
+        """The mean length in tokens of the completions that a rollout batch is learned from, 0-dim."""
         return rows[LENGTH].mean()
 
     def columns(self, experience: Experience) -> tuple[str, ...]:
@@ -212,14 +212,14 @@ class GroupTrainer(OnlineTrainer):
         return super()._score_tokens(experience, learning=learning) if self._asked else {}
 
     def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
-        """With rewards and advantages, in groups over all processes, and each row's share of the window's tokens."""
+        """With rewards and advantages, in groups over all processes, and each row's share of the rollout batch's tokens."""
         rows = of_all_processes(experience, self.accelerator)
         rows = rows if group_size is None else self._without_repeats(rows)
         rewards, advantages = self.judged_groups(rows, group_size or self.sizes.group)
         first = self.args.process_index * len(experience)
         own = torch.arange(first, first + len(experience)).clamp(max=len(rewards) - 1)
-        share = self._window_share(rows, experience)
-        return experience.with_rows(**{REWARD: rewards[own], ADVANTAGE: advantages[own], WINDOW_SHARE: share})
+        share = self._mean_length(rows, experience)
+        return experience.with_rows(**{REWARD: rewards[own], ADVANTAGE: advantages[own], MEAN_LENGTH: share})
 
     def _without_repeats(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of an evaluation batch of all processes that accelerate did not repeat to fill it."""
@@ -227,12 +227,12 @@ class GroupTrainer(OnlineTrainer):
         repeats = self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
         return {name: column[: state.remainder if repeats else None] for name, column in rows.items()}
 
-    def _window_share(self, rows: Mapping[str, Tensor], experience: Experience) -> Tensor:
+    def _mean_length(self, rows: Mapping[str, Tensor], experience: Experience) -> Tensor:
         return self.learned_length(rows).expand(len(experience)).clone()
 
-    def make_window(self, number: int) -> Experience:
-        """Window `number` of this run, whose tokens are counted once, however often they are learned from."""
-        experience = super().make_window(number)
+    def make_rollout_batch(self, number: int) -> Experience:
+        """Rollout batch `number` of this run, whose tokens are counted once, however often they are learned from."""
+        experience = super().make_rollout_batch(number)
         if self.rollouts.refill is not None:
             self._sums["train"].add_all(self.rollouts.refill.measured)
         added = self._count_sampled(experience)
@@ -308,7 +308,7 @@ class GroupTrainer(OnlineTrainer):
         )
 
     def old_logps(self, experience: Experience) -> Tensor | None:
-        """What ratios are taken to, `(K,)`; None for the policy that is scored itself, in the first optimiser step of a window:
+        """What ratios are taken to, `(K,)`; None for the policy that is scored itself, in the first optimiser step of a rollout batch:
         there dropout, and how a batch is laid out in low precision, are no change of the policy."""
         first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
         return None if first else experience.per_token.get(OLD)

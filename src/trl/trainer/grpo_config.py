@@ -16,8 +16,8 @@ from trl.options.groups import option, same
 from trl.options.policy_gradient import ReferenceSync, RewardFailure, RewardPolicy
 from trl.options.shared import PrefixSharingMode, shared
 from trl.options.training import TrainingDefaults
-from trl.rollouts.group_window import GroupSettings, check_evaluation, group_window
-from trl.rollouts.schedule import WindowSizes
+from trl.rollouts.group_sizes import GroupSettings, check_evaluation, group_sizes
+from trl.rollouts.schedule import RolloutSizes
 
 
 @dataclass
@@ -80,7 +80,7 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = group_window(self._settings())
+        found = group_sizes(self._settings())
         self.generation_batch_size, self.steps_per_generation = (
             found.generation_batch_size,
             found.steps_per_generation,
@@ -108,9 +108,9 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
             )
             self.sync_ref_model = False
 
-    def window_sizes(self) -> WindowSizes:
+    def rollout_sizes(self) -> RolloutSizes:
         """How a batch of completions is cut into optimiser steps."""
-        return group_window(self._settings()).sizes
+        return group_sizes(self._settings()).sizes
 
     def _settings(self) -> GroupSettings:
         assert self.num_generations is not None

@@ -27,12 +27,12 @@ from trl.options.training import config_or_default
 from trl.rollouts.columns import (
     CHOSEN,
     CORRECTION,
+    MEAN_LENGTH,
     OLD,
     SAMPLING_KEPT,
     SAMPLING_LOGPS,
     SCORES,
     TRAINED,
-    WINDOW_SHARE,
 )
 from trl.rollouts.experience import Experience
 from trl.rollouts.measures import extremes_of_processes
@@ -180,7 +180,7 @@ class GRPOTrainer(GroupTrainer):
             self.options.loss_type,
             experience.per_token[TRAINED],
             len(experience),
-            window_tokens=experience.per_row[WINDOW_SHARE][0],
+            rollout_tokens=experience.per_row[MEAN_LENGTH][0],
             longest=self.args.max_completion_length or 0,
         )
 

@@ -23,11 +23,11 @@ from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.source import RewardSources
 from trl.rollouts.columns import OLD, SAMPLING_LOGPS, SCORES, TRAINED
-from trl.rollouts.experience import Experience, load_window, save_window
+from trl.rollouts.experience import Experience, load_rollout_batch, save_rollout_batch
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker, Rows
 from trl.rollouts.prompt_stream import PromptStream
 from trl.rollouts.refill import Refill
-from trl.rollouts.schedule import WindowSizes, step_rows
+from trl.rollouts.schedule import RolloutSizes, step_rows
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.held_reference import HoldsReference
@@ -41,27 +41,27 @@ _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, a
 class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     """Base of the trainers that learn from rollouts of the policy itself.
 
-    The order of a window is that of `make_window`: `rollouts` draws prompts, completes them and scores the completions; the
+    The order of a rollout batch is that of `make_rollout_batch`: `rollouts` draws prompts, completes them and scores the completions; the
     models score their tokens, and the method gives them advantages. `sizes.steps` optimiser steps then learn from it, each from the rows
-    that `step_rows` says. A window is part of every checkpoint that is made while it lasts.
+    that `step_rows` says. A rollout batch is part of every checkpoint that is made while it lasts.
 
     A method overrides `judge` (what a score becomes), `score_rollout` (what the models say of the tokens), `advantages`,
     `objective` and `rollout_metrics`, and sets the attributes below in its constructor.
     """
 
     units: ClassVar[tuple[Unit, ...]] = ("token",)
-    repeats_metrics: ClassVar[bool] = True  # log what is measured of a window with each of its steps
+    repeats_metrics: ClassVar[bool] = True  # log what is measured of a rollout batch with each of its steps
 
     rollouts: RolloutMaker
     engine: Engine  # these three are those of `rollouts`
     sampling: Sampling
     rewards: RewardSources
-    sizes: WindowSizes
+    sizes: RolloutSizes
     reference: Reference | None = None
     shares_prefix: bool = False
     evaluation_group: int = 1  # completions of each evaluation prompt
-    _window: Experience | None = None
-    _window_number: int = -1
+    _rollout_batch: Experience | None = None
+    _batch_number: int = -1
     _resumed_from: str | None = None
     _random_state_of: str | None = None
 
@@ -84,7 +84,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         raise TypeError(f"{type(self).__name__} must override score_rollout.")
 
     def advantages(self, experience: Experience) -> Experience:
-        """With what the objective learns from; called with the whole window of this process."""
+        """With what the objective learns from; called with the whole rollout batch of this process."""
         raise TypeError(f"{type(self).__name__} must override advantages.")
 
     def objective(self, experience: Experience, scored: Scored) -> Sequence[LossTerms]:
@@ -101,7 +101,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         return None
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """What is logged of a window, or of the completions of an evaluation; these rows are a `share` of the whole."""
+        """What is logged of a rollout batch, or of the completions of an evaluation; these rows are a `share` of the whole."""
         return {}
 
     def score_options(self) -> ScoreOptions:
@@ -109,7 +109,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
         entropy = "scored" if self.statistics_due() else "none"
         return ScoreOptions(entropy=entropy, temperature=self.sampling.temperature)
 
-    # ---- a window
+    # ---- a rollout batch
 
     def begin_rollouts(
         self,
@@ -137,8 +137,8 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             refill=refill,
         )
 
-    def make_window(self, number: int) -> Experience:
-        """Window `number` of this run: completions by the present policy, and what is to be learned of them."""
+    def make_rollout_batch(self, number: int) -> Experience:
+        """Rollout batch `number` of this run: completions by the present policy, and what is to be learned of them."""
         self.rollouts.follow(self.model_wrapped, self.state)
         return self.advantages(self.scored(self.rollouts.make(number), learning=True))
 
@@ -184,7 +184,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     def _data_seed(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
-    # ---- the steps of a window
+    # ---- the steps of a rollout batch
 
     def get_train_dataloader(self) -> DataLoader:
         """One number for each micro-batch of an epoch: which prompts it stands for follows from the step alone.
@@ -208,7 +208,7 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """The micro-batches of one optimiser step and their count; the first step of a window makes it."""
+        """The micro-batches of one optimiser step and their count; the first step of a rollout batch makes it."""
         turns = [turn for _, turn in zip(range(num_batches), epoch_iterator, strict=False)]
         if not turns:
             return [], None
@@ -216,19 +216,21 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             self._load_rng_state(self._resumed_from)
             self._resumed_from = None
         number, step = divmod(self.state.global_step, self.sizes.steps)
-        is_new = self._window is None or self._window_number != number
+        is_new = self._rollout_batch is None or self._batch_number != number
         if is_new:
-            self._window, self._window_number = self.make_window(number), number
-        assert self._window is not None
+            self._rollout_batch, self._batch_number = self.make_rollout_batch(number), number
+        assert self._rollout_batch is not None
         rows = self.rows_of_step(step)
         if is_new or self.repeats_metrics:
-            self._sums["train"].add_all(self.rollout_metrics(self._window, share=1 / self.args.world_size))
-        batches = [self.micro_batch(self._window.take(own)) for own in rows[: len(turns)]]
+            self._sums["train"].add_all(
+                self.rollout_metrics(self._rollout_batch, share=1 / self.args.world_size)
+            )
+        batches = [self.micro_batch(self._rollout_batch.take(own)) for own in rows[: len(turns)]]
         return super().get_batch_samples(iter(batches), len(batches), device)
 
-    def rows_of_step(self, step: int, sizes: WindowSizes | None = None) -> list[Tensor]:
-        """Which of this process's rows of the window each micro-batch of one of its optimiser steps learns from."""
-        place = {"window": self._window_number, "process": self.args.process_index}
+    def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
+        """Which of this process's rows of the rollout batch each micro-batch of one of its optimiser steps learns from."""
+        place = {"batch": self._batch_number, "process": self.args.process_index}
         return step_rows(step, sizes or self.sizes, seed=self._data_seed(), **place)
 
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
@@ -308,13 +310,13 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
     # ---- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a window too."""
-        self._window, self._window_number = None, -1
+        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too."""
+        self._rollout_batch, self._batch_number = None, -1
         self._resumed_from = self._random_state_of = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _window_facts(self) -> dict[str, Any]:
-        """By which a saved window is known to be the one that this run is in."""
+    def _rollout_facts(self) -> dict[str, Any]:
+        """By which a saved rollout batch is known to be the one that this run is in."""
         number = self.state.global_step // self.sizes.steps
         return {
             "window": number,
@@ -325,9 +327,12 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._window is not None and self.state.global_step % self.sizes.steps:
-            save_window(
-                Path(output_dir), self._window, rank=self.args.process_index, facts=self._window_facts()
+        if self._rollout_batch is not None and self.state.global_step % self.sizes.steps:
+            save_rollout_batch(
+                Path(output_dir),
+                self._rollout_batch,
+                rank=self.args.process_index,
+                facts=self._rollout_facts(),
             )
 
     def _load_best_model(self) -> None:
@@ -349,9 +354,9 @@ class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
             return
         place = {"rank": self.args.process_index, "processes": self.args.world_size}
         if not self._starts_anew("progress"):
-            self._window = load_window(Path(checkpoint), facts=self._window_facts(), **place)
-        self._window_number = self.state.global_step // self.sizes.steps
-        if self._window is None:
+            self._rollout_batch = load_rollout_batch(Path(checkpoint), facts=self._rollout_facts(), **place)
+        self._batch_number = self.state.global_step // self.sizes.steps
+        if self._rollout_batch is None:
             logger.warning(
                 "%s holds no rollouts that fit this run's batch size and steps, expected them in the middle of a batch of "
                 "rollouts: it is made anew by the policy of the checkpoint, so the run differs from one that was not stopped. Resume with the settings it was saved with.",

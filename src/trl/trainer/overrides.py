@@ -30,19 +30,19 @@ NOT_CALLED: NotCalled = {
 NOT_CALLED_OF_UNPAIRED: NotCalled = {**NOT_CALLED, "forward": _WHOLE}
 _LOSS = (("objective", "compute_loss"), "Override objective(experience, scored)")
 _ROLLOUT = (
-    ("make_window",),
-    "Give rollout_func=, or override advantages(experience, group_size=None) or make_window(number)",
+    ("make_rollout_batch",),
+    "Give rollout_func=, or override advantages(experience, group_size=None) or make_rollout_batch(number)",
 )
 _SCORING = (("score_rollout", "outcome"), "Override score_rollout(batch, learning=...)")
 NOT_CALLED_OF_GROUPS: NotCalled = {
     **dict.fromkeys(("_compute_loss", "compute_liger_loss", "get_sapo_token_loss"), _LOSS),
     **dict.fromkeys(("_generate_and_score_completions", "_generate", "_generate_single_turn"), _ROLLOUT),
     **dict.fromkeys(("_get_per_token_logps", "_get_per_token_logps_and_entropies"), _SCORING),
-    "_calculate_rewards": (("make_window",), "Give reward_funcs="),
+    "_calculate_rewards": (("make_rollout_batch",), "Give reward_funcs="),
 }
 NOT_CALLED_OF_REPLAY: NotCalled = {**NOT_CALLED_OF_GROUPS, **dict.fromkeys(
     ("slice_group_data", "update_replay_buffer", "sample_from_replay_buffer", "update_with_replay_buffer"),
-    (("make_window",), "Override make_window(number)"),
+    (("make_rollout_batch",), "Override make_rollout_batch(number)"),
 )}  # fmt: skip
 
 

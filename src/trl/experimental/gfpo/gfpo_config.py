@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from trl.options.docs import documented
 from trl.options.groups import option
-from trl.rollouts.group_window import kept_window
-from trl.rollouts.schedule import WindowSizes
+from trl.rollouts.group_sizes import kept_sizes
+from trl.rollouts.schedule import RolloutSizes
 from trl.trainer.grpo_config import GRPOConfig
 
 
@@ -44,11 +44,11 @@ class GFPOConfig(GRPOConfig):
                 "would be filtered. Generate more (the paper: 8, 16 or 24, of which 8 remain), or leave it out."
             )
 
-    def kept_sizes(self) -> WindowSizes:
+    def kept_sizes(self) -> RolloutSizes:
         """How what remains of a batch of completions is cut into optimiser steps.
 
         Raises: ValueError where it does not divide.
         """
         assert self.num_generations is not None
-        sizes = replace(self.window_sizes(), group=self.num_generations)
-        return sizes if self.num_remains_in_group is None else kept_window(sizes, self.num_remains_in_group)
+        sizes = replace(self.rollout_sizes(), group=self.num_generations)
+        return sizes if self.num_remains_in_group is None else kept_sizes(sizes, self.num_remains_in_group)

@@ -16,7 +16,7 @@ from trl.options.training import config_or_default
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.columns import FILTERED, LENGTH, SCORES
 from trl.rollouts.experience import Experience
-from trl.rollouts.schedule import WindowSizes
+from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -105,13 +105,13 @@ class GFPOTrainer(GRPOTrainer):
         """The mean length of what remains."""
         return rows[LENGTH][_remains(rows)].mean()
 
-    def rows_of_step(self, step: int, sizes: WindowSizes | None = None) -> list[Tensor]:
+    def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """Rows that remain."""
         found = super().rows_of_step(step, sizes or self._kept_sizes)
-        assert self._window is not None
-        if FILTERED not in self._window.per_row:
+        assert self._rollout_batch is not None
+        if FILTERED not in self._rollout_batch.per_row:
             return found
-        remain = (~self._window.per_row[FILTERED]).nonzero()[:, 0]
+        remain = (~self._rollout_batch.per_row[FILTERED]).nonzero()[:, 0]
         return [remain[own] for own in found]
 
     def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:

@@ -15,9 +15,9 @@ from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config imp
 )
 from trl.objectives.group_advantages import group_moments, has_no_variance
 from trl.options.training import config_or_default
-from trl.rollouts.columns import OLD, REPLAYED, SCORES, WINDOW_SHARE
+from trl.rollouts.columns import MEAN_LENGTH, OLD, REPLAYED, SCORES
 from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.group_window import rows_of_groups
+from trl.rollouts.group_sizes import rows_of_groups
 from trl.rollouts.measures import sampled_lengths
 from trl.rollouts.replay import GroupBuffer
 from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
@@ -68,13 +68,13 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         return asked if self.sampler_is_exact or OLD in asked else (*asked, OLD)
 
     def old_logps(self, experience: Experience) -> Tensor | None:
-        """Those of the policy of a group's own time, where some are of earlier windows."""
+        """Those of the policy of a group's own time, where some are of earlier rollout batches."""
         replays = REPLAYED in experience.per_row and bool(experience.per_row[REPLAYED].any())
         return experience.per_token[OLD] if replays else super().old_logps(experience)
 
-    def make_window(self, number: int) -> Experience:
-        """A window whose groups without a difference in reward are earlier ones, as far as there are any."""
-        found = super().make_window(number)
+    def make_rollout_batch(self, number: int) -> Experience:
+        """A rollout batch whose groups without a difference in reward are earlier ones, as far as there are any."""
+        found = super().make_rollout_batch(number)
         self._generated = found = found.with_rows(**{REPLAYED: torch.zeros(len(found), dtype=torch.bool)})
         if not self.buffer.size:
             return found
@@ -87,13 +87,13 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         return own
 
     def _of_all_processes(self, own: Experience) -> Experience:
-        """The window's rows, those of every process."""
+        """The rollout batch's rows, those of every process."""
         if self.args.world_size == 1:
             return own
         return concatenate([Experience.from_state(state) for state in gather_object([own.state()])])
 
     def _replaced(self, every: Experience, missing: Tensor, number: int) -> Experience:
-        """This process's rows of the window, with earlier groups in the place of those that are `missing`."""
+        """This process's rows of the rollout batch, with earlier groups in the place of those that are `missing`."""
         drawn = replayed_groups(number, len(missing), among=len(self.buffer), seed=self._data_seed())
         earlier = self.buffer.rows(drawn)
         earlier = earlier.with_rows(**{REPLAYED: torch.ones(len(earlier), dtype=torch.bool)})
@@ -101,8 +101,8 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         source[rows_of_groups(missing, self.sizes.group)] = len(every) + torch.arange(len(earlier))
         first = self.args.process_index * self.sizes.own_rows
         found = concatenate([every, earlier]).take(source)
-        share = sampled_lengths(found).double().mean().to(found.per_row[WINDOW_SHARE].dtype)
-        found = found.with_rows(**{WINDOW_SHARE: share.expand(len(found)).clone()})
+        share = sampled_lengths(found).double().mean().to(found.per_row[MEAN_LENGTH].dtype)
+        found = found.with_rows(**{MEAN_LENGTH: share.expand(len(found)).clone()})
         return found.take(torch.arange(first, first + self.sizes.own_rows))
 
     def _remember(self, every: Experience, groups: Tensor) -> None:
@@ -137,7 +137,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     def slice_group_data(self, *args: Any, **named: Any) -> Any:
         """Not supported, nor are the other methods of 0.26 for padded tensors."""
         raise RuntimeError(
-            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in make_window(number); for a loop "
+            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in make_rollout_batch(number); for a loop "
             "of your own use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
         )
 

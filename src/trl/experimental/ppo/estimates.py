@@ -35,7 +35,7 @@ RATIO_SQUARE = "val/squared distance of the ratio from 1"
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class RewardShaping:
     """How scores and KL become rewards, and rewards advantages."""
 
     kl_coef: float
@@ -45,14 +45,14 @@ class Prices:
     whiten_rewards: bool
 
 
-def estimated(experience: Experience, prices: Prices, accelerator: Any) -> Experience:
+def estimated(experience: Experience, shaping: RewardShaping, accelerator: Any) -> Experience:
     """With `advantages` (whitened) and `returns` per token; means and variances are those over all processes."""
-    tables = _Tables.of(experience, prices)
+    tables = _Tables.of(experience, shaping)
     rewards = tables.rewards.rewards
-    if prices.whiten_rewards:
+    if shaping.whiten_rewards:
         rewards = _whitened(rewards, tables.trained, accelerator, shift_mean=False)
     values = experience.ragged(VALUES).padded().to(rewards.dtype)
-    found = gae(rewards, values, tables.trained, gamma=prices.gamma, lam=prices.lam)
+    found = gae(rewards, values, tables.trained, gamma=shaping.gamma, lam=shaping.lam)
     advantages = _whitened(found.advantages, tables.trained, accelerator)
     mask = experience.completions.mask
     return experience.with_tokens(
@@ -77,22 +77,22 @@ class _Tables:
     rewards: TokenRewards
 
     @classmethod
-    def of(cls, experience: Experience, prices: Prices) -> _Tables:
+    def of(cls, experience: Experience, shaping: RewardShaping) -> _Tables:
         mask = experience.completions.mask
         logps, ref = experience.ragged(OLD).padded(), experience.ragged(REF).padded()
-        kl = kl_penalty(logps, ref, prices.kl_estimator)
+        kl = kl_penalty(logps, ref, shaping.kl_estimator)
         scores = experience.per_row[SCORES].to(logps.dtype)
-        rewards = token_rewards(scores, kl, mask, kl_coef=prices.kl_coef)
+        rewards = token_rewards(scores, kl, mask, kl_coef=shaping.kl_coef)
         return cls(experience.ragged(TRAINED).padded().bool(), kl, logps, scores, rewards)
 
 
-def measured_rollouts(experience: Experience, prices: Prices) -> dict[str, Weighted]:
+def measured_rollouts(experience: Experience, shaping: RewardShaping) -> dict[str, Weighted]:
     """The documented `objective/*` means, over the rows that have a score."""
     scored = Ragged(experience.per_token[TRAINED].long(), experience.completions.lengths).padded().amax(dim=1)
     experience = experience.take(scored.nonzero()[:, 0])
     if not len(experience):
         return {}
-    tables = _Tables.of(experience, prices)
+    tables = _Tables.of(experience, shaping)
     found = rollout_metrics(tables.rewards, tables.kl, tables.logps, tables.scores, tables.trained)
     return {f"objective/{name}": found[f"objective/{name}"] for name in _OBJECTIVE}
 

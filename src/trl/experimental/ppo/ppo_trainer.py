@@ -25,7 +25,7 @@ from trl.experimental.ppo.estimates import (
     RATIO_SQUARE,
     REF,
     VALUES,
-    Prices,
+    RewardShaping,
     estimated,
     kl_of_tokens,
     measured_rollouts,
@@ -159,7 +159,9 @@ class PPOTrainer(SavesBoth):
             seed=args.seed,
         )
         check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
-        self._prices = Prices(args.kl_coef, args.kl_estimator, args.gamma, args.lam, args.whiten_rewards)
+        self._shaping = RewardShaping(
+            args.kl_coef, args.kl_estimator, args.gamma, args.lam, args.whiten_rewards
+        )
         super().__init__(
             model=parts.model,
             args=args,
@@ -186,7 +188,7 @@ class PPOTrainer(SavesBoth):
         if eval_dataset is not None and args.num_sample_generations:
             self.add_callback(ShowSamples(self))
 
-    # ---- a window
+    # ---- a rollout batch
 
     def judge(
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
@@ -220,7 +222,7 @@ class PPOTrainer(SavesBoth):
     def advantages(self, experience: Experience) -> Experience:
         """Whitened advantages and returns, from rewards with the KL's price on every token."""
         self._check_kl(experience)
-        return estimated(experience, self._prices, self.accelerator)
+        return estimated(experience, self._shaping, self.accelerator)
 
     def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
         """The clipped losses of policy and value function."""
@@ -264,7 +266,7 @@ class PPOTrainer(SavesBoth):
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The documented `objective/*`, the means of the reward sources, and the number of end tokens."""
-        found = measured_rollouts(experience, self._prices)
+        found = measured_rollouts(experience, self._shaping)
         found |= source_means(experience.per_row, self.rewards.names)
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
@@ -285,25 +287,25 @@ class PPOTrainer(SavesBoth):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with `eps`, `lr` and `episode` beside a training loss."""
         if self.ends_window(logs):
-            windows = -(-self.state.global_step // self.sizes.steps)
+            batches = -(-self.state.global_step // self.sizes.steps)
             seconds = max(time.monotonic() - self._started, 1e-9)
-            done = (windows - self._windows_before) * self.sizes.rows
-            own = {"eps": done / seconds, "episode": windows * self.sizes.rows}
+            done = (batches - self._batches_before) * self.sizes.rows
+            own = {"eps": done / seconds, "episode": batches * self.sizes.rows}
             logs = {**logs, **own, "lr": logs.get("learning_rate", self._get_learning_rate())}
         super().log(logs, start_time)
 
     _started = 0.0
-    _windows_before = 0
+    _batches_before = 0
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits, within a batch too."""
-        self._started, self._windows_before = time.monotonic(), 0
+        self._started, self._batches_before = time.monotonic(), 0
         return super().train(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._windows_before = -(-self.state.global_step // self.sizes.steps)
+            self._batches_before = -(-self.state.global_step // self.sizes.steps)
 
     # ---- samples and the reference
 

@@ -25,7 +25,7 @@ from trl.models.setup import pad_token_id
 from trl.models.switches import disable_dropout_in_model
 from trl.rewards.model_setup import tokenizers_for
 from trl.rewards.source import RewardSources
-from trl.rollouts.schedule import WindowSizes
+from trl.rollouts.schedule import RolloutSizes
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) 
             )
 
 
-def check_sizes(args: PPOConfig) -> WindowSizes:
+def check_sizes(args: PPOConfig) -> RolloutSizes:
     """How a batch of rollouts is cut.
 
     Raises: ValueError where a size that was given is not the one that follows from the others, with those that would do.
@@ -169,7 +169,7 @@ def check_sizes(args: PPOConfig) -> WindowSizes:
         raise ValueError(
             f"{name}={given} was given, and {made_of} make it {value}. {_remedy(name, given, args)}"
         )
-    return WindowSizes(found["batch_size"], parts, args.num_ppo_epochs, turns, processes)
+    return RolloutSizes(found["batch_size"], parts, args.num_ppo_epochs, turns, processes)
 
 
 def _remedy(name: str, given: int, args: PPOConfig) -> str:
@@ -193,7 +193,7 @@ def _remedy(name: str, given: int, args: PPOConfig) -> str:
     return f"It must be a multiple of {unit}: {' or '.join(near)} would do, with gradient_accumulation_steps to match."
 
 
-def fill_in_sizes(args: PPOConfig, sizes: WindowSizes, rows: int) -> None:
+def fill_in_sizes(args: PPOConfig, sizes: RolloutSizes, rows: int) -> None:
     """Set `total_episodes`, `num_total_batches` and `max_steps` from what was given, in place."""
     if args.total_episodes is not None and args.max_steps > 0:
         logger.warning(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl.rollouts.schedule import WindowSizes
+from trl.rollouts.schedule import RolloutSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,21 @@ class GroupSettings:
         return f"per_device_train_batch_size={self.per_device_train_batch_size} and {self.processes} process{several}"
 
 
-class GroupWindow(NamedTuple):
-    """The sizes of a window, and the two settings that were left out."""
+class GroupSizes(NamedTuple):
+    """The sizes of a rollout batch, and the two settings that were left out."""
 
-    sizes: WindowSizes
+    sizes: RolloutSizes
     generation_batch_size: int
     steps_per_generation: int
 
 
-def group_window(settings: GroupSettings) -> GroupWindow:
-    """The window of a configuration, in rows (completions).
+def group_sizes(settings: GroupSettings) -> GroupSizes:
+    """The rollout batch of a configuration, in rows (completions).
 
-    A window is made of whole optimiser steps: where `steps_per_generation` is no multiple of an optimiser step's micro-batches,
+    A rollout batch is made of whole optimiser steps: where `steps_per_generation` is no multiple of an optimiser step's micro-batches,
     several generations, all by one policy, are one window. Raises ValueError for numbers that do not divide, with those that would.
 
-    >>> found = group_window(GroupSettings(4, 2, processes=1, num_generations=8))
+    >>> found = group_sizes(GroupSettings(4, 2, processes=1, num_generations=8))
     >>> found.generation_batch_size, found.steps_per_generation, found.sizes.steps
     (8, 2, 1)
     """
@@ -63,24 +63,24 @@ def group_window(settings: GroupSettings) -> GroupWindow:
     generated = settings.turn * steps
     _check_groups(generated, settings)
     micro_batches = math.lcm(steps, accumulated)
-    sizes = WindowSizes(
+    sizes = RolloutSizes(
         rows=settings.turn * micro_batches,
         mini_batches=micro_batches // accumulated,
         passes=settings.num_iterations,
         micro_batches=accumulated,
         processes=settings.processes,
     )
-    return GroupWindow(sizes, generated, steps)
+    return GroupSizes(sizes, generated, steps)
 
 
-def kept_window(sizes: WindowSizes, keep: int) -> WindowSizes:
-    """How the `keep` best completions of each of a window's groups are cut into the same optimiser steps.
+def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:
+    """How the `keep` best completions of each of a rollout batch's groups are cut into the same optimiser steps.
 
     Raises ValueError where a process has parts of groups, or the kept do not divide into its micro-batches, with the numbers
     that would.
 
-    >>> sizes = WindowSizes(rows=16, mini_batches=2, passes=1, micro_batches=1, processes=1, group=8)
-    >>> kept_window(sizes, 3).rows
+    >>> sizes = RolloutSizes(rows=16, mini_batches=2, passes=1, micro_batches=1, processes=1, group=8)
+    >>> kept_sizes(sizes, 3).rows
     6
     """
     if sizes.own_rows % sizes.group:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl.rollouts.group_window import GroupSettings, check_evaluation, group_window
+from trl.rollouts.group_sizes import GroupSettings, check_evaluation, group_sizes
 
 # device rows, accumulation, processes, generations, generation batch, steps per generation, passes
 #   -> generated at once, steps per generation, rows of the window, mini-batches, micro-batches
@@ -20,7 +20,7 @@ GOOD = {
 
 @pytest.mark.parametrize(("given", "expected"), GOOD.values(), ids=GOOD)
 def test_sizes(given, expected):
-    found = group_window(GroupSettings(*given))
+    found = group_sizes(GroupSettings(*given))
     sizes = found.sizes
     assert (
         found.generation_batch_size, found.steps_per_generation, sizes.rows, sizes.mini_batches, sizes.micro_batches
@@ -31,7 +31,7 @@ def test_sizes(given, expected):
 
 
 def test_passes_are_iterations():
-    sizes = group_window(GroupSettings(4, 1, 1, 2, None, 3, num_iterations=2)).sizes
+    sizes = group_sizes(GroupSettings(4, 1, 1, 2, None, 3, num_iterations=2)).sizes
     assert (sizes.passes, sizes.steps) == (2, 6)
 
 
@@ -55,14 +55,14 @@ BAD = {
 @pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD)
 def test_numbers_that_do_not_divide(given, message):
     with pytest.raises(ValueError, match=message):
-        group_window(GroupSettings(*given))
+        group_sizes(GroupSettings(*given))
 
 
 @pytest.mark.parametrize(("given", "message"), [BAD["groups"], BAD["rows of a micro-batch"]])
 def test_the_advice_works(given, message):
     """Every number that an error recommends is accepted."""
     with pytest.raises(ValueError) as error:
-        group_window(GroupSettings(*given))
+        group_sizes(GroupSettings(*given))
     text = str(error.value)
     for clause, position in (("num_generations to ", 3), ("generation_batch_size to ", 4), ("Set it to ", 4)):
         if clause not in text:
@@ -71,7 +71,7 @@ def test_the_advice_works(given, message):
         for number in (int(part) for part in numbers if part.isdigit()):
             changed = [*given, *[None] * (6 - len(given))]
             changed[position] = number
-            assert group_window(GroupSettings(*changed)).sizes.rows
+            assert group_sizes(GroupSettings(*changed)).sizes.rows
 
 
 def test_evaluation_batches_hold_whole_groups():
