@@ -17,8 +17,8 @@ from trl.tensors import heads
 from trl.trainer import online_trainer
 
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "padded": (base, "flat_obstacle", lambda core: "this test wants padded rows"),
-    "own logits": (causal, "head_obstacle", lambda core, rule: "this test wants the model's logits"),
+    "padded": (base, "packed_unsupported", lambda core: "this test wants padded rows"),
+    "own logits": (causal, "head_unsupported", lambda core, rule: "this test wants the model's logits"),
     "small chunks": (heads, "default_chunk_size", lambda *args, **kwargs: 3),
     "scored by the trainer": (online_trainer.OnlineTrainer, "sampler_is_exact", property(lambda self: False)),
     # Back through the head after the objective, as where its gradient is not local to a token.

@@ -106,7 +106,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(name, split):
 @pytest.mark.parametrize("split", ["2x4", "plain"])
 def test_a_step_of_padded_rows(split, monkeypatch):
     whole = step(make, beta=0.3)
-    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    monkeypatch.setattr(scorer_base, "packed_unsupported", lambda core: "this test wants padded rows")
     assert_step({"beta": 0.3, **SPLITS[split]}, whole)
 
 

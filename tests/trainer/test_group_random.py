@@ -76,7 +76,7 @@ def rollouts(draws: random.Random, group: int) -> Any:
 def layout(draws: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows, chunks of the head, and when its gradient is taken."""
     if draws.random() < 0.3:
-        monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+        monkeypatch.setattr(scorer_base, "packed_unsupported", lambda core: "this test wants padded rows")
     size = draws.choice([1, 3, 512])
     monkeypatch.setattr(heads, "default_chunk_size", lambda *args, **kwargs: size)
     if draws.random() < 0.3:

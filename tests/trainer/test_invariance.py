@@ -70,7 +70,7 @@ def test_packing(batch, whole):
 
 def test_rows_that_a_model_pads_itself(whole, monkeypatch):
     """The fallback of models that take no flat rows: padded rows, also for packed ones."""
-    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda model: "of this test")
+    monkeypatch.setattr(scorer_base, "packed_unsupported", lambda model: "of this test")
     for layout in LAYOUTS.values():
         trainer, keep = run(**layout)
         assert not trainer.scorer.flat
@@ -78,7 +78,7 @@ def test_rows_that_a_model_pads_itself(whole, monkeypatch):
 
 
 def test_models_scored_from_their_own_logits(whole, monkeypatch):
-    monkeypatch.setattr(forward, "head_obstacle", lambda core, rule: "of this test")
+    monkeypatch.setattr(forward, "head_unsupported", lambda core, rule: "of this test")
     trainer, keep = run(**SPLITS["4x2"])
     assert not trainer.scorer.uses_head
     assert_same_gradients(keep.steps[0], whole["nll"])

@@ -46,7 +46,7 @@ def pairs(draws: random.Random) -> list[dict[str, Any]]:
 def layout(draws: random.Random, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """How a step of six rows is cut and laid out."""
     if draws.random() < 0.3:
-        monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+        monkeypatch.setattr(scorer_base, "packed_unsupported", lambda core: "this test wants padded rows")
     size = draws.choice([1, 3, 512])
     monkeypatch.setattr(heads, "default_chunk_size", lambda *args, **kwargs: size)
     rows = draws.choice([2, 3, 6])

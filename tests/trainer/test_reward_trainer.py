@@ -91,7 +91,7 @@ def test_layouts(layout, whole):
 
 @pytest.mark.parametrize("multiple", [None, 8])
 def test_padded_rows(multiple, whole, monkeypatch):
-    monkeypatch.setattr(scorer_base, "flat_obstacle", lambda core: "this test wants padded rows")
+    monkeypatch.setattr(scorer_base, "packed_unsupported", lambda core: "this test wants padded rows")
     assert_same(step(**SPLITS["2x4"], pad_to_multiple_of=multiple), whole)
 
 

@@ -142,7 +142,7 @@ def test_neftune_reaches_every_way_to_the_loss(own):
 
 
 def test_neftune_of_a_model_that_is_scored_from_its_logits(monkeypatch):
-    monkeypatch.setattr("trl.models.scoring.causal.head_obstacle", lambda core, rule: "of this test")
+    monkeypatch.setattr("trl.models.scoring.causal.head_unsupported", lambda core, rule: "of this test")
     losses = [logged(trained_plainly(neftune_noise_alpha=alpha), "loss")[0] for alpha in (None, 50.0)]
     assert abs(losses[0] - losses[1]) > 0.01
 

@@ -61,7 +61,7 @@ def logit_rule(config: Any) -> LogitRule:
     return LogitRule(scale=scale, soft_cap=getattr(config, "final_logit_softcapping", None))
 
 
-def prompt_learning_obstacle(model: nn.Module) -> str | None:
+def prompt_learning_unsupported(model: nn.Module) -> str | None:
     active = getattr(model, "active_peft_config", None)
     if active is not None and getattr(active, "is_prompt_learning", False):
         return "PEFT's prompt learning puts virtual tokens into its own forward"
@@ -70,15 +70,15 @@ def prompt_learning_obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def head_obstacle(core: PreTrainedModel, rule: LogitRule) -> str | None:
+def head_unsupported(core: PreTrainedModel, rule: LogitRule) -> str | None:
     """Why decoder + head + rule are not this model's logits, in words; None where they are."""
     head = core.get_output_embeddings()
     if head is None or decoder_of(core) in (None, core):
         return "it exposes no decoder and output head"
-    return logits_obstacle(core, [decoder_of(core)], head, rule)
+    return logits_unsupported(core, [decoder_of(core)], head, rule)
 
 
-def logits_obstacle(
+def logits_unsupported(
     core: PreTrainedModel,
     bodies: Sequence[nn.Module],
     head: nn.Module,

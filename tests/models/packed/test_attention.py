@@ -9,8 +9,8 @@ from trl.models.packed.attention import (
     FLAT_ATTENTION,
     FLAT_MODEL_TYPES,
     flat_attention,
-    flat_obstacle,
     is_segment_table,
+    packed_unsupported,
     use_flat_attention,
 )
 from trl.models.scoring.causal import Scorer
@@ -163,17 +163,17 @@ def test_layers_that_peft_copied_take_flat_rows(copies):
     torch.testing.assert_close(flat.score(model, batch).logps, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_obstacles_are_named():
-    assert flat_obstacle(tiny_model("llama")) is None
-    assert "bloom" in flat_obstacle(tiny_model("bloom"))
+def test_the_reason_is_given_for_unsupported_models():
+    assert packed_unsupported(tiny_model("llama")) is None
+    assert "bloom" in packed_unsupported(tiny_model("bloom"))
     falcon = tiny_model("falcon")
-    assert "not among those checked" in flat_obstacle(falcon)
+    assert "not among those checked" in packed_unsupported(falcon)
 
 
 def test_flash_attention_chosen_by_the_user_stays():
     model = tiny_model("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
-    assert flat_obstacle(model) is None
+    assert packed_unsupported(model) is None
     assert use_flat_attention(model) is False
     assert model.config._attn_implementation == "flash_attention_2"
 

@@ -22,8 +22,14 @@ from trl.generation.transformers.requests import Requests, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
 from trl.generation.transformers.stopping import StopStrings, end_tokens
 from trl.models.distributed import is_sharded
-from trl.models.packed.attention import flat_obstacle
-from trl.models.parts import causal_core, embedded_tokens, head_obstacle, logit_rule, prompt_learning_obstacle
+from trl.models.packed.attention import packed_unsupported
+from trl.models.parts import (
+    causal_core,
+    embedded_tokens,
+    head_unsupported,
+    logit_rule,
+    prompt_learning_unsupported,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -199,18 +205,18 @@ class TransformersEngine:
             return "generate"
         if self._looked_at is None or self._looked_at[0] is not core:
             self._looked_at = core, forward_unsupported_reason(model, core)
-        obstacle = self._looked_at[1]
-        if obstacle is None and is_sharded(core) and not self.gather_zero3:
-            obstacle = "its weights stay sharded"
-        own = obstacle or fused_unsupported_reason(core)
-        for route, reason in (("fused", own), ("forward", obstacle)):
+        unsupported = self._looked_at[1]
+        if unsupported is None and is_sharded(core) and not self.gather_zero3:
+            unsupported = "its weights stay sharded"
+        own = unsupported or fused_unsupported_reason(core)
+        for route, reason in (("fused", own), ("forward", unsupported)):
             if reason is None and self.route in ("auto", route):
                 return route  # pyright: ignore[reportReturnType]
             if reason is not None and self.route == route:
                 raise ValueError(f"route={route!r} needs another model: {reason}. Use route='auto'.")
             if reason is not None and reason not in self.fallbacks:
                 self.fallbacks.append(reason)
-        self._warn(f"{type(core).__name__} generates with its own `generate`, because {obstacle}.")
+        self._warn(f"{type(core).__name__} generates with its own `generate`, because {unsupported}.")
         return "generate"
 
     def _warn(self, message: str) -> None:
@@ -221,12 +227,14 @@ class TransformersEngine:
 
 def forward_unsupported_reason(model: Any, core: Any) -> str | None:
     """Why a model's own forward cannot run over our cache, in words; None where it can."""
-    obstacle = flat_obstacle(core) if not getattr(core.config, "is_encoder_decoder", False) else None
+    unsupported = packed_unsupported(core) if not getattr(core.config, "is_encoder_decoder", False) else None
     if getattr(core.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     if len(set((getattr(core, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices"
-    return obstacle or prompt_learning_obstacle(model) or head_obstacle(core, logit_rule(core.config))
+    return (
+        unsupported or prompt_learning_unsupported(model) or head_unsupported(core, logit_rule(core.config))
+    )
 
 
 def context_length_of(model: Any, at_most: int | None = None) -> int | None:
@@ -237,7 +245,7 @@ def context_length_of(model: Any, at_most: int | None = None) -> int | None:
     config = causal_core(model).config
     config = config if getattr(config, "is_encoder_decoder", False) else config.get_text_config()
     context_length = getattr(config, "max_position_embeddings", None)
-    if context_length is not None and prompt_learning_obstacle(model) is not None:
+    if context_length is not None and prompt_learning_unsupported(model) is not None:
         context_length -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
     return min((each for each in (context_length, at_most) if each is not None), default=None)
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from trl.collators.images import is_per_token
 from trl.generation.transformers.requests import Requests
-from trl.models.parts import causal_core, prompt_learning_obstacle
+from trl.models.parts import causal_core, prompt_learning_unsupported
 
 
 class MoreInputs(NamedTuple):
@@ -46,7 +46,7 @@ def with_more(
     distinct = list(dict.fromkeys(names))
     ends_blindly = bool(torch.isin(ids[:, -1], ids.new_tensor(list(more.unread))).any())
     is_short = not bool(mask[:, :-1].any(dim=1).all())
-    if len(distinct) == len(batch) or ends_blindly or is_short or prompt_learning_obstacle(model):
+    if len(distinct) == len(batch) or ends_blindly or is_short or prompt_learning_unsupported(model):
         return {**inputs, **_to(more.of(batch, ids.shape[1]), ids.device)}
     firsts = [names.index(name) for name in distinct]
     seen = _to(more.of([batch[row] for row in firsts], ids.shape[1]), ids.device)
@@ -107,7 +107,7 @@ def generate_with_model(
     more_inputs: MoreInputs | None = None,
 ) -> None:
     """Run requests through `model.generate`, `max_rows` at once; `synced` keeps ZeRO-3's ranks in step."""
-    for batch in _batches(requests, max_rows, level=prompt_learning_obstacle(model) is not None):
+    for batch in _batches(requests, max_rows, level=prompt_learning_unsupported(model) is not None):
         members = torch.tensor(batch, device=requests.device)
         ours = _OurDraws(requests, members, pad, more_inputs)
         inputs = _inputs(model, requests, members, pad)
@@ -177,7 +177,7 @@ def _inputs(model: Any, requests: Requests, members: Tensor, pad: int) -> dict[s
     rows = torch.tensor([distinct.index(number) for number in numbers], device=requests.device)
     if not encoder_decoder:
         return inputs
-    if prompt_learning_obstacle(model):
+    if prompt_learning_unsupported(model):
         return {name: part[rows] for name, part in inputs.items()}
     encoded = model.get_encoder()(**inputs, return_dict=True)
     encoded.last_hidden_state = encoded.last_hidden_state[rows]

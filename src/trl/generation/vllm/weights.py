@@ -18,7 +18,7 @@ from trl.generation.transformers.phase import without_wrappers
 from trl.models.distributed import is_sharded
 from trl.models.head_precision import was_untied
 from trl.models.part_gathering import fsdp2_units, gathered_modules, whole_shape
-from trl.models.parts import causal_core, prompt_learning_obstacle
+from trl.models.parts import causal_core, prompt_learning_unsupported
 from trl.models.quantization import is_quantized
 
 _WITHOUT_HEAD = ("gemma2",)  # models for which vLLM (0.32) has the embedding alone
@@ -74,9 +74,9 @@ def checkpoint_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def check_sendable(model: nn.Module) -> None:
     """Raise ValueError where the weights of a policy are nothing that an engine with a copy of it could take. They need not be whole."""
-    obstacle = prompt_learning_obstacle(model)
-    if obstacle is not None:
-        raise ValueError(f"{obstacle}, which no weight can stand for. Use LoRA, or leave use_vllm out.")
+    reason = prompt_learning_unsupported(model)
+    if reason is not None:
+        raise ValueError(f"{reason}, which no weight can stand for. Use LoRA, or leave use_vllm out.")
     core = causal_core(model)
     if is_quantized(core):
         raise ValueError(

@@ -334,7 +334,7 @@ def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]
 # ---- which models take it
 
 
-def flat_obstacle(model: PreTrainedModel) -> str | None:
+def packed_unsupported(model: PreTrainedModel) -> str | None:
     """Why this model cannot run on flat rows, in words for the user; None where it can."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.packed.attention import flat_obstacle, use_flat_attention
+from trl.models.packed.attention import packed_unsupported, use_flat_attention
 from trl.models.packed.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
 from trl.models.parts import replaced_forward
 
@@ -25,26 +25,26 @@ _STRETCHED = ("longrope", "dynamic")  # other frequencies for sequences beyond t
 class ScorerBase:
     """How one model is run, decided once: `flat` or padded rows, and with its head alone or for its own logits.
 
-    `obstacle` says why the head cannot be used alone (None: it can); `fallbacks` collects, in words, whatever the model
+    `unsupported_reason` says why the head cannot be used alone (None: it can); `fallbacks` collects, in words, whatever the model
     could not take.
     """
 
     def __init__(
-        self, core: PreTrainedModel, *, obstacle: str | None, pad_token_id: int, flat: bool | None
+        self, core: PreTrainedModel, *, unsupported_reason: str | None, pad_token_id: int, flat: bool | None
     ) -> None:
         self.core = core
         self.pad_token_id = pad_token_id
         self.neftune_alpha: float | None = None
         self.fallbacks: list[str] = []
-        self.uses_head = obstacle is None
-        if obstacle:
-            self.fallbacks.append(f"{_OWN_LOGITS}, because {obstacle}")
+        self.uses_head = unsupported_reason is None
+        if unsupported_reason:
+            self.fallbacks.append(f"{_OWN_LOGITS}, because {unsupported_reason}")
         self.stretched_rotaries = stretched_rotaries(core)  # once: it walks all modules
-        obstacle = _LENGTH_DEPENDENT if self.stretched_rotaries else flat_obstacle(core)
-        obstacle = obstacle if self.uses_head else _OWN_LOGITS
-        self.flat = flat is not False and obstacle is None
-        if flat is not False and obstacle:
-            self.fallbacks.append(f"its batches are padded, because {obstacle}")
+        reason = _LENGTH_DEPENDENT if self.stretched_rotaries else packed_unsupported(core)
+        reason = reason if self.uses_head else _OWN_LOGITS
+        self.flat = flat is not False and reason is None
+        if flat is not False and reason:
+            self.fallbacks.append(f"its batches are padded, because {reason}")
         self._needs_table = self.flat and use_flat_attention(core)
 
     @property

@@ -24,9 +24,9 @@ from trl.models.parts import (
     causal_core,
     check_decoder_only,
     decoder_of,
-    head_obstacle,
+    head_unsupported,
     logit_rule,
-    prompt_learning_obstacle,
+    prompt_learning_unsupported,
     replaced_forward,
 )
 from trl.models.scoring.base import ScorerBase, given_inputs
@@ -78,8 +78,8 @@ class Scorer(ScorerBase):
         self.wrapper: Any = model if isinstance(model, SUPPORTED_ARCHITECTURES) else None
         inner = model if self.wrapper is None else self.wrapper.pretrained_model
         core = causal_core(inner)
-        obstacle = prompt_learning_obstacle(inner) or self._set_up_head(core)
-        super().__init__(core, obstacle=obstacle, pad_token_id=pad_token_id, flat=flat)
+        reason = prompt_learning_unsupported(inner) or self._set_up_head(core)
+        super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, flat=flat)
 
     @property
     def bias(self) -> Tensor | None:
@@ -90,7 +90,7 @@ class Scorer(ScorerBase):
         """Set `rule` and `bias`; why the head and they are not the model's logits, None where they are."""
         check_decoder_only(core)
         self.rule = logit_rule(core.config)
-        return head_obstacle(core, self.rule)
+        return head_unsupported(core, self.rule)
 
     def score(
         self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from trl.models.packed.attention import FLAT_MODEL_TYPES
 from trl.models.packed.layout import ModelBatch, ScoredPositions
-from trl.models.parts import causal_core, logits_obstacle, prompt_learning_obstacle, replaced_forward
+from trl.models.parts import causal_core, logits_unsupported, prompt_learning_unsupported, replaced_forward
 from trl.models.scoring.base import ScorerBase, given_inputs
 from trl.tensors.softmax_rows import LogitRule
 
@@ -44,10 +44,10 @@ class ClassificationScorer(ScorerBase):
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, flat: bool | None = None) -> None:
         core = causal_core(model)
         _check_classifier(core)
-        virtual_tokens = prompt_learning_obstacle(model)
+        virtual_tokens = prompt_learning_unsupported(model)
         self._row_by_row = virtual_tokens is not None  # virtual tokens hide from the model where its rows end
-        obstacle = virtual_tokens or _head_obstacle(core)
-        super().__init__(core, obstacle=obstacle, pad_token_id=pad_token_id, flat=flat)
+        reason = virtual_tokens or _head_unsupported(core)
+        super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, flat=flat)
 
     def score(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Logits `(S, C)` at the end of every sequence (row, segment or branch), in the model's dtype, with gradient.
@@ -153,11 +153,11 @@ def head_of(core: PreTrainedModel) -> nn.Module | None:
     return next((head for head in heads if isinstance(head, nn.Module)), None)
 
 
-def _head_obstacle(core: PreTrainedModel) -> str | None:
+def _head_unsupported(core: PreTrainedModel) -> str | None:
     head = head_of(core)
     if head is None:
         return f"it has no classification head under the names {' or '.join(_HEAD_NAMES)}"
-    return logits_obstacle(core, [core.base_model], head, LogitRule())
+    return logits_unsupported(core, [core.base_model], head, LogitRule())
 
 
 @contextmanager

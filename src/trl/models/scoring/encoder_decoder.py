@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.layout import IGNORED, ModelBatch, labelled_positions
-from trl.models.parts import logits_obstacle
+from trl.models.parts import logits_unsupported
 from trl.models.scoring.causal import Scorer
 from trl.tensors.softmax_rows import LogitRule
 
@@ -36,7 +36,7 @@ class Seq2SeqScorer(Scorer):
         _check_encoder_decoder(core)
         scaled = getattr(core.config, "scale_decoder_outputs", False)  # T5, where the embeddings are the head
         self.rule = LogitRule(scale=core.config.d_model**-0.5 if scaled else 1.0)
-        return _head_obstacle(core, self.rule)
+        return _head_unsupported(core, self.rule)
 
     @property
     def bias(self) -> Tensor | None:
@@ -121,13 +121,13 @@ def _check_encoder_decoder(core: PreTrainedModel) -> None:
         )
 
 
-def _head_obstacle(core: Any, rule: LogitRule) -> str | None:
+def _head_unsupported(core: Any, rule: LogitRule) -> str | None:
     head, encoder, decoder = core.get_output_embeddings(), core.get_encoder(), core.get_decoder()
     if head is None or encoder in (None, core) or decoder in (None, core):
         return "it exposes no encoder, decoder and output head"
     ids = torch.zeros(1, 3, dtype=torch.int64, device=core.device)
     bias = _logits_bias(core)
-    return logits_obstacle(core, [encoder, decoder], head, rule, bias=bias, decoder_input_ids=ids)
+    return logits_unsupported(core, [encoder, decoder], head, rule, bias=bias, decoder_input_ids=ids)
 
 
 def _logits_bias(core: Any) -> Tensor | None:
