@@ -57,8 +57,8 @@ def test_padding_free_by_hand():
 def test_the_loss_on_everything():
     padded = DataCollatorForLanguageModeling(pad_token_id=0, completion_only_loss=False)(ROWS)
     assert padded["labels"].tolist() == [[5, 6, 7], [8, 9, -100]]
-    flat = DataCollatorForLanguageModeling(0, completion_only_loss=False, padding_free=True)(ROWS)
-    assert flat["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+    packed = DataCollatorForLanguageModeling(0, completion_only_loss=False, padding_free=True)(ROWS)
+    assert packed["labels"].tolist() == [[-100, 6, 7, -100, 9]]
 
 
 def test_all_masks_must_allow_a_token():
@@ -80,7 +80,7 @@ def test_pad_may_be_a_real_token():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
-def test_packed_rows_are_flat_with_restarting_positions():
+def test_packed_rows_are_packed_with_restarting_positions():
     rows = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6, 7], "seq_lengths": [2]}]
     assert as_lists(DataCollatorForLanguageModeling(0)(rows)) == {
         "input_ids": [[1, 2, 3, 4, 5, 6, 7]],
@@ -112,7 +112,7 @@ def test_multiples_padded():
     }
 
 
-def test_multiples_flat():
+def test_multiples_packed():
     collate = DataCollatorForLanguageModeling(0, padding_free=True, pad_to_multiple_of=4)
     assert as_lists(collate([{"input_ids": [1, 2, 3, 4]}, {"input_ids": [6]}])) == {
         "input_ids": [[1, 2, 3, 4, 6, 0, 0, 0]],

@@ -58,7 +58,7 @@ def test_what_a_pair_shares_stands_once():
 @pytest.mark.parametrize("kind", ["shared", "plain", "padded"])
 def test_every_layout_holds_the_same_sequences(kind, multiple):
     collate = RewardCollator(
-        prefix_sharing=kind == "shared", flat=kind != "padded", pad_to_multiple_of=multiple
+        prefix_sharing=kind == "shared", packed=kind != "padded", pad_to_multiple_of=multiple
     )
     batch = collate(ROWS)
     assert sequences(batch) == SEQUENCES
@@ -72,9 +72,9 @@ def test_every_layout_holds_the_same_sequences(kind, multiple):
 
 
 def test_empty_sequences_and_batches_are_errors():
-    for flat in (True, False):
+    for packed in (True, False):
         with pytest.raises(ValueError, match="row 1 of the batch has sequences of 2 and 0 tokens"):
-            RewardCollator(flat=flat)([ROWS[0], {"chosen_input_ids": [1, 2], "rejected_input_ids": []}])
+            RewardCollator(packed=packed)([ROWS[0], {"chosen_input_ids": [1, 2], "rejected_input_ids": []}])
     with pytest.raises(ValueError, match="at least 1 pair"):
         as_reward_batch({"input_ids_chosen": torch.zeros(0, 1), "input_ids_rejected": torch.zeros(0, 1)}, prefix_sharing=True)  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_empty_sequences_and_batches_are_errors():
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("older", [True, False])
 def test_the_older_collator(older, side):
-    """Padded by the tokenizer, apart; the trainer makes the same flat batch of it."""
+    """Padded by the tokenizer, apart; the trainer makes the same packed batch of it."""
     padding = tokenizer()
     padding.padding_side = side
     rows = ROWS

@@ -9,7 +9,7 @@ from trl.collators.scored_prompts import with_prompts_scored
 from trl.models.packed.layout import padded_rows, scored_sequences
 
 
-def test_a_tree_scores_the_prompt_in_front_of_the_chosen_branch():
+def test_a_prefix_group_scores_the_prompt_in_front_of_the_chosen_branch():
     rows = [
         {"prompt_input_ids": [4, 5, 6], "chosen_input_ids": [7], "rejected_input_ids": [8, 9]},
         {"prompt_input_ids": [3], "chosen_input_ids": [2], "rejected_input_ids": [1]},
@@ -23,7 +23,7 @@ def test_a_tree_scores_the_prompt_in_front_of_the_chosen_branch():
 
 
 @pytest.mark.parametrize("prefix_sharing", [True, False])
-def test_rows_cut_from_a_flat_row_are_labelled_alike(prefix_sharing):
+def test_rows_cut_from_a_packed_row_are_labelled_alike(prefix_sharing):
     batch = PairCollator(prefix_sharing=prefix_sharing)(pairs())
     found = with_prompts_scored(batch)
     rows = with_prompts_scored(padded_rows(batch, pad_token_id=0))
@@ -49,7 +49,7 @@ def test_rows_padded_on_the_left_and_rows_without_labels():
     ]  # fmt: skip
 
 
-def test_filler_behind_a_flat_row_is_no_prompt():
+def test_filler_behind_a_packed_row_is_no_prompt():
     batch = PairCollator(prefix_sharing=False)(pairs()[:1])
     tail = torch.arange(3)[None]
     batch = {

@@ -17,7 +17,7 @@ def mismatched(**changes):
 
 
 def sequences(batch):
-    """Token ids and labels of each plain sequence of a flat row."""
+    """Token ids and labels of each plain sequence of a packed row."""
     starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
     return [
         (batch["input_ids"][0, start:end].tolist(), batch["labels"][0, start:end].tolist())

@@ -8,7 +8,7 @@ from tests.trainer.one_step import run
 from trl.generation.engine import Sampling
 from trl.generation.transformers.choosing import choose
 from trl.models.packed import attention
-from trl.models.packed.attention import use_flat_attention
+from trl.models.packed.attention import use_packed_attention
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.reporting.metrics import MetricSums
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 SHAPES = {
     "plain": Segments.from_lengths([5, 130, 64, 1]),
-    "tree": Segments.from_trees([(70, [30, 2, 65]), (1, [3]), (40, [])]),
+    "tree": Segments.from_prefix_groups([(70, [30, 2, 65]), (1, [3]), (40, [])]),
 }
 
 
@@ -52,7 +52,7 @@ def test_segment_attention_and_its_gradients(dtype, shape, window, monkeypatch):
         for heads in (4, 2, 2)
     ]
     copies = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    output, _ = attention.flat_attention(
+    output, _ = attention.packed_attention(
         torch.nn.Module(), *tensors, segments.to_table(), scaling=0.2, sliding_window=window
     )
     expected = reference(*copies, segments, 0.2, window)
@@ -139,7 +139,7 @@ def test_memory_savers_change_no_gradient(settings):
 
 def test_every_token_entropy_on_the_device():
     model = tiny_model("llama").cuda().eval()
-    use_flat_attention(model)
+    use_packed_attention(model)
     ids = torch.randint(3, 60, (1, 9), device="cuda")
     batch = {"input_ids": ids, "position_ids": torch.arange(9, device="cuda")[None], "labels": ids}
     scored = Scorer(model).score(model, batch, ScoreOptions(entropy="all"))

@@ -55,7 +55,7 @@ def test_flash_attention_of_the_users_choice_repeats_prompts(caplog):
     model = tiny_model("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     scorer = Scorer(model)
-    assert scorer.flat and not shares_prefix(scorer, "auto")
+    assert scorer.packed and not shares_prefix(scorer, "auto")
     assert "the prompt is repeated for each completion" in caplog.text
     with pytest.raises(ValueError, match="cannot take shared prompts: its flash attention only separates"):
         shares_prefix(scorer, True)

@@ -9,19 +9,19 @@ def test_plain_sequences_by_hand():
     assert row.start == (0, 3, 4)
     assert row.prefix_length == (0, 0, 0)
     assert row.total == 6
-    assert not row.has_branches
+    assert not row.has_shared_prefixes
     assert row.position_ids().tolist() == [[0, 1, 2, 0, 0, 1]]
 
 
-def test_trees_by_hand():
-    row = Segments.from_trees([(3, [2, 1]), (2, []), (1, [2])])
+def test_prefix_groups_by_hand():
+    row = Segments.from_prefix_groups([(3, [2, 1]), (2, []), (1, [2])])
     assert list(row) == [(0, 3, 0, 0), (3, 2, 0, 3), (5, 1, 0, 3), (6, 2, 0, 0), (8, 1, 0, 0), (9, 2, 8, 1)]
     assert row.position_ids().tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 0, 1, 2]]
-    assert row.has_branches
+    assert row.has_shared_prefixes
 
 
 def test_table_keeps_everything():
-    row = Segments.from_trees([(4, [3, 1, 2]), (5, [])])
+    row = Segments.from_prefix_groups([(4, [3, 1, 2]), (5, [])])
     table = row.to_table()
     assert table.shape == (1, 1, 5, 4)
     assert table.dtype == torch.int64
@@ -35,7 +35,7 @@ def test_empty_row():
     assert row.total == 0
     assert row.position_ids().shape == (1, 0)
     assert Segments.from_table(row.to_table()) == row
-    assert Segments.from_trees([]) == row
+    assert Segments.from_prefix_groups([]) == row
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -45,10 +45,10 @@ def test_each_branch_is_the_sequence_it_would_be_alone(seed: int):
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    trees = [(draw(1, 9), [draw(1, 7) for _ in range(draw(0, 5))]) for _ in range(draw(1, 6))]
-    row = Segments.from_trees(trees)
+    groups = [(draw(1, 9), [draw(1, 7) for _ in range(draw(0, 5))]) for _ in range(draw(1, 6))]
+    row = Segments.from_prefix_groups(groups)
     visible, positions = row.visible(), row.position_ids()[0]
-    assert row.total == sum(prompt + sum(branches) for prompt, branches in trees)
+    assert row.total == sum(prompt + sum(branches) for prompt, branches in groups)
     for start, length, prefix_start, prefix_length in row:
         own = [*range(prefix_start, prefix_start + prefix_length), *range(start, start + length)]
         assert positions[own].tolist() == list(range(len(own)))

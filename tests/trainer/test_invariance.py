@@ -73,7 +73,7 @@ def test_rows_that_a_model_pads_itself(whole, monkeypatch):
     monkeypatch.setattr(scorer_base, "packed_unsupported", lambda model: "of this test")
     for layout in LAYOUTS.values():
         trainer, keep = run(**layout)
-        assert not trainer.scorer.flat
+        assert not trainer.scorer.packed
         assert_same_gradients(keep.steps[0], whole["nll"])
 
 

@@ -141,8 +141,8 @@ def after(mini_batch_size=4, accumulation=1, *, flat=None, **config):
         mini_batch_size=mini_batch_size, gradient_accumulation_steps=accumulation, **config,
     )  # fmt: skip
     if flat is not None:
-        assert trainer._scorer.scorer.flat != flat
-        trainer._scorer.scorer.flat = flat
+        assert trainer._scorer.scorer.packed != flat
+        trainer._scorer.scorer.packed = flat
     return trainer.step(*batch()), weights(trainer)
 
 

@@ -1,1 +1,1 @@
-"""Rows to padded or flat tensors."""
+"""Rows to padded or packed tensors."""

@@ -37,7 +37,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         instruction_template: Text or token ids that introduce what is answered.
         mlm: Must be False; kept for the programs that pass it.
         ignore_index: Label of what is not trained.
-        padding_free: Whether to lay all rows into one flat row.
+        padding_free: Whether to lay all rows into one packed row.
         tokenizer: Tokenizer of the rows.
         pad_to_multiple_of: Rounds the length of a batch up to a multiple, in tokens.
     """

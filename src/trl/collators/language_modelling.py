@@ -1,4 +1,4 @@
-"""Prepared SFT rows as a batch: padded rows, or one flat row of sequences."""
+"""Prepared SFT rows as a batch: padded rows, or one packed row of sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trl.collators.rows import (
     as_ids,
     as_rows,
     check_multiple,
-    flatten_rows,
+    pack_sequences,
     pad_rows,
     read_column,
 )
@@ -38,7 +38,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     Args:
         pad_token_id: Token that fills padded positions.
         completion_only_loss: Whether `completion_mask`, where a row has one, limits what is trained.
-        padding_free: Whether to lay all sequences into one flat row.
+        padding_free: Whether to lay all sequences into one packed row.
         pad_to_multiple_of: Rounds T or N up to a multiple, in tokens.
         return_tensors: Only "pt".
 
@@ -77,7 +77,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         if visible is not None:
             ids, labels = _only_visible(ids, visible), _only_visible(labels, visible)
         if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
-            return self._flat(examples, ids, labels)
+            return self._packed(examples, ids, labels)
         return self._padded(ids, labels)
 
     def _labels(self, rows: Sequence[Row], ids: list[Tensor]) -> list[Tensor]:
@@ -104,8 +104,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             for name, (rows, value) in columns.items()
         }
 
-    def _flat(self, rows: Sequence[Row], ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:
-        return flatten_rows(
+    def _packed(self, rows: Sequence[Row], ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:
+        return pack_sequences(
             torch.cat(ids),
             torch.cat(labels),
             _sequence_lengths(rows, ids),
@@ -146,7 +146,7 @@ NOT_PLAIN = ("attention_mask", "segment_table", "rows")
 
 @dataclass
 class CountedSequences:
-    """Adds `sequences (B,)` to a flat batch of plain sequences: how many each of its rows has, of which packed ones have several.
+    """Adds `sequences (B,)` to a packed batch of plain sequences: how many each of its rows has, of which packed ones have several.
 
     It is the batch's first tensor, by which transformers counts rows. Other batches stay as they are, and those whose rows
     do not give it.

@@ -1,4 +1,4 @@
-"""Prompts with their completions as one flat row: pairs of DPO's family, and single completions of KTO's."""
+"""Prompts with their completions as one packed row: pairs of DPO's family, and single completions of KTO's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import IGNORED, Row, as_ids, flatten_rows, pad_rows
+from trl.collators.rows import IGNORED, Row, as_ids, pack_sequences, pad_rows
 from trl.data.preference import OWN_PROMPT
 from trl.tensors.padding import pad
 from trl.tensors.segments import Segments
@@ -32,9 +32,9 @@ _OF_IMAGES = {
 
 
 def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[str, Tensor]:
-    """Prompts and completions as one flat batch whose sequences are the completions, in order.
+    """Prompts and completions as one packed batch whose sequences are the completions, in order.
 
-    With `prefix_sharing` each prompt stands once, in front of its completions (`flatten_trees`); without, once for each
+    With `prefix_sharing` each prompt stands once, in front of its completions (`pack_prefix_groups`); without, once for each
     completion. `labels (1, N)` are -100 on prompts. `rows (B,)` counts the rows.
 
     Raises: ValueError naming row and completion where a prompt or completion has no tokens.
@@ -42,10 +42,10 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
     >>> completion_batch([([5, 6], [[7], [8, 9]])], prefix_sharing=False)["input_ids"].tolist()
     [[5, 6, 7, 5, 6, 8, 9]]
     """
-    trees = flatten_trees(rows)  # checks the rows too
+    groups = pack_prefix_groups(rows)  # checks the rows too
     count = torch.arange(len(rows))  # first, where transformers looks for how many rows a batch has
     if prefix_sharing:
-        return {"rows": count, **trees}
+        return {"rows": count, **groups}
     ids, labels, lengths = [], [], []
     for prompt, completions in rows:
         prompt = as_ids(prompt)
@@ -53,26 +53,28 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
             ids += [prompt, completion]
             labels += [torch.full_like(prompt, IGNORED), completion]
             lengths.append(len(prompt) + len(completion))
-    return {"rows": count, **flatten_rows(torch.cat(ids), torch.cat(labels), lengths, pad_token_id=0)}
+    return {"rows": count, **pack_sequences(torch.cat(ids), torch.cat(labels), lengths, pad_token_id=0)}
 
 
-def flatten_trees(rows: Sequence[Prompted]) -> dict[str, Tensor]:
-    """Prompts, each followed by its completions, as one flat row of trees: ids as lists, arrays or tensors.
+def pack_prefix_groups(rows: Sequence[Prompted]) -> dict[str, Tensor]:
+    """Prompts, each followed by its completions, as one packed row of groups: ids as lists, arrays or tensors.
 
     `labels (1, N)` are the completions' tokens, and -100 on prompts. What predicts a completion's first token is the last one
     of its prompt, not its neighbour on the left: `scored_source`, `scored_target` and `scored_sequence`, int64 `(K,)`, say
-    which flat position predicts which token of which completion.
+    which packed position predicts which token of which completion.
 
     Raises: ValueError naming row and completion where a prompt or completion has no tokens, or a row no completions.
 
-    >>> flat = flatten_trees([([5, 6], [[7, 8], [9]])])
-    >>> flat["position_ids"].tolist(), flat["scored_source"].tolist(), flat["scored_target"].tolist()
+    >>> packed = pack_prefix_groups([([5, 6], [[7, 8], [9]])])
+    >>> packed["position_ids"].tolist(), packed["scored_source"].tolist(), packed["scored_target"].tolist()
     ([[0, 1, 2, 3, 2]], [1, 2, 1], [7, 8, 9])
     """
-    trees = [(as_ids(prompt), [as_ids(branch) for branch in branches]) for prompt, branches in rows]
-    _check(trees)
-    segments = Segments.from_trees([(len(prompt), [len(b) for b in branches]) for prompt, branches in trees])
-    input_ids = torch.cat([part for prompt, branches in trees for part in (prompt, *branches)])
+    groups = [(as_ids(prompt), [as_ids(branch) for branch in branches]) for prompt, branches in rows]
+    _check(groups)
+    segments = Segments.from_prefix_groups(
+        [(len(prompt), [len(b) for b in branches]) for prompt, branches in groups]
+    )
+    input_ids = torch.cat([part for prompt, branches in groups for part in (prompt, *branches)])
     table = segments.to_table()
     start, length, prefix_start, prefix_length = table[0, 0][table[0, 0, :, 3] > 0].unbind(dim=1)
     branch = torch.repeat_interleave(torch.arange(len(start)), length)
@@ -93,10 +95,10 @@ def flatten_trees(rows: Sequence[Prompted]) -> dict[str, Tensor]:
     }
 
 
-def _check(trees: list[tuple[Tensor, list[Tensor]]]) -> None:
-    if not trees:
+def _check(groups: list[tuple[Tensor, list[Tensor]]]) -> None:
+    if not groups:
         raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
-    for row, (prompt, branches) in enumerate(trees):
+    for row, (prompt, branches) in enumerate(groups):
         if not len(prompt) or not branches:
             raise ValueError(
                 f"row {row} has a prompt of {len(prompt)} tokens and {len(branches)} completions, expected at least 1 of "
@@ -128,7 +130,7 @@ class PairCollator:
     prefix_sharing: bool = True
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """One flat batch of the rows, in their order."""
+        """One packed batch of the rows, in their order."""
         prompted: list[Prompted] = []
         for row in rows:
             prompt, chosen, rejected = (row[name] for name in PAIR_COLUMNS)

@@ -1,4 +1,4 @@
-"""Pairs of whole sequences, of which one is preferred, as one flat row; and the padded batches of earlier levels."""
+"""Pairs of whole sequences, of which one is preferred, as one packed row; and the padded batches of earlier levels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair_batch(
     pad_token_id: int = 0,
     multiple: int | None = None,
 ) -> dict[str, Tensor]:
-    """Pairs of sequences as one flat batch: sequence 2i is pair i's preferred one, 2i + 1 the other.
+    """Pairs of sequences as one packed batch: sequence 2i is pair i's preferred one, 2i + 1 the other.
 
     With `prefix_sharing` what a pair's sequences begin with in common stands once, in front of the two rests. The row's
     length is rounded up to `multiple`; `filler` then says by how many tokens. `rows (B,)` counts the pairs.
@@ -62,7 +62,7 @@ def group_batch(
     pad_token_id: int = 0,
     multiple: int | None = None,
 ) -> dict[str, Tensor]:
-    """Groups of whole sequences (none empty) as one flat batch of all of them in order, laid out as `pair_batch` does.
+    """Groups of whole sequences (none empty) as one packed batch of all of them in order, laid out as `pair_batch` does.
 
     `rows (B,)` counts the groups.
 
@@ -70,19 +70,19 @@ def group_batch(
     >>> group_batch([group], prefix_sharing=True)["input_ids"].tolist()
     [[5, 6, 7, 8, 9]]
     """
-    trees: list[tuple[int, list[int]]] = []
+    parts: list[tuple[int, list[int]]] = []
     ids: list[Tensor] = []
     for group in groups:
         shared = shared_length(*group) if prefix_sharing and len(group) > 1 else 0
         if shared:
-            trees.append((shared, [len(sequence) - shared for sequence in group]))
+            parts.append((shared, [len(sequence) - shared for sequence in group]))
             ids += [group[0][:shared], *(sequence[shared:] for sequence in group)]
         else:
-            trees += [(len(sequence), []) for sequence in group]
+            parts += [(len(sequence), []) for sequence in group]
             ids += group
     row = torch.cat(ids)
     tail = round_up(len(row), multiple) - len(row)
-    segments = Segments.from_trees([*trees, *([(tail, [])] if tail else [])])
+    segments = Segments.from_prefix_groups([*parts, *([(tail, [])] if tail else [])])
     return {
         "rows": torch.arange(len(groups)),
         "input_ids": torch.nn.functional.pad(row, (0, tail), value=pad_token_id)[None],
@@ -107,21 +107,21 @@ def _check_pairs(pairs: Sequence[Pair]) -> None:
 class RewardCollator:
     """Batches rows of `chosen_input_ids` and `rejected_input_ids` (whole sequences), and `margin` where they have it.
 
-    A batch is one flat row as `pair_batch` makes it; where not `flat`, rows padded on the right, chosen and rejected in
+    A batch is one packed row as `pair_batch` makes it; where not `packed`, rows padded on the right, chosen and rejected in
     turn.
 
     Args:
         prefix_sharing: Whether what a pair's sequences begin with in common stands once.
-        flat: Whether the model takes flat rows; padded ones if not.
+        packed: Whether the model takes packed rows; padded ones if not.
         pad_token_id: Token that fills padded positions.
-        pad_to_multiple_of: Rounds the length of the flat row, or of the padded rows, up to a multiple, in tokens.
+        pad_to_multiple_of: Rounds the length of the packed row, or of the padded rows, up to a multiple, in tokens.
 
     >>> RewardCollator()([{"chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7]}])["position_ids"].tolist()
     [[0, 1, 1]]
     """
 
     prefix_sharing: bool = True
-    flat: bool = True
+    packed: bool = True
     pad_token_id: int = 0
     pad_to_multiple_of: int | None = None
 
@@ -138,7 +138,7 @@ class RewardCollator:
 
     def _of_pairs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         multiple = self.pad_to_multiple_of
-        if self.flat:
+        if self.packed:
             return pair_batch(
                 pairs, prefix_sharing=self.prefix_sharing, pad_token_id=self.pad_token_id, multiple=multiple
             )

@@ -72,7 +72,7 @@ def pad_rows(
     return torch.nn.functional.pad(padded, (missing, 0) if side == "left" else (0, missing), value=value)
 
 
-def flatten_rows(
+def pack_sequences(
     ids: Tensor,
     labels: Tensor,
     lengths: Sequence[int],
@@ -81,7 +81,7 @@ def flatten_rows(
     multiple: int | None = None,
     ignored: int = IGNORED,
 ) -> dict[str, Tensor]:
-    """Sequences that lie one after another as one flat batch: `input_ids`, `position_ids`, `labels`, `(1, N)` each.
+    """Sequences that lie one after another as one packed batch: `input_ids`, `position_ids`, `labels`, `(1, N)` each.
 
     `lengths` are those of the sequences; each one's first label is ignored, because nothing before it predicts it.
     Where N is rounded up to `multiple`, the tail is a sequence of its own without labels, and `filler` `(1,)` says how

@@ -25,14 +25,14 @@ def with_prompts_scored(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if "prompt_tokens" in batch:
         return batch
     if "scored_target" in batch:
-        return {**batch, **_of_trees(batch)}
-    prompt, sequence, count = _of_rows(batch) if "attention_mask" in batch else _of_flat_row(batch)
+        return {**batch, **_of_prefix_groups(batch)}
+    prompt, sequence, count = _of_rows(batch) if "attention_mask" in batch else _of_packed_row(batch)
     labels = torch.where(prompt, batch["input_ids"], batch["labels"])
     tokens = torch.bincount(sequence[prompt], minlength=count)[:count:2]
     return {**batch, "labels": labels, "prompt_tokens": (tokens - 1).clamp(min=0)}
 
 
-def _of_trees(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def _of_prefix_groups(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """The prompt in front of every chosen branch, labelled and scored."""
     table = batch["segment_table"][0, 0]
     chosen = table[table[:, 3] > 0][0::2]
@@ -60,8 +60,8 @@ def _of_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
     return before & mask & (sequence % 2 == 0), sequence, len(labels)
 
 
-def _of_flat_row(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
-    """The same of a flat row of plain sequences `(1, N)`; filler at its end is none of them."""
+def _of_packed_row(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """The same of a packed row of plain sequences `(1, N)`; filler at its end is none of them."""
     starts, labelled = batch["position_ids"][0] == 0, batch["labels"][0] != IGNORED
     sequence, seen = starts.cumsum(0) - 1, labelled.cumsum(0)
     count = int(starts.sum()) // 2 * 2

@@ -1,4 +1,4 @@
-"""Prompts with one judged completion each, and for KTO a mismatched one, as one flat row."""
+"""Prompts with one judged completion each, and for KTO a mismatched one, as one packed row."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _row_values(rows: Sequence[Row]) -> dict[str, Tensor]:
 def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dict[str, Any]:
     """A batch of rows with `of` completions each, with the completion `number` (from 0) of every row alone.
 
-    A flat row becomes plain sequences. Values of the rows are left out.
+    A packed row becomes plain sequences. Values of the rows are left out.
 
     >>> row = {"prompt_input_ids": [5], "completion_input_ids": [6, 7], "KL_completion_input_ids": [8], "label": True}
     >>> single_completions(UnpairedCollator(mismatched=True)([row]), 1, of=2)["input_ids"].tolist()
@@ -107,7 +107,7 @@ def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dic
 
 
 def _tokens_of(batch: Mapping[str, Any], number: int, of: int) -> Tensor:
-    """Which tokens of a flat row belong to the completion `number` of some row, or to its prompt: bool `(N,)`."""
+    """Which tokens of a packed row belong to the completion `number` of some row, or to its prompt: bool `(N,)`."""
     if "segment_table" not in batch:
         return ((batch["position_ids"][0] == 0).cumsum(dim=0) - 1) % of == number
     segments = Segments.from_table(batch["segment_table"])

@@ -17,23 +17,23 @@ logger = logging.getLogger(__name__)
 
 
 def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
-    """Whether the completions of one prompt are laid out behind one copy of it; warns where a model of flat rows cannot.
+    """Whether the completions of one prompt are laid out behind one copy of it; warns where a model of packed rows cannot.
 
     Raises: ValueError where that is required and the model cannot take it.
     """
     unsupported = "its flash attention only separates plain sequences"
-    if prefix_sharing == "auto" and scorer.flat and not scorer.takes_trees:
+    if prefix_sharing == "auto" and scorer.packed and not scorer.shares_prefixes:
         logger.warning(
             "prefix sharing is disabled for this model, because %s: the prompt is repeated for each completion.",
             unsupported,
         )
-    if prefix_sharing is True and not scorer.takes_trees:
-        why = unsupported if scorer.flat else "; ".join(scorer.fallbacks) or "it takes padded rows only"
+    if prefix_sharing is True and not scorer.shares_prefixes:
+        why = unsupported if scorer.packed else "; ".join(scorer.fallbacks) or "it takes padded rows only"
         raise ValueError(
             f"prefix_sharing=True, but {type(scorer.core).__name__} cannot take shared prompts: {why}. Use 'auto', which "
             "repeats prompts where it must."
         )
-    return prefix_sharing is not False and scorer.takes_trees
+    return prefix_sharing is not False and scorer.shares_prefixes
 
 
 def row_count(batch: Mapping[str, Any], *, per_row: int = 1) -> int:

@@ -101,7 +101,7 @@ class ModelSource:
 
     def _scores(self, groups: list[list[Tensor]]) -> Tensor:
         batch = group_batch(
-            groups, prefix_sharing=self.scorer.takes_trees, pad_token_id=self.scorer.pad_token_id
+            groups, prefix_sharing=self.scorer.shares_prefixes, pad_token_id=self.scorer.pad_token_id
         )
         device = next(self.model.parameters()).device
         logits = self.scorer.score(self.model, {name: value.to(device) for name, value in batch.items()})

@@ -70,13 +70,13 @@ class ResponseScorer:
             return seq2seq_batch(
                 rows, pad_token_id=self.scorer.pad_token_id, completions=("completion_input_ids",)
             )
-        trees: list[tuple[Tensor, list[Tensor]]] = []
+        groups: list[tuple[Tensor, list[Tensor]]] = []
         for query, response in zip(queries, responses, strict=True):
-            if self.scorer.takes_trees and trees and torch.equal(trees[-1][0], query):
-                trees[-1][1].append(response)
+            if self.scorer.shares_prefixes and groups and torch.equal(groups[-1][0], query):
+                groups[-1][1].append(response)
             else:
-                trees.append((query, [response]))
-        batch = completion_batch(trees, prefix_sharing=self.scorer.takes_trees)
+                groups.append((query, [response]))
+        batch = completion_batch(groups, prefix_sharing=self.scorer.shares_prefixes)
         return {name: value for name, value in batch.items() if name != "rows"}
 
     def _response_logits(

@@ -1,7 +1,7 @@
-"""The segments of a flat row: which tokens of one long row belong together and what they see.
+"""The segments of a packed row: which tokens of one long row belong together and what they see.
 
-A flat row holds real tokens only. A segment is a plain sequence, the prompt of a tree, or a branch of a tree:
-a branch sees the whole prompt of its tree and itself, never its sisters, and its positions go on after the prompt.
+A packed row holds real tokens only. A segment is a plain sequence, a shared prefix (a prompt), or a branch behind one:
+a branch sees the whole prefix and itself, never its sisters, and its positions go on after the prompt.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segment boundaries of one flat row, in row order, without gaps: all counts are in tokens.
+    """Segment boundaries of one packed row, in row order, without gaps: all counts are in tokens.
 
     A plain sequence or a prompt has `prefix_length` 0. A branch sees `[prefix_start, prefix_start + prefix_length)`,
-    which must be exactly one earlier segment that is not itself a branch (trees are one level deep).
+    which must be exactly one earlier segment that is not itself a branch (prefixes are one level deep).
 
     Raises: ValueError where the segments leave gaps, are empty, or point at something that is no prompt.
 
-    >>> row = Segments.from_trees([(3, [2, 1])])
+    >>> row = Segments.from_prefix_groups([(3, [2, 1])])
     >>> row.position_ids().tolist()
     [[0, 1, 2, 3, 4, 3]]
     """
@@ -54,7 +54,7 @@ class Segments:
             elif prompts.get(prefix_start) != prefix_length:
                 raise ValueError(
                     f"segment {index} has the prefix [{prefix_start}, {prefix_start + prefix_length}), which is no "
-                    "earlier plain segment. A branch's prefix must be exactly the prompt segment of its tree."
+                    "earlier plain segment. A branch's prefix must be exactly the prefix segment of its group."
                 )
             end += length
 
@@ -70,12 +70,12 @@ class Segments:
         return cls(_starts(sizes), sizes, zeros, zeros)
 
     @classmethod
-    def from_trees(cls, trees: Iterable[tuple[int, Sequence[int]]]) -> Segments:
-        """Trees of `(prompt_length, [branch_length, ...])`, one after another; no branches: a plain sequence."""
+    def from_prefix_groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> Segments:
+        """Groups of `(prompt_length, [branch_length, ...])`, one after another; no branches: a plain sequence."""
         sizes: list[int] = []
         prefixes: list[tuple[int, int]] = []
         end = 0
-        for prompt_length, branch_lengths in trees:
+        for prompt_length, branch_lengths in groups:
             prompt, branches = int(prompt_length), [int(length) for length in branch_lengths]
             sizes += [prompt, *branches]
             prefixes += [(0, 0)] + [(end, prompt)] * len(branches)
@@ -114,7 +114,7 @@ class Segments:
         return self.start[-1] + self.length[-1] if self.length else 0
 
     @property
-    def has_branches(self) -> bool:
+    def has_shared_prefixes(self) -> bool:
         """Whether any segment sees another one."""
         return any(self.prefix_length)
 
@@ -129,7 +129,7 @@ class Segments:
     def uses(self) -> Tensor:
         """How many sequences each token is part of, int64 `(N,)`: one, or of a prompt as many as it has branches.
 
-        >>> Segments.from_trees([(3, [2, 1])]).uses().tolist()
+        >>> Segments.from_prefix_groups([(3, [2, 1])]).uses().tolist()
         [2, 2, 2, 1, 1, 1]
         """
         branches: dict[int, int] = {}
@@ -144,7 +144,7 @@ class Segments:
 
         Quadratic in the row: for tests, plots and models that take nothing else.
 
-        >>> Segments.from_trees([(1, [1, 1])]).visible().int().tolist()
+        >>> Segments.from_prefix_groups([(1, [1, 1])]).visible().int().tolist()
         [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
         """
         matrix = torch.zeros(self.total, self.total, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Per-sequence quantities from the log-probs of a flat batch: sums, means, and what of them a method counts.
+"""Per-sequence quantities from the log-probs of a packed batch: sums, means, and what of them a method counts.
 
 A scoring forward returns K token log-probs in a row, `logps (K,)`, and says which sequence each belongs to,
-`sequence (K,)`. With `prompt + [chosen, rejected]` trees, sequence 2i is pair i's chosen completion and 2i + 1 its
+`sequence (K,)`. With `prompt + [chosen, rejected]` groups, sequence 2i is pair i's chosen completion and 2i + 1 its
 rejected one.
 """
 

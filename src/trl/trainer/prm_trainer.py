@@ -14,7 +14,7 @@ from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
 from trl.legacy import PRM_ARGUMENTS, move_onto_config
 from trl.models.classifier_setup import STEP_CLASSIFIER
-from trl.models.packed.layout import IGNORED, is_flat
+from trl.models.packed.layout import IGNORED, is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
@@ -118,7 +118,7 @@ class PRMTrainer(PreferenceTrainer):
                 f"a batch has {sorted(batch)}, expected 'labels' too: a class at the end of each step, -100 elsewhere. Let "
                 "the data_collator add them, or leave it out."
             )
-        if is_flat(batch):
+        if is_packed(batch):
             return self.scorer.padded_inputs(batch)
         if batch.get("attention_mask") is None:
             return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}

@@ -118,7 +118,7 @@ class RewardTrainer(PreferenceTrainer):
     def _collator(self, args: RewardConfig) -> RewardCollator:
         return RewardCollator(
             prefix_sharing=self.shares_prefix,
-            flat=self.scorer.flat,
+            packed=self.scorer.packed,
             pad_token_id=self.scorer.pad_token_id,
             pad_to_multiple_of=args.pad_to_multiple_of,
         )

@@ -22,7 +22,7 @@ from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.streams import is_stream
 from trl.data.templates import get_training_chat_template
 from trl.data.text import SFTPreparation, prepare_sft_dataset
-from trl.models.packed.layout import is_flat
+from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions
 from trl.trainer.prepared_sets import DataSets
@@ -199,4 +199,4 @@ def _keeps_apart(batch: Any, sequences: int) -> bool:
     """Whether a batch of one packed row tells its sequences apart."""
     if "segment_table" in batch:
         return True
-    return is_flat(batch) and int((batch["position_ids"] == 0).sum()) >= sequences
+    return is_packed(batch) and int((batch["position_ids"] == 0).sum()) >= sequences

@@ -24,7 +24,7 @@ from trl._lazy import attach
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
-from trl.models.packed.layout import first_rows, is_flat, padded_batch
+from trl.models.packed.layout import first_rows, is_packed, padded_batch
 from trl.models.parts import check_decoder_only
 from trl.models.policy import set_up_policy
 from trl.models.scoring.causal import Scored, Scorer
@@ -279,7 +279,7 @@ class SFTTrainer(BaseTrainer):
         own, rows = self.own_rows(), self.args.per_device_eval_batch_size
         if own < rows:
             inputs = first_rows(inputs, max(own, 1), of=rows)
-        is_cut = own == rows or (is_flat(inputs) and own > 0)
+        is_cut = own == rows or (is_packed(inputs) and own > 0)
         self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
         # A process without a row of its own runs one for the collectives of a sharded model.
         with torch.no_grad(), nullcontext() if own else self.unrecorded():

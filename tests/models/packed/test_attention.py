@@ -1,4 +1,4 @@
-"""Flat rows of segments give what each sequence gives alone, for every architecture that claims so."""
+"""Packed rows of segments give what each sequence gives alone, for every architecture that claims so."""
 
 import pytest
 import torch
@@ -6,24 +6,24 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_model
 from trl.models.packed.attention import (
-    FLAT_ATTENTION,
-    FLAT_MODEL_TYPES,
-    flat_attention,
+    PACKED_ATTENTION,
+    PACKED_MODEL_TYPES,
     is_segment_table,
+    packed_attention,
     packed_unsupported,
-    use_flat_attention,
+    use_packed_attention,
 )
 from trl.models.scoring.causal import Scorer
 from trl.tensors.segments import Segments
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # their grouped products take no float64
-DENSE = sorted(FLAT_MODEL_TYPES - set(MIXTURES))
+DENSE = sorted(PACKED_MODEL_TYPES - set(MIXTURES))
 # The others' norms compute in float32 whatever the model's dtype, so their gradients depend on the order of a
 # float32 sum over tokens.
 ALL_FLOAT64 = ("gpt2", "gpt_neox", "opt")
 
 
-def flat_logits(model, ids, segments):
+def packed_logits(model, ids, segments):
     return model(
         input_ids=ids,
         position_ids=segments.position_ids(),
@@ -40,7 +40,7 @@ def alone(model, ids, segments, number):
 
 SHAPES = {
     "plain": Segments.from_lengths([5, 3, 7, 1]),
-    "tree": Segments.from_trees([(5, [3, 2, 1]), (1, [3]), (1, [])]),
+    "prefix group": Segments.from_prefix_groups([(5, [3, 2, 1]), (1, [3]), (1, [])]),
 }
 
 
@@ -51,14 +51,14 @@ def test_segments_give_the_logits_and_gradients_of_sequences_alone(architecture,
     dtype, tolerance = (torch.float64, 1e-12) if exact else (torch.float32, 2e-5)
     gradient_tolerance = 1e-11 if architecture in ALL_FLOAT64 else 1e-4
     overrides = {"attn_logit_softcapping": None} if architecture == "gemma2" else {}
-    flat = tiny_model(architecture, dtype=dtype, **overrides).eval()
+    packed = tiny_model(architecture, dtype=dtype, **overrides).eval()
     plain = tiny_model(architecture, dtype=dtype, **overrides).eval()
     plain.set_attn_implementation("sdpa")
-    assert use_flat_attention(flat)
+    assert use_packed_attention(packed)
     segments = SHAPES[shape]
     ids = torch.randint(3, 60, (1, segments.total))
 
-    found = flat_logits(flat, ids, segments)
+    found = packed_logits(packed, ids, segments)
     expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments))])
     scale = expected.abs().max()
     assert (found - expected).abs().max() <= tolerance * scale
@@ -68,7 +68,7 @@ def test_segments_give_the_logits_and_gradients_of_sequences_alone(architecture,
     (expected * weights).sum().backward()
     # A gradient whose terms cancel (a key's bias) is rounded like its terms, which are as large as other gradients.
     largest = max(part.grad.abs().max() for part in plain.parameters() if part.grad is not None)
-    for (name, one), other in zip(flat.named_parameters(), plain.parameters(), strict=True):
+    for (name, one), other in zip(packed.named_parameters(), plain.parameters(), strict=True):
         if other.grad is None:
             assert one.grad is None or not one.grad.any(), name
         else:
@@ -77,78 +77,78 @@ def test_segments_give_the_logits_and_gradients_of_sequences_alone(architecture,
 
 
 def test_soft_capped_scores_agree_with_eager_attention():
-    flat, eager = (tiny_model("gemma2", attn_logit_softcapping=2.0).eval() for _ in range(2))
+    packed, eager = (tiny_model("gemma2", attn_logit_softcapping=2.0).eval() for _ in range(2))
     eager.set_attn_implementation("eager")
-    use_flat_attention(flat)
+    use_packed_attention(packed)
     segments = SHAPES["plain"]
     ids = torch.randint(3, 60, (1, segments.total))
-    found = flat_logits(flat, ids, segments)
+    found = packed_logits(packed, ids, segments)
     expected = torch.cat([alone(eager, ids, segments, number) for number in range(len(segments))])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    padded = flat(input_ids=ids[:, :5], attention_mask=torch.ones(1, 5, dtype=torch.int64)).logits
+    padded = packed(input_ids=ids[:, :5], attention_mask=torch.ones(1, 5, dtype=torch.int64)).logits
     torch.testing.assert_close(padded, eager(input_ids=ids[:, :5]).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_sliding_windows_shorter_than_a_segment_are_kept():
-    flat, plain = (tiny_model("mistral", dtype=torch.float64, sliding_window=4).eval() for _ in range(2))
+    packed, plain = (tiny_model("mistral", dtype=torch.float64, sliding_window=4).eval() for _ in range(2))
     plain.set_attn_implementation("sdpa")
-    use_flat_attention(flat)
-    segments = Segments.from_trees([(6, [5, 3]), (9, [])])
+    use_packed_attention(packed)
+    segments = Segments.from_prefix_groups([(6, [5, 3]), (9, [])])
     ids = torch.randint(3, 60, (1, segments.total))
-    found = flat_logits(flat, ids, segments)
+    found = packed_logits(packed, ids, segments)
     expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments))])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_window_that_only_the_mask_knows_is_kept():
     window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}
-    flat, plain = (tiny_model("qwen2_moe", **window).eval() for _ in range(2))
+    packed, plain = (tiny_model("qwen2_moe", **window).eval() for _ in range(2))
     plain.set_attn_implementation("sdpa")
-    use_flat_attention(flat)
+    use_packed_attention(packed)
     segments = Segments.from_lengths([9, 4, 5])
     ids = torch.randint(3, 60, (1, segments.total), generator=torch.Generator().manual_seed(0))
     expected = torch.cat([alone(plain, ids, segments, number) for number in range(3)])
-    torch.testing.assert_close(flat_logits(flat, ids, segments), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed_logits(packed, ids, segments), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_table_it_is_sdpa_also_while_generating():
-    flat, plain = (tiny_model("llama").eval() for _ in range(2))
-    use_flat_attention(flat)
+    packed, plain = (tiny_model("llama").eval() for _ in range(2))
+    use_packed_attention(packed)
     ids = torch.randint(3, 60, (2, 6))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    one, other = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (flat, plain))
+    one, other = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (packed, plain))
     assert torch.equal(one, other)
     settings = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
-    assert torch.equal(flat.generate(ids, **settings), plain.generate(ids, **settings))
+    assert torch.equal(packed.generate(ids, **settings), plain.generate(ids, **settings))
 
 
 def test_gradient_checkpointing_runs_a_layer_again_over_the_same_segments():
     grads = []
     for checkpointing in (False, True):
         model = tiny_model("llama", dtype=torch.float64).train()
-        use_flat_attention(model)
+        use_packed_attention(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        segments = SHAPES["tree"]
+        segments = SHAPES["prefix group"]
         torch.manual_seed(1)
         ids = torch.randint(3, 60, (1, segments.total))
-        flat_logits(model, ids, segments).square().sum().backward()
+        packed_logits(model, ids, segments).square().sum().backward()
         grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_acts_in_training():
     model = tiny_model("llama", attention_dropout=0.5).train()
-    use_flat_attention(model)
+    use_packed_attention(model)
     segments = SHAPES["plain"]
     ids = torch.randint(3, 60, (1, segments.total))
-    assert not torch.equal(flat_logits(model, ids, segments), flat_logits(model, ids, segments))
+    assert not torch.equal(packed_logits(model, ids, segments), packed_logits(model, ids, segments))
 
 
 @pytest.mark.parametrize(
     "copies", [{"layer_replication": [[0, 2], [1, 2]]}, {"modules_to_save": ["self_attn"]}]
 )
-def test_layers_that_peft_copied_take_flat_rows(copies):
+def test_layers_that_peft_copied_take_packed_rows(copies):
     """A copied layer has a copy of the config, and so its own attention implementation."""
     model = tiny_model("llama", dtype=torch.float64)
     given = LoraConfig(
@@ -157,10 +157,10 @@ def test_layers_that_peft_copied_take_flat_rows(copies):
     model = get_peft_model(model, given).double()
     ids = torch.tensor([[5, 9, 3, 7, 7, 8], [4, 6, 2, 0, 0, 0]])
     batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.where(ids == 0, -100, ids)}
-    expected = Scorer(model, flat=False).score(model, batch).logps
-    flat = Scorer(model)
-    assert flat.flat
-    torch.testing.assert_close(flat.score(model, batch).logps, expected, rtol=1e-12, atol=1e-12)
+    expected = Scorer(model, packed=False).score(model, batch).logps
+    packed = Scorer(model)
+    assert packed.packed
+    torch.testing.assert_close(packed.score(model, batch).logps, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_reason_is_given_for_unsupported_models():
@@ -174,15 +174,15 @@ def test_flash_attention_chosen_by_the_user_stays():
     model = tiny_model("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     assert packed_unsupported(model) is None
-    assert use_flat_attention(model) is False
+    assert use_packed_attention(model) is False
     assert model.config._attn_implementation == "flash_attention_2"
 
 
 def test_the_implementation_is_not_written_into_a_saved_config(tmp_path):
     model = tiny_model("llama")
-    use_flat_attention(model)
+    use_packed_attention(model)
     model.save_pretrained(tmp_path)
-    assert FLAT_ATTENTION not in (tmp_path / "config.json").read_text()
+    assert PACKED_ATTENTION not in (tmp_path / "config.json").read_text()
 
 
 def test_a_segment_table_is_told_from_a_mask():
@@ -197,5 +197,5 @@ def test_the_function_alone_on_hand_worked_values():
     query = key = torch.zeros(1, 1, 3, 2)
     value = torch.tensor([[[[1.0, 0.0], [3.0, 0.0], [8.0, 4.0]]]])
     table = Segments.from_lengths([2, 1]).to_table()
-    output, _ = flat_attention(torch.nn.Module(), query, key, value, table)
+    output, _ = packed_attention(torch.nn.Module(), query, key, value, table)
     assert output[0, :, 0].tolist() == [[1.0, 0.0], [2.0, 0.0], [8.0, 4.0]]

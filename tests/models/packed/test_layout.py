@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from trl.collators.preference import flatten_trees
+from trl.collators.preference import pack_prefix_groups
 from trl.models.packed.layout import (
     count_scored,
     count_tokens,
     first_rows,
-    flat_batch,
-    is_flat,
+    is_packed,
+    packed_batch,
     padded_batch,
     padded_rows,
 )
@@ -20,7 +20,7 @@ PADDED = {
     "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 1]]),
     "labels": torch.tensor([[-100, 6, 7, -100], [8, 9, -100, 11], [-100, -100, 12, 13]]),
 }
-FLAT = {
+PACKED = {
     "input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13]]),
     "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]]),
     "labels": torch.tensor([[-100, 6, 7, -100, 9, -100, 11, -100, 13]]),
@@ -28,30 +28,30 @@ FLAT = {
 
 
 def test_layouts_are_told_apart():
-    assert is_flat(FLAT)
-    assert not is_flat(PADDED)
+    assert is_packed(PACKED)
+    assert not is_packed(PADDED)
 
 
 def test_padding_on_either_side_is_taken_out():
-    flat = flat_batch(PADDED, with_table=True)
-    assert flat.inputs["input_ids"].tolist() == FLAT["input_ids"].tolist()
-    assert flat.inputs["position_ids"].tolist() == FLAT["position_ids"].tolist()
-    assert Segments.from_table(flat.inputs["attention_mask"]).length == (3, 4, 2)
-    assert flat.scored.target.tolist() == [6, 7, 9, 11, 13]
-    assert flat.scored.source.tolist() == [0, 1, 3, 5, 7]
-    assert flat.scored.sequence.tolist() == [0, 0, 1, 1, 2]
-    assert flat.sequence_lengths.tolist() == [3, 3, 3, 4, 4, 4, 4, 2, 2]
+    packed = packed_batch(PADDED, with_table=True)
+    assert packed.inputs["input_ids"].tolist() == PACKED["input_ids"].tolist()
+    assert packed.inputs["position_ids"].tolist() == PACKED["position_ids"].tolist()
+    assert Segments.from_table(packed.inputs["attention_mask"]).length == (3, 4, 2)
+    assert packed.scored.target.tolist() == [6, 7, 9, 11, 13]
+    assert packed.scored.source.tolist() == [0, 1, 3, 5, 7]
+    assert packed.scored.sequence.tolist() == [0, 0, 1, 1, 2]
+    assert packed.sequence_lengths.tolist() == [3, 3, 3, 4, 4, 4, 4, 2, 2]
 
 
-def test_flat_rows_stay_as_they_are():
-    flat = flat_batch(FLAT, with_table=False)
-    assert "attention_mask" not in flat.inputs
-    assert flat.inputs["input_ids"] is FLAT["input_ids"]
-    assert flat.scored.target.tolist() == [6, 7, 9, 11, 13]
+def test_packed_rows_stay_as_they_are():
+    packed = packed_batch(PACKED, with_table=False)
+    assert "attention_mask" not in packed.inputs
+    assert packed.inputs["input_ids"] is PACKED["input_ids"]
+    assert packed.scored.target.tolist() == [6, 7, 9, 11, 13]
 
 
-def test_flat_rows_become_padded_ones():
-    padded = padded_batch(FLAT, pad_token_id=0)
+def test_packed_rows_become_padded_ones():
+    padded = padded_batch(PACKED, pad_token_id=0)
     assert padded.inputs["input_ids"].tolist() == [[5, 6, 7, 0], [8, 9, 10, 11], [12, 13, 0, 0]]
     assert padded.inputs["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
     assert padded.scored.target.tolist() == [6, 7, 9, 11, 13]
@@ -60,7 +60,7 @@ def test_flat_rows_become_padded_ones():
 
 
 def test_branches_become_rows_with_their_prompt_and_prompts_none_of_their_own():
-    segments = Segments.from_trees([(2, [1, 2]), (3, []), (1, [1])])
+    segments = Segments.from_prefix_groups([(2, [1, 2]), (3, []), (1, [1])])
     batch = {
         "input_ids": torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]),
         "labels": torch.tensor([[-100, 2, 3, 4, 5, -100, 7, 8, -100, 10]]),
@@ -75,22 +75,22 @@ def test_branches_become_rows_with_their_prompt_and_prompts_none_of_their_own():
         [-100, 10, -100, -100],
     ]
     assert padded_batch(batch, pad_token_id=0).sequence_ends.tolist() == [2, 7, 10, 13]
-    flat = flat_batch(batch, with_table=True)
-    assert flat.inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 0, 1, 2, 0, 1]]
-    assert flat.sequence_ends.tolist() == [2, 4, 7, 9]
-    assert flat.scored.sequence.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    packed = packed_batch(batch, with_table=True)
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 0, 1, 2, 0, 1]]
+    assert packed.sequence_ends.tolist() == [2, 4, 7, 9]
+    assert packed.scored.sequence.tolist() == [0, 0, 1, 1, 2, 2, 3]
 
 
 def test_a_tree_is_scored_for_the_same_sequences_in_either_layout():
-    batch = flatten_trees([([5, 6], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])])
-    flat, padded = flat_batch(batch, with_table=True).scored, padded_batch(batch, pad_token_id=0).scored
-    assert padded.sequence.tolist() == flat.sequence.tolist() == batch["scored_sequence"].tolist()
-    assert padded.target.tolist() == flat.target.tolist()
+    batch = pack_prefix_groups([([5, 6], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])])
+    packed, padded = packed_batch(batch, with_table=True).scored, padded_batch(batch, pad_token_id=0).scored
+    assert padded.sequence.tolist() == packed.sequence.tolist() == batch["scored_sequence"].tolist()
+    assert padded.target.tolist() == packed.target.tolist()
 
 
 def test_labels_that_are_not_shifted_stand_at_their_own_positions():
     for layout in (
-        flat_batch(PADDED, with_table=False, shifted=False),
+        packed_batch(PADDED, with_table=False, shifted=False),
         padded_batch(PADDED, pad_token_id=0, shifted=False),
     ):
         ids = layout.inputs["input_ids"].flatten()
@@ -102,8 +102,8 @@ def test_labels_that_are_not_shifted_stand_at_their_own_positions():
 
 def test_counts_leave_out_the_first_token_and_the_padding():
     # 8 and 12 are the first tokens of their rows: nothing predicts them.
-    assert count_scored(PADDED) == count_scored(FLAT) == 5
-    assert count_tokens(PADDED) == count_tokens(FLAT) == 9
+    assert count_scored(PADDED) == count_scored(PACKED) == 5
+    assert count_tokens(PADDED) == count_tokens(PACKED) == 9
 
 
 def test_a_first_token_behind_padding_is_not_predicted_from_the_padding():
@@ -112,11 +112,11 @@ def test_a_first_token_behind_padding_is_not_predicted_from_the_padding():
 
 
 def test_the_first_rows_of_either_layout():
-    for batch in (PADDED, FLAT):
-        kept = flat_batch(first_rows(batch, 2, of=3), with_table=False)
+    for batch in (PADDED, PACKED):
+        kept = packed_batch(first_rows(batch, 2, of=3), with_table=False)
         assert kept.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
         assert kept.scored.target.tolist() == [6, 7, 9, 11]
-    assert first_rows(FLAT, 1, of=2) == FLAT  # packed: its segments are not its rows
+    assert first_rows(PACKED, 1, of=2) == PACKED  # packed: its segments are not its rows
 
 
 def test_other_inputs_go_through():
@@ -132,7 +132,7 @@ def test_other_inputs_go_through():
 def test_positions_that_say_nothing_are_an_error(positions, message):
     batch = {"input_ids": torch.tensor(positions), "position_ids": torch.tensor(positions)}
     with pytest.raises(ValueError, match=message):
-        flat_batch(batch, with_table=True)
+        packed_batch(batch, with_table=True)
 
 
 def test_padding_on_the_left_moves_to_the_right_in_every_tensor_of_the_rows():
@@ -147,8 +147,8 @@ def test_padding_on_the_left_moves_to_the_right_in_every_tensor_of_the_rows():
 
 
 def both_targets(batch):
-    flat, rows = flat_batch(batch, with_table=False), padded_batch(batch, pad_token_id=0)
-    return flat.scored.target.tolist(), rows.scored.target.tolist(), int(count_scored(batch))
+    packed, rows = packed_batch(batch, with_table=False), padded_batch(batch, pad_token_id=0)
+    return packed.scored.target.tolist(), rows.scored.target.tolist(), int(count_scored(batch))
 
 
 def test_labels_on_padding_are_neither_counted_nor_scored_in_either_layout():
@@ -159,7 +159,7 @@ def test_labels_on_padding_are_neither_counted_nor_scored_in_either_layout():
 
 
 def test_a_sequence_is_not_predicted_from_the_one_before_it():
-    batch = {**FLAT, "labels": FLAT["input_ids"]}
+    batch = {**PACKED, "labels": PACKED["input_ids"]}
     targets = [6, 7, 9, 10, 11, 13]
     assert both_targets(batch) == (targets, targets, 6)
 
@@ -176,7 +176,7 @@ def test_a_sequence_is_not_predicted_from_the_one_before_it():
     ],
 )
 @pytest.mark.parametrize(
-    "to_layout", [lambda b: flat_batch(b, with_table=True), lambda b: padded_batch(b, pad_token_id=0)]
+    "to_layout", [lambda b: packed_batch(b, with_table=True), lambda b: padded_batch(b, pad_token_id=0)]
 )
 def test_masks_and_positions_that_contradict_each_other(to_layout, change, message):
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -193,22 +193,22 @@ def test_positions_that_agree_with_the_mask_are_fine():
 
 def test_a_batch_without_a_real_token_is_an_error():
     with pytest.raises(ValueError, match="a real token"):
-        flat_batch({**PADDED, "attention_mask": torch.zeros(3, 4, dtype=torch.int64)}, with_table=True)
+        packed_batch({**PADDED, "attention_mask": torch.zeros(3, 4, dtype=torch.int64)}, with_table=True)
 
 
 def test_filler_tokens_count_nowhere():
     filled = {
-        "input_ids": torch.cat([FLAT["input_ids"], torch.zeros(1, 3, dtype=torch.int64)], dim=1),
-        "position_ids": torch.cat([FLAT["position_ids"], torch.tensor([[0, 1, 2]])], dim=1),
-        "labels": torch.cat([FLAT["labels"], torch.full((1, 3), -100)], dim=1),
+        "input_ids": torch.cat([PACKED["input_ids"], torch.zeros(1, 3, dtype=torch.int64)], dim=1),
+        "position_ids": torch.cat([PACKED["position_ids"], torch.tensor([[0, 1, 2]])], dim=1),
+        "labels": torch.cat([PACKED["labels"], torch.full((1, 3), -100)], dim=1),
         "filler": torch.tensor([3]),
     }
     assert count_tokens(filled) == 9
-    flat = flat_batch(filled, with_table=True)
-    assert flat.inputs["input_ids"].shape == (1, 12)
-    assert "filler" not in flat.inputs
-    assert flat.real_tokens.tolist() == list(range(9))
-    assert flat.sequence_ends.tolist() == [2, 6, 8]
+    packed = packed_batch(filled, with_table=True)
+    assert packed.inputs["input_ids"].shape == (1, 12)
+    assert "filler" not in packed.inputs
+    assert packed.real_tokens.tolist() == list(range(9))
+    assert packed.sequence_ends.tolist() == [2, 6, 8]
     assert padded_rows(filled, pad_token_id=0)["input_ids"].shape == (3, 4)
     assert first_rows(filled, 1, of=3)["input_ids"].tolist() == [[5, 6, 7]]
 

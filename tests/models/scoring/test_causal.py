@@ -16,9 +16,9 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.tiny import tiny_model
-from trl.collators.preference import flatten_trees
-from trl.models.packed.attention import FLAT_MODEL_TYPES
-from trl.models.packed.layout import flat_batch
+from trl.collators.preference import pack_prefix_groups
+from trl.models.packed.attention import PACKED_MODEL_TYPES
+from trl.models.packed.layout import packed_batch
 from trl.models.parts import causal_core, decoder_of
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
@@ -52,18 +52,18 @@ def nll(denominator=1.0):
     return ScoreOptions(loss_of=lambda logps, _: -logps / denominator)
 
 
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("architecture", [*sorted(FLAT_MODEL_TYPES), "bloom", "falcon"])
-def test_scores_and_gradients_are_those_of_the_models_own_logits(architecture, flat):
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("architecture", [*sorted(PACKED_MODEL_TYPES), "bloom", "falcon"])
+def test_scores_and_gradients_are_those_of_the_models_own_logits(architecture, packed):
     exact = architecture not in MIXTURES
     dtype, tolerance = (torch.float64, 1e-10) if exact else (torch.float32, 2e-5)
     gradient_tolerance = 1e-10 if architecture in ALL_FLOAT64 else 1e-4
     overrides = {"attn_logit_softcapping": None} if architecture == "gemma2" else {}
     model = tiny_model(architecture, dtype=dtype, **overrides).eval()
     plain = copy.deepcopy(model)
-    scorer = Scorer(model, flat=None if flat else False)
+    scorer = Scorer(model, packed=None if packed else False)
     assert scorer.uses_head
-    assert scorer.flat == (flat and architecture in FLAT_MODEL_TYPES)
+    assert scorer.packed == (packed and architecture in PACKED_MODEL_TYPES)
     batch = padded()
 
     expected = own_logps(plain, batch)
@@ -104,10 +104,10 @@ def test_temperature_divides_the_logits():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("flat", [None, False])
-def test_entropies_and_hits(flat):
+@pytest.mark.parametrize("packed", [None, False])
+def test_entropies_and_hits(packed):
     model = tiny_model("llama", dtype=torch.float64).eval()
-    scorer = Scorer(model, flat=flat)
+    scorer = Scorer(model, packed=packed)
     batch = padded()
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     entropy = torch.distributions.Categorical(logits=logits).entropy()
@@ -133,7 +133,7 @@ def test_collisions_and_mean_logits_are_those_of_the_models_own_logits(architect
     logits = logits[:, :-1][batch["labels"][:, 1:] != -100]
     scorer = Scorer(model)
     scorer.uses_head = through != "own logits"
-    scorer.flat = scorer.flat and scorer.uses_head
+    scorer.packed = scorer.packed and scorer.uses_head
     loss_of = nll().loss_of if through == "local loss" else None
     options = ScoreOptions(loss_of=loss_of, collision=True, mean_logits=True)
     scored = scorer.score(model, batch, options)
@@ -154,8 +154,8 @@ def test_router_loss_is_the_models_own():
         own = model(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True
         )
-        for flat in (None, False):
-            scored = Scorer(model, flat=flat).score(model, batch, nll())
+        for packed in (None, False):
+            scored = Scorer(model, packed=packed).score(model, batch, nll())
             torch.testing.assert_close(scored.aux_loss, own.aux_loss, rtol=1e-5, atol=1e-6)
         quiet = tiny_model(architecture)
         assert Scorer(quiet).score(quiet, batch).aux_loss is None
@@ -164,7 +164,7 @@ def test_router_loss_is_the_models_own():
 def test_router_loss_leaves_padding_out_in_both_layouts():
     model = tiny_model("mixtral", output_router_logits=True).eval()
     batch = padded(lengths=(7, 3))
-    losses = [Scorer(model, flat=flat).score(model, batch, nll()).aux_loss for flat in (None, False)]
+    losses = [Scorer(model, packed=packed).score(model, batch, nll()).aux_loss for packed in (None, False)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
 
 
@@ -207,7 +207,7 @@ def test_adapters_are_scored_and_trained(options):
     model.zero_grad()
     scorer = Scorer(model)
     assert scorer.uses_head
-    assert scorer.flat
+    assert scorer.packed
     scored = scorer.score(model, batch, nll())
     torch.testing.assert_close(scored.logps, expected.detach(), rtol=1e-10, atol=1e-10)
     scored.total.backward()
@@ -252,7 +252,7 @@ def test_a_model_that_changes_its_logits_is_found_out():
     model.__class__ = Odd
     scorer = Scorer(model)
     assert not scorer.uses_head
-    assert not scorer.flat
+    assert not scorer.packed
     assert "not what its output head" in scorer.fallbacks[0]
     batch = padded()
     expected = own_logps(model, batch)
@@ -296,8 +296,8 @@ def test_rows_padded_on_the_left_are_those_padded_on_the_right(architecture):
     right = padded()
     left = {name: flush_right(right["attention_mask"], value)[1] for name, value in right.items()}
     assert left["attention_mask"][0, 0] == 0
-    for flat in (None, False):
-        scorer = Scorer(model, flat=flat)
+    for packed in (None, False):
+        scorer = Scorer(model, packed=packed)
         found, expected = (scorer.score(model, batch).logps for batch in (left, right))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -353,7 +353,7 @@ def test_neftune_noise_has_the_size_of_the_paper_for_each_sequence():
     batch = padded(lengths=(16, 4))
     scorer.score(model, batch)
     handle.remove()
-    clean = model.get_input_embeddings()(flat_batch(batch, with_table=True).inputs["input_ids"])
+    clean = model.get_input_embeddings()(packed_batch(batch, with_table=True).inputs["input_ids"])
     noise = (seen["hidden"] - clean)[0]
     width = clean.shape[-1]
     for rows, length in ((slice(0, 16), 16), (slice(16, 20), 4)):
@@ -376,28 +376,28 @@ def test_an_empty_micro_batch_gives_zero_gradients_for_every_parameter():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom"])
-def test_trees_score_as_their_branches_would_alone(architecture):
+def test_prefix_groups_score_as_their_branches_would_alone(architecture):
     model = tiny_model(architecture, dtype=torch.float64)
-    trees = [([5, 9, 3], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])]
-    batch = flatten_trees(trees)
+    groups = [([5, 9, 3], [[7, 8], [9]]), ([4], [[3], [2, 1, 7]])]
+    batch = pack_prefix_groups(groups)
     expected, sequences = [], []
-    for prompt, branches in trees:
+    for prompt, branches in groups:
         for branch in branches:
             ids = torch.tensor([prompt + branch])
             logps = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             sequences += [len(set(sequences))] * len(branch)
             expected.append(logps.gather(1, torch.tensor(branch)[:, None])[:, 0])
-    for flat in (None, False):
-        scored = Scorer(model, flat=flat).score(model, batch)
+    for packed in (None, False):
+        scored = Scorer(model, packed=packed).score(model, batch)
         torch.testing.assert_close(scored.logps, torch.cat(expected), rtol=1e-10, atol=1e-10)
         assert scored.positions.sequence.tolist() == sequences
 
 
-def test_trees_of_another_models_layout_become_sequences():
+def test_prefix_groups_of_another_models_layout_become_sequences():
     """A reference under flash attention beside a policy without: its kernel would let the second branch see the first."""
     model = tiny_model("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
-    found = Scorer(model).lay_out(flatten_trees([([5, 6], [[7], [8, 9]])]))
+    found = Scorer(model).lay_out(pack_prefix_groups([([5, 6], [[7], [8, 9]])]))
     assert found.inputs["input_ids"].tolist() == [[5, 6, 7, 5, 6, 8, 9]]
     assert found.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
     assert found.scored.target.tolist() == [7, 8, 9]

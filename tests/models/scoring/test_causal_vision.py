@@ -52,7 +52,7 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_logits(family, lora
         model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     model.train()
     scorer = Scorer(model)
-    assert scorer.uses_head and not scorer.flat
+    assert scorer.uses_head and not scorer.packed
     expected = own_logps(model, batch)
     scored = scorer.score(model, batch)
     torch.testing.assert_close(scored.logps, expected, rtol=1e-5, atol=1e-5)

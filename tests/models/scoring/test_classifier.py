@@ -1,4 +1,4 @@
-"""The classifiers' scoring forward gives their own logits at the right positions, in either layout, trees included."""
+"""The classifiers' scoring forward gives their own logits at the right positions, in either layout, groups included."""
 
 import copy
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.tiny import tiny_classifier, tiny_model
-from trl.collators.preference import flatten_trees
+from trl.collators.preference import pack_prefix_groups
 from trl.models.parts import causal_core
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.tensors.padding import flush_right
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "gpt_neox", "opt")
-TREES = [([5, 9, 3], [[7, 8], [9]]), ([4, 4], [[3], [2, 1, 7], [6, 0]])]
-SEQUENCES = [prompt + branch for prompt, branches in TREES for branch in branches]
+GROUPS = [([5, 9, 3], [[7, 8], [9]]), ([4, 4], [[3], [2, 1, 7], [6, 0]])]
+SEQUENCES = [prompt + branch for prompt, branches in GROUPS for branch in branches]
 
 
 def decoder(architecture, **options):
@@ -29,7 +29,7 @@ def padded_of(sequences=SEQUENCES, pad=0):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def flat_of(sequences=SEQUENCES):
+def packed_of(sequences=SEQUENCES):
     ids = torch.tensor([[token for ids in sequences for token in ids]])
     return {
         "input_ids": ids,
@@ -37,8 +37,8 @@ def flat_of(sequences=SEQUENCES):
     }
 
 
-def trees():
-    return flatten_trees(TREES)
+def groups():
+    return pack_prefix_groups(GROUPS)
 
 
 def own_logits(model, sequences=SEQUENCES):
@@ -69,7 +69,7 @@ def weighted_sum(logits):
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-@pytest.mark.parametrize("make", [padded_of, flat_of, trees])
+@pytest.mark.parametrize("make", [padded_of, packed_of, groups])
 def test_sequence_logits_and_gradients_are_the_models_own_in_every_layout(architecture, make):
     model = decoder(architecture)
     plain = copy.deepcopy(model)
@@ -79,10 +79,10 @@ def test_sequence_logits_and_gradients_are_the_models_own_in_every_layout(archit
     tolerance = (
         1e-4 if architecture not in ("gpt2", "gpt_neox", "opt") else 1e-10
     )  # norms and rotations in float32
-    for flat in (None, False):
-        scorer = ClassificationScorer(model, flat=flat)
+    for packed in (None, False):
+        scorer = ClassificationScorer(model, packed=packed)
         assert scorer.uses_head
-        assert scorer.flat == (flat is None)
+        assert scorer.packed == (packed is None)
         assert not scorer.fallbacks
         found = scorer.score(model, make())
         assert found.shape == (5, 3)
@@ -100,36 +100,36 @@ def test_sequence_logits_and_gradients_are_the_models_own_in_every_layout(archit
 def test_the_final_norm_computes_the_ends_of_sequences_alone(architecture, norm):
     model, seen = decoder(architecture), []
     model.get_submodule(norm).register_forward_hook(lambda _, given, found: seen.append(found.shape[:2]))
-    ClassificationScorer(model).score(model, trees())
+    ClassificationScorer(model).score(model, groups())
     assert seen == [(1, 5)]
 
 
-@pytest.mark.parametrize("flat", [None, False])
-def test_the_end_is_told_by_the_mask_not_by_the_pad_token(flat):
+@pytest.mark.parametrize("packed", [None, False])
+def test_the_end_is_told_by_the_mask_not_by_the_pad_token(packed):
     # 6, 0 ends with the id that pads; config says nothing, or something else, about padding.
     sequences = [[5, 6, 0], [7, 0, 0, 0], [9]]
     model = decoder("qwen2")
     expected = own_logits(model, sequences)
     for pad in (0, None, 7):
         model.config.pad_token_id = pad
-        scorer = ClassificationScorer(model, flat=flat, pad_token_id=0)
+        scorer = ClassificationScorer(model, packed=packed, pad_token_id=0)
         right = padded_of(sequences)
         left = dict(zip(right, flush_right(right["attention_mask"], right["input_ids"])[::-1], strict=True))
-        for batch in (right, left, flat_of(sequences)):
+        for batch in (right, left, packed_of(sequences)):
             close(scorer.score(model, batch), expected)
 
 
 def test_filler_and_labels_of_a_batch_are_left_aside():
     model = decoder("llama")
-    batch = flat_of()
+    batch = packed_of()
     filled = {
         "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, 3)),
         "position_ids": torch.cat([batch["position_ids"], torch.arange(3)[None]], dim=1),
         "filler": torch.tensor([3]),
         "labels": torch.tensor([1, 0, 1, 1, 0]),
     }
-    for flat in (None, False):
-        close(ClassificationScorer(model, flat=flat).score(model, filled), own_logits(model))
+    for packed in (None, False):
+        close(ClassificationScorer(model, packed=packed).score(model, filled), own_logits(model))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "bloom", "bert"])
@@ -150,11 +150,11 @@ def test_token_logits_are_those_of_the_labelled_tokens(architecture):
     wanted = [label for row in labels for label in row if label != -100]
     batches = [batch]
     if architecture != "bert":
-        batches.append({**flat_of(), "labels": torch.tensor([[label for row in labels for label in row]])})
-    for flat in (None, False):
-        scorer = ClassificationScorer(model, flat=flat)
+        batches.append({**packed_of(), "labels": torch.tensor([[label for row in labels for label in row]])})
+    for packed in (None, False):
+        scorer = ClassificationScorer(model, packed=packed)
         assert scorer.uses_head
-        assert scorer.flat == (flat is None and architecture not in ("bert", "bloom"))
+        assert scorer.packed == (packed is None and architecture not in ("bert", "bloom"))
         for given in batches:
             found, targets = scorer.score_tokens(model, given)
             assert targets.tolist() == wanted
@@ -167,7 +167,7 @@ def test_token_logits_are_those_of_the_labelled_tokens(architecture):
 
 def test_a_sequence_classifier_scores_tokens_too():
     model = decoder("llama", num_labels=1)
-    batch = {**flat_of(), "labels": torch.full((1, 21), 1)}
+    batch = {**packed_of(), "labels": torch.full((1, 21), 1)}
     batch["labels"] = torch.where(batch["position_ids"] == 0, -100, 1)
     found, labels = ClassificationScorer(model).score_tokens(model, batch)
     ends = torch.tensor([len(ids) - 1 for ids in SEQUENCES]).cumsum(0) - 1
@@ -178,8 +178,8 @@ def test_a_sequence_classifier_scores_tokens_too():
 def test_dropout_before_the_head_acts_in_training_only():
     model = tiny_classifier("llama", of_tokens=True, classifier_dropout=0.5)
     scorer = ClassificationScorer(model)
-    labels = torch.ones_like(flat_of()["input_ids"])
-    batch = {**flat_of(), "labels": labels}
+    labels = torch.ones_like(packed_of()["input_ids"])
+    batch = {**packed_of(), "labels": labels}
     assert torch.equal(*(scorer.score_tokens(model, batch)[0] for _ in range(2)))
     model.train()
     assert not torch.equal(*(scorer.score_tokens(model, batch)[0] for _ in range(2)))
@@ -211,8 +211,8 @@ def test_adapters_and_saved_heads_are_scored_and_trained(options):
     assert any("score" in name for name in theirs)
     scorer = ClassificationScorer(model)
     assert scorer.uses_head
-    assert scorer.flat
-    for batch in (padded_of(), trees()):
+    assert scorer.packed
+    for batch in (padded_of(), groups()):
         found = scorer.score(model, batch)
         close(found, expected.detach())
         ours = gradients(model, weighted_sum(found))
@@ -220,7 +220,7 @@ def test_adapters_and_saved_heads_are_scored_and_trained(options):
         for name, gradient in theirs.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     with model.disable_adapter():
-        close(scorer.score(model, trees()), own_logits(model).detach())
+        close(scorer.score(model, groups()), own_logits(model).detach())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -234,7 +234,7 @@ def test_prompt_tuning_is_scored_row_by_row(architecture):
         {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))} for ids in SEQUENCES
     ]
     expected = torch.cat([model(**row).logits for row in alone])
-    found = scorer.score(model, trees())
+    found = scorer.score(model, groups())
     close(found, expected, 1e-5)
     found.sum().backward()
     assert model.prompt_encoder.default.embedding.weight.grad.abs().sum() > 0
@@ -247,10 +247,10 @@ def test_an_encoder_is_run_as_it_is():
     model = tiny_classifier("bert", dtype=torch.float64)
     scorer = ClassificationScorer(model)
     assert not scorer.uses_head
-    assert not scorer.flat
+    assert not scorer.packed
     assert "its batches are padded" in scorer.fallbacks[1]
     expected = own_logits(model)
-    for batch in (padded_of(), flat_of(), trees()):
+    for batch in (padded_of(), packed_of(), groups()):
         close(scorer.score(model, batch), expected)
     with pytest.raises(TypeError, match="AutoModelForTokenClassification"):
         scorer.score_tokens(model, {**padded_of(), "labels": padded_of()["input_ids"]})
@@ -271,7 +271,7 @@ def test_a_decoder_that_changes_its_logits_is_found_out_and_still_ends_by_the_ma
     assert "not what its output head" in scorer.fallbacks[0]
     for pad in (0, None, 7):
         model.config.pad_token_id = pad
-        close(scorer.score(model, trees()), own_logits(model))
+        close(scorer.score(model, groups()), own_logits(model))
         assert model.config.pad_token_id == pad
 
 
@@ -294,6 +294,6 @@ def test_rows_without_tokens_and_batches_without_labels_are_refused():
 
 def test_the_model_is_left_as_it_was():
     model = tiny_classifier("llama")
-    ClassificationScorer(model).score(model, trees())
+    ClassificationScorer(model).score(model, groups())
     assert "forward" not in vars(model)
     assert model(input_ids=torch.tensor([[3, 4]])).logits.shape == (1, 3)

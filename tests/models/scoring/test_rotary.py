@@ -53,7 +53,7 @@ def padded(rows):
 def test_a_sequence_is_scored_as_if_it_were_alone(architecture):
     """Beside longer ones, and after them, as "dynamic" angles would only grow; such models take padded rows."""
     scorer, rows = Scorer(stretched(architecture)), sequences()
-    assert not scorer.flat and "rotary" in scorer.fallbacks[0]
+    assert not scorer.packed and "rotary" in scorer.fallbacks[0]
     scorer.score(scorer.core, padded([torch.arange(3, 33)]))
     found = scorer.score(scorer.core, padded(rows)).logps.split([len(row) - 1 for row in rows])
     for logps, row in zip(found, rows, strict=True):
@@ -61,9 +61,9 @@ def test_a_sequence_is_scored_as_if_it_were_alone(architecture):
 
 
 def test_completions_of_one_prompt_are_scored_as_if_they_were_alone():
-    """The angles of a prompt depend on the length of what follows: trees become rows, each with its prompt."""
+    """The angles of a prompt depend on the length of what follows: shared prefixes become rows, each with its prompt."""
     scorer = Scorer(stretched("phi3"))
-    assert not scorer.takes_trees and Scorer(tiny_model("phi3")).takes_trees
+    assert not scorer.shares_prefixes and Scorer(tiny_model("phi3")).shares_prefixes
     prompt, short, long = (row.tolist() for row in sequences()[:3])
     batch = completion_batch([(prompt, [short, long * 2])], prefix_sharing=True)
     first, second = scorer.score(scorer.core, batch).logps.split([len(short), 2 * len(long)])

@@ -1,4 +1,4 @@
-"""Log-probs and values in one forward, flat or padded, equal those of the model's own forward; gradients too."""
+"""Log-probs and values in one forward, packed or padded, equal those of the model's own forward; gradients too."""
 
 import copy
 
@@ -45,14 +45,14 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("flat", [None, False])
+@pytest.mark.parametrize("packed", [None, False])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom"])
-def test_log_probs_values_and_gradients(architecture, flat):
+def test_log_probs_values_and_gradients(architecture, packed):
     model = wrapped(architecture)
     plain = copy.deepcopy(model)
     expected = own(plain)
-    scorer = language_scorer(model, flat=flat)
-    assert scorer.flat == (flat is None and architecture != "bloom")
+    scorer = language_scorer(model, packed=packed)
+    assert scorer.packed == (packed is None and architecture != "bloom")
     scored = scorer.score(model, BATCH)
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if architecture != "llama" else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close((scored.logps, scored.values), expected, **tolerance)

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trl.generation.transformers.cache import RolloutCache
-from trl.models.packed.attention import flat_attention
+from trl.models.packed.attention import packed_attention
 
 ROLLOUT_ATTENTION = "trl_rollout"
 
@@ -44,7 +44,7 @@ def rollout_attention(
     )  # under autocast the rotary embedding leaves float32
     if cache.step is None:
         cache.store_prompts(layer, key[0], value[0])
-        return flat_attention(
+        return packed_attention(
             module, query, key, value, attention_mask, 0.0, scaling,
             sliding_window=sliding_window, softcap=softcap, **kwargs,
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Batches as one flat row of segments or as padded rows, and the attention over them."""
+"""Batches as one packed row of segments or as padded rows, and the attention over them."""

@@ -1,4 +1,4 @@
-"""Attention over a flat row of segments, registered with transformers' attention interface.
+"""Attention over a packed row of segments, registered with transformers' attention interface.
 
 The row holds real tokens only. Its segments travel through a model's own forward as the attention mask: an int64
 table of shape `(1, 1, S, 4)` (`Segments.to_table`), which transformers hands to every attention layer unchanged,
@@ -28,12 +28,12 @@ from trl.tensors.segments import Segments
 
 logger = logging.getLogger(__name__)
 
-FLAT_ATTENTION = "trl_flat"
+PACKED_ATTENTION = "trl_packed"
 
-# Decoders whose whole forward is known to depend on other tokens through this attention alone, so that a flat row
+# Decoders whose whole forward is known to depend on other tokens through this attention alone, so that a packed row
 # gives the logits of padded rows (tests/models/packed/test_attention.py checks each to 1e-12 in float64, the mixtures of
 # experts to 1e-5 in float32, because their grouped products take no float64).
-FLAT_MODEL_TYPES = frozenset(
+PACKED_MODEL_TYPES = frozenset(
     [
         "llama",
         "qwen2",
@@ -77,10 +77,10 @@ def is_segment_table(attention_mask: Tensor | None) -> bool:
 
 class _Call(NamedTuple):
     """One call of the kernel: the row's next `length` queries over their own keys, behind the first `prompt` keys of the
-    call number `tree`."""
+    call number `prefix`."""
 
     length: int
-    tree: int
+    prefix: int
     prompt: int
 
 
@@ -121,14 +121,14 @@ class _Plan:
 
 def _calls(segments: Segments) -> list[_Call]:
     calls: list[_Call] = []
-    trees: dict[int, int] = {}  # start of a plain segment -> its call
+    prefixes: dict[int, int] = {}  # start of a plain segment -> its call
     for start, length, prefix_start, prefix in segments:
         if prefix and prefix_start + prefix == start:
             calls[-1] = calls[-1]._replace(length=prefix + length)
         elif prefix:
-            calls.append(_Call(length, trees[prefix_start], prefix))
+            calls.append(_Call(length, prefixes[prefix_start], prefix))
         else:
-            trees[start] = len(calls)
+            prefixes[start] = len(calls)
             calls.append(_Call(length, len(calls), 0))
     return calls
 
@@ -137,7 +137,7 @@ _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _VARLEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def flat_attention(
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -179,8 +179,8 @@ def flat_attention(
     outputs = []
     for call, q, k, v in zip(plan.calls, queries, keys, values, strict=True):
         if call.prompt:
-            k = torch.cat([keys[call.tree][:, :, : call.prompt], k], dim=2)
-            v = torch.cat([values[call.tree][:, :, : call.prompt], v], dim=2)
+            k = torch.cat([keys[call.prefix][:, :, : call.prompt], k], dim=2)
+            v = torch.cat([values[call.prefix][:, :, : call.prompt], v], dim=2)
         outputs.append(_one_call(plan, q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
@@ -316,7 +316,7 @@ def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]
     lengths = torch.tensor(segments.length)
     seen = lengths + torch.tensor(segments.prefix_length)
     gather = None
-    if segments.has_branches:
+    if segments.has_shared_prefixes:
         spans = []
         for start, length, prefix_start, prefix_length in segments:
             spans.append(torch.arange(prefix_start, prefix_start + prefix_length))
@@ -335,35 +335,35 @@ def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]
 
 
 def packed_unsupported(model: PreTrainedModel) -> str | None:
-    """Why this model cannot run on flat rows, in words for the user; None where it can."""
+    """Why this model cannot run on packed rows, in words for the user; None where it can."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
-    if config.model_type not in FLAT_MODEL_TYPES:
-        known = ", ".join(sorted(FLAT_MODEL_TYPES))
+    if config.model_type not in PACKED_MODEL_TYPES:
+        known = ", ".join(sorted(PACKED_MODEL_TYPES))
         return f"its architecture ({config.model_type}) is not among those checked: {known}"
     if _runs_variable_length(config):
         return None
-    if config._attn_implementation not in ("sdpa", "eager", FLAT_ATTENTION):
+    if config._attn_implementation not in ("sdpa", "eager", PACKED_ATTENTION):
         return f"its attention implementation is {config._attn_implementation!r}, not 'sdpa', 'eager' or flash attention"
     return None
 
 
-def use_flat_attention(model: PreTrainedModel) -> bool:
-    """Let the model's attention layers take flat rows; returns whether the rows need a segment table.
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Let the model's attention layers take packed rows; returns whether the rows need a segment table.
 
     Flash attention chosen by the user stays: transformers finds the segments from `position_ids` there, and a table
-    is not needed (trees are not possible then).
+    is not needed (prefixes are not shared then).
     """
     if _runs_variable_length(model.config):
         return False
-    if model.config._attn_implementation != FLAT_ATTENTION:
-        model.set_attn_implementation(FLAT_ATTENTION)
+    if model.config._attn_implementation != PACKED_ATTENTION:
+        model.set_attn_implementation(PACKED_ATTENTION)
     # PEFT's copies of layers (layer_replication, modules_to_save) have copies of the config.
     configs: list[Any] = [vars(module).get("config") for module in model.modules()]
     for config in configs:
         if getattr(config, "model_type", None) == model.config.model_type:
-            config._attn_implementation = FLAT_ATTENTION
+            config._attn_implementation = PACKED_ATTENTION
     return True
 
 
@@ -371,5 +371,5 @@ def _runs_variable_length(config: Any) -> bool:
     return str(config._attn_implementation).startswith(VARIABLE_LENGTH_IMPLEMENTATIONS)
 
 
-AttentionInterface.register(FLAT_ATTENTION, flat_attention)
-AttentionMaskInterface.register(FLAT_ATTENTION, sdpa_mask)
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

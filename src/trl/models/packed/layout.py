@@ -1,4 +1,4 @@
-"""A batch in the two layouts that a model can run: one flat row of segments, or padded rows.
+"""A batch in the two layouts that a model can run: one packed row of segments, or padded rows.
 
 Collators give either; a model takes either (attention.py says which). What is scored, where and for which sequence,
 is worked out here once, so that objectives never see the layout.
@@ -47,7 +47,7 @@ class ScoredPositions:
     """Which hidden states predict which tokens: int64 `(K,)` each.
 
     `source` indexes the hidden states of the layout, flattened to `(tokens, H)`; `sequence` says to which sequence
-    (row of a padded batch, segment of a flat one, branch of a tree) the predicted token belongs.
+    (row of a padded batch, segment of a packed one, branch of a shared prefix) the predicted token belongs.
     """
 
     source: Tensor
@@ -74,8 +74,8 @@ class ModelBatch:
         return self.inputs.get("decoder_input_ids", self.inputs["input_ids"]).shape[1]
 
 
-def is_flat(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch is one flat row: it has `position_ids` or a segment table, and no attention mask."""
+def is_packed(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch is one packed row: it has `position_ids` or a segment table, and no attention mask."""
     return "attention_mask" not in batch and ("position_ids" in batch or "segment_table" in batch)
 
 
@@ -84,7 +84,7 @@ def count_scored(batch: Mapping[str, Any]) -> Tensor:
     if "scored_target" in batch:
         return torch.as_tensor(batch["scored_target"].numel(), device=batch["scored_target"].device)
     positions = None
-    if is_flat(batch):
+    if is_packed(batch):
         positions = batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
     return _predicted(batch["labels"], batch.get("attention_mask"), positions).sum()
 
@@ -96,7 +96,7 @@ def scored_sequences(batch: Mapping[str, Any]) -> Tensor:
     if "decoder_labels" in batch:
         return (batch["decoder_labels"] != IGNORED).nonzero()[:, 0]
     labels, mask, positions = batch["labels"], batch.get("attention_mask"), None
-    if is_flat(batch):
+    if is_packed(batch):
         positions = batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
         sequence = (positions == 0).cumsum(dim=1) - 1
     else:
@@ -115,7 +115,7 @@ def count_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def count_sequence_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Number of real tokens of a batch's sequences as an int64 scalar: each branch of a tree counts its prompt too."""
+    """Number of real tokens of a batch's sequences as an int64 scalar: each branch counts its prompt too."""
     if "segment_table" not in batch:
         return count_tokens(batch)
     segments = _segments(_without_filler(batch))
@@ -127,7 +127,7 @@ def count_sequence_tokens(batch: Mapping[str, Any]) -> Tensor:
 def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any]:
     """The first `kept` of a batch's rows.
 
-    A flat batch is left whole unless its segments (or trees) are its rows, or it says by `rows` that each row has as
+    A packed batch is left whole unless its segments (or prefix groups) are its rows, or it says by `rows` that each row has as
     many as the others, or by `sequences (B,)` how many each has: rows of packed sequences cannot be told apart otherwise.
     Images are not counted by rows: a batch with some keeps its rows, and the labels of the first ones only.
     """
@@ -139,15 +139,15 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
 
 
 def _beginning(batch: dict[str, Any], sequences: int) -> dict[str, Any]:
-    """The first sequences of a flat batch of plain ones."""
+    """The first sequences of a packed batch of plain ones."""
     batch = _without_filler(batch)
     starts = [*_segments(batch).start, batch["input_ids"].shape[1]]
     return {name: value[:, : starts[sequences]] for name, value in batch.items()}
 
 
 def _first_sequences(batch: dict[str, Any], kept: int, *, of: int, several: bool) -> dict[str, Any]:
-    """The sequences of the first `kept` of `of` rows; `several`: a row of a flat batch may have more than one."""
-    if not is_flat(batch):
+    """The sequences of the first `kept` of `of` rows; `several`: a row of a packed batch may have more than one."""
+    if not is_packed(batch):
         if batch.get("pixel_values") is None:
             return {name: value[: len(value) // of * kept] for name, value in batch.items()}
         labels = batch["labels"].clone()
@@ -161,7 +161,7 @@ def _first_sequences(batch: dict[str, Any], kept: int, *, of: int, several: bool
     end = starts[len(starts) // of * kept]
     if "segment_table" not in batch:
         return {name: value[:, :end] for name, value in batch.items()}
-    return _cut_trees(batch, end)
+    return _cut_prefix_groups(batch, end)
 
 
 def _beginnings(segments: Segments) -> list[int]:
@@ -174,8 +174,8 @@ def _beginnings(segments: Segments) -> list[int]:
     return starts
 
 
-def _cut_trees(batch: dict[str, Any], end: int) -> dict[str, Any]:
-    """A flat row of trees without those that begin at position `end` or later."""
+def _cut_prefix_groups(batch: dict[str, Any], end: int) -> dict[str, Any]:
+    """A packed row of prefix groups without those that begin at position `end` or later."""
     table = batch["segment_table"]
     cut = {
         name: value[:, :end]
@@ -191,25 +191,25 @@ def _cut_trees(batch: dict[str, Any], end: int) -> dict[str, Any]:
 
 
 def _without_filler(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat row without the tokens at its end that only round its length up."""
+    """A packed row without the tokens at its end that only round its length up."""
     row = dict(batch)
     filler = row.pop("filler", None)
     if filler is None:
         return row
     end = row["input_ids"].shape[1] - int(filler.sum())
     if "segment_table" in row:
-        return _cut_trees(row, end)
+        return _cut_prefix_groups(row, end)
     return {name: value[:, :end] for name, value in row.items()}
 
 
-def flat_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = True) -> ModelBatch:
-    """The batch as one flat row of real tokens, `input_ids (1, N)`.
+def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = True) -> ModelBatch:
+    """The batch as one packed row of real tokens, `input_ids (1, N)`.
 
-    `with_table` adds the segment table as the attention mask (`flat_attention` reads it); without it the model's
+    `with_table` adds the segment table as the attention mask (`packed_attention` reads it); without it the model's
     own variable-length attention finds the segments from `position_ids`. Labels are `shifted` where they are tokens that
     the token before predicts; classes of tokens are not.
     """
-    if is_flat(batch):
+    if is_packed(batch):
         input_ids, labels = batch["input_ids"], batch.get("labels")
         segments = _segments(batch)
     else:
@@ -238,11 +238,11 @@ def flat_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = Tr
 
 
 def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int, shifted: bool = True) -> ModelBatch:
-    """The batch as rows padded on the right, `input_ids (B, T)`; a flat row is cut into its sequences.
+    """The batch as rows padded on the right, `input_ids (B, T)`; a packed row is cut into its sequences.
 
-    Labels are `shifted` as in `flat_batch`.
+    Labels are `shifted` as in `packed_batch`.
     """
-    if not is_flat(batch):
+    if not is_packed(batch):
         batch = _padded_on_the_right(batch)
     extras, batch = _extras(batch), padded_rows(batch, pad_token_id=pad_token_id)
     input_ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -273,14 +273,14 @@ def _segments(batch: Mapping[str, Any]) -> Segments:
     positions = batch["position_ids"]
     if positions.ndim != 2 or positions.shape[0] != 1:
         raise ValueError(
-            f"a flat batch has position_ids of shape (1, N), got {tuple(positions.shape)}. "
+            f"a packed batch has position_ids of shape (1, N), got {tuple(positions.shape)}. "
             "Give an attention_mask with padded rows, or one row of concatenated sequences."
         )
     starts = (positions[0] == 0).nonzero()[:, 0].tolist()
     total = positions.shape[1]
     if not starts or starts[0] != 0:
         raise ValueError(
-            "position_ids of a flat batch must begin with 0 and restart at 0 with each sequence, "
+            "position_ids of a packed batch must begin with 0 and restart at 0 with each sequence, "
             f"got {positions[0, :8].tolist()}... ."
         )
     return Segments.from_lengths(end - start for start, end in zip(starts, [*starts[1:], total], strict=True))
@@ -351,8 +351,8 @@ def _padded_on_the_right(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**rows, **dict(zip(names, flush_left(mask, *(rows[name] for name in names))[1:], strict=True))}
 
 
-def without_trees(batch: Mapping[str, Any], *, pad_token_id: int) -> Mapping[str, Any]:
-    """A flat row of trees as padded rows of whole sequences, each with its own copy of the prompt; others as they are."""
+def without_shared_prefixes(batch: Mapping[str, Any], *, pad_token_id: int) -> Mapping[str, Any]:
+    """A packed row with shared prefixes as padded rows of whole sequences, each with its own copy of the prompt; others as they are."""
     if "segment_table" not in batch or not any(_segments(batch).prefix_length):
         return batch
     return {**_extras(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
@@ -361,10 +361,10 @@ def without_trees(batch: Mapping[str, Any], *, pad_token_id: int) -> Mapping[str
 def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `labels` `(B, T)` of a batch of either layout.
 
-    The sequences of a flat row become rows padded on the right, a branch its prompt and itself. Labels of a prompt
+    The sequences of a packed row become rows padded on the right, a branch its prompt and itself. Labels of a prompt
     stand in the row of its first branch.
     """
-    if not is_flat(batch):
+    if not is_packed(batch):
         rows, names = _padded_on_the_right(batch), ("input_ids", "attention_mask", "labels")
         return {name: rows[name] for name in names if rows.get(name) is not None}
     batch = _without_filler(batch)
@@ -412,7 +412,7 @@ def _given_positions(batch: Mapping[str, Any]) -> ScoredPositions | None:
 def _predicted(labels: Tensor, mask: Tensor | None, positions: Tensor | None = None) -> Tensor:
     """Bool `(B, T - 1)`: the next label is trained, its token is real, and a token of its own sequence predicts it.
 
-    Neither padding (`mask` 0) nor, in a flat row, a sequence's first token (`positions` 0) is predicted.
+    Neither padding (`mask` 0) nor, in a packed row, a sequence's first token (`positions` 0) is predicted.
     """
     predicted = labels[:, 1:].ne(IGNORED)
     if mask is not None:

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.packed.attention import packed_unsupported, use_flat_attention
-from trl.models.packed.layout import ModelBatch, flat_batch, padded_batch, padded_rows, without_trees
+from trl.models.packed.attention import packed_unsupported, use_packed_attention
+from trl.models.packed.layout import (
+    ModelBatch,
+    packed_batch,
+    padded_batch,
+    padded_rows,
+    without_shared_prefixes,
+)
 from trl.models.parts import replaced_forward
 
 logger = logging.getLogger(__name__)
@@ -23,14 +29,14 @@ _STRETCHED = ("longrope", "dynamic")  # other frequencies for sequences beyond t
 
 
 class ScorerBase:
-    """How one model is run, decided once: `flat` or padded rows, and with its head alone or for its own logits.
+    """How one model is run, decided once: `packed` or padded rows, and with its head alone or for its own logits.
 
     `unsupported_reason` says why the head cannot be used alone (None: it can); `fallbacks` collects, in words, whatever the model
     could not take.
     """
 
     def __init__(
-        self, core: PreTrainedModel, *, unsupported_reason: str | None, pad_token_id: int, flat: bool | None
+        self, core: PreTrainedModel, *, unsupported_reason: str | None, pad_token_id: int, packed: bool | None
     ) -> None:
         self.core = core
         self.pad_token_id = pad_token_id
@@ -42,22 +48,22 @@ class ScorerBase:
         self.stretched_rotaries = stretched_rotaries(core)  # once: it walks all modules
         reason = _LENGTH_DEPENDENT if self.stretched_rotaries else packed_unsupported(core)
         reason = reason if self.uses_head else _OWN_LOGITS
-        self.flat = flat is not False and reason is None
-        if flat is not False and reason:
+        self.packed = packed is not False and reason is None
+        if packed is not False and reason:
             self.fallbacks.append(f"its batches are padded, because {reason}")
-        self._needs_table = self.flat and use_flat_attention(core)
+        self._needs_table = self.packed and use_packed_attention(core)
 
     @property
-    def takes_trees(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether branches may stand behind one copy of their prompt: flash attention of a user's choice takes none."""
-        return self.flat and self._needs_table
+        return self.packed and self._needs_table
 
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""
-        if self.flat:
-            if not self.takes_trees:  # as another model's layout may have made them
-                batch = without_trees(batch, pad_token_id=self.pad_token_id)
-            return flat_batch(batch, with_table=self._needs_table, shifted=shifted)
+        if self.packed:
+            if not self.shares_prefixes:  # as another model's layout may have made them
+                batch = without_shared_prefixes(batch, pad_token_id=self.pad_token_id)
+            return packed_batch(batch, with_table=self._needs_table, shifted=shifted)
         return padded_batch(batch, pad_token_id=self.pad_token_id, shifted=shifted)
 
     def padded(self, batch: Mapping[str, Any]) -> ModelBatch:

@@ -61,9 +61,9 @@ class Scored(NamedTuple):
 
 
 class Scorer(ScorerBase):
-    """How one decoder is scored, decided once: layout (flat or padded) and path (head or own logits).
+    """How one decoder is scored, decided once: layout (packed or padded) and path (head or own logits).
 
-    `flat=None` takes the flat layout wherever the model can; `flat=False` always pads. `fallbacks` lists what the model
+    `packed=None` takes the packed layout wherever the model can; `packed=False` always pads. `fallbacks` lists what the model
     could not take. The model may be wrapped afterwards (PEFT before, DDP, FSDP2, DeepSpeed after). With a value head
     (`AutoModelForCausalLMWithValueHead`) results also have `values` `(K,)`, float32.
 
@@ -74,12 +74,12 @@ class Scorer(ScorerBase):
 
     rule: LogitRule
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, flat: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
         self.wrapper: Any = model if isinstance(model, SUPPORTED_ARCHITECTURES) else None
         inner = model if self.wrapper is None else self.wrapper.pretrained_model
         core = causal_core(inner)
         reason = prompt_learning_unsupported(inner) or self._set_up_head(core)
-        super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, flat=flat)
+        super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
 
     @property
     def bias(self) -> Tensor | None:
@@ -132,7 +132,7 @@ class Scorer(ScorerBase):
             return self._vocabulary_loss(model, rows, loss_of, None, temperature)
         scorer, other_model = other
         others = scorer.lay_out(batch)
-        if (self.flat, self.takes_trees) != (scorer.flat, scorer.takes_trees):
+        if (self.packed, self.shares_prefixes) != (scorer.packed, scorer.shares_prefixes):
             rows, others = self.padded(batch), scorer.padded(batch)  # one order of positions
         with_gradient, found = torch.is_grad_enabled(), []
 

@@ -1,6 +1,6 @@
 """The scoring forward of classifiers: logits of whole sequences (reward models) or of labelled tokens.
 
-`ClassificationScorer` runs a decoder once over a batch in either layout, trees included, and then the classification
+`ClassificationScorer` runs a decoder once over a batch in either layout, shared prefixes included, and then the classification
 head on the wanted positions only, inside the model's own `forward` and the head's own `__call__`, so that the hooks of
 DDP, FSDP2 and ZeRO-3 fire. Sequences end where their mask or position says, never where a pad token stands.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.packed.attention import FLAT_MODEL_TYPES
+from trl.models.packed.attention import PACKED_MODEL_TYPES
 from trl.models.packed.layout import ModelBatch, ScoredPositions
 from trl.models.parts import causal_core, logits_unsupported, prompt_learning_unsupported, replaced_forward
 from trl.models.scoring.base import ScorerBase, given_inputs
@@ -41,13 +41,13 @@ class ClassificationScorer(ScorerBase):
         >>> scorer.score(model, batch)  # doctest: +SKIP
     """
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, flat: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
         core = causal_core(model)
         _check_classifier(core)
         virtual_tokens = prompt_learning_unsupported(model)
         self._row_by_row = virtual_tokens is not None  # virtual tokens hide from the model where its rows end
         reason = virtual_tokens or _head_unsupported(core)
-        super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, flat=flat)
+        super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
 
     def score(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Logits `(S, C)` at the end of every sequence (row, segment or branch), in the model's dtype, with gradient.
@@ -168,7 +168,7 @@ def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
     """
     decoder = getattr(core.base_model, "decoder", core.base_model)  # OPT has one inside
     norm = next((norm for name in _FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
-    if norm is None or core.config.model_type not in FLAT_MODEL_TYPES:
+    if norm is None or core.config.model_type not in PACKED_MODEL_TYPES:
         yield False
         return
     whole = norm.forward

@@ -30,7 +30,7 @@ class Seq2SeqScorer(Scorer):
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0) -> None:
-        super().__init__(model, pad_token_id=pad_token_id, flat=False)
+        super().__init__(model, pad_token_id=pad_token_id, packed=False)
 
     def _set_up_head(self, core: PreTrainedModel) -> str | None:
         _check_encoder_decoder(core)
@@ -101,11 +101,11 @@ class Seq2SeqScorer(Scorer):
             )
 
 
-def language_scorer(model: Any, *, pad_token_id: int = 0, flat: bool | None = None) -> Scorer:
+def language_scorer(model: Any, *, pad_token_id: int = 0, packed: bool | None = None) -> Scorer:
     """The scorer of a decoder or an encoder-decoder, with or without a value head."""
     if getattr(model.config, "is_encoder_decoder", False):
         return Seq2SeqScorer(model, pad_token_id=pad_token_id)
-    return Scorer(model, pad_token_id=pad_token_id, flat=flat)
+    return Scorer(model, pad_token_id=pad_token_id, packed=packed)
 
 
 def _check_encoder_decoder(core: PreTrainedModel) -> None:

@@ -152,14 +152,14 @@ def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
 def router_loss(core: PreTrainedModel, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
     """The load-balancing loss of the model's own module (Switch Transformers, arXiv:2101.03961, eq. 4-6).
 
-    A flat row, whose mask is a segment table or None, has no padding; tokens of a prompt that several sequences share count
+    A packed row, whose mask is a segment table or None, has no padding; tokens of a prompt that several sequences share count
     as often as these would repeat it.
     """
     balance = vars(sys.modules[type(core).__module__])["load_balancing_loss_func"]
     mask = attention_mask
     if mask is not None and mask.ndim != 2:
         segments = Segments.from_table(mask)
-        mask = segments.uses() if segments.has_branches else None
+        mask = segments.uses() if segments.has_shared_prefixes else None
     config = core.config.get_text_config()
     experts = next(
         value for name in ("num_experts", "num_local_experts") if (value := getattr(config, name, None))

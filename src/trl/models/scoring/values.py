@@ -88,14 +88,14 @@ class PolicyValueScorer:
         self.fallbacks = [*policy.fallbacks, *(f"value model: {text}" for text in value.fallbacks)]
 
     @property
-    def flat(self) -> bool:
-        """Whether both models take a flat row."""
-        return self.policy.flat and self.value.flat
+    def packed(self) -> bool:
+        """Whether both models take a packed row."""
+        return self.policy.packed and self.value.packed
 
     @property
-    def takes_trees(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether branches may stand behind one copy of their prompt in both."""
-        return self.policy.takes_trees and self.value.takes_trees
+        return self.policy.shares_prefixes and self.value.shares_prefixes
 
     @property
     def neftune_alpha(self) -> float | None:

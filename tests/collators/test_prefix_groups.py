@@ -1,23 +1,25 @@
 import pytest
 import torch
 
-from trl.collators.preference import flatten_trees
+from trl.collators.preference import pack_prefix_groups
 from trl.tensors.segments import Segments
 
 
-def test_two_trees_by_hand():
-    flat = flatten_trees([([5, 6, 7], [[8, 9], [3]]), ([4], [[2, 1]])])
-    assert flat["input_ids"].tolist() == [[5, 6, 7, 8, 9, 3, 4, 2, 1]]
-    assert flat["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
-    assert flat["labels"].tolist() == [[-100, -100, -100, 8, 9, 3, -100, 2, 1]]
-    assert Segments.from_table(flat["segment_table"]) == Segments.from_trees([(3, [2, 1]), (1, [2])])
-    assert flat["scored_source"].tolist() == [2, 3, 2, 6, 7]
-    assert flat["scored_target"].tolist() == [8, 9, 3, 2, 1]
-    assert flat["scored_sequence"].tolist() == [0, 0, 1, 2, 2]
+def test_two_prefix_groups_by_hand():
+    packed = pack_prefix_groups([([5, 6, 7], [[8, 9], [3]]), ([4], [[2, 1]])])
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 3, 4, 2, 1]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+    assert packed["labels"].tolist() == [[-100, -100, -100, 8, 9, 3, -100, 2, 1]]
+    assert Segments.from_table(packed["segment_table"]) == Segments.from_prefix_groups(
+        [(3, [2, 1]), (1, [2])]
+    )
+    assert packed["scored_source"].tolist() == [2, 3, 2, 6, 7]
+    assert packed["scored_target"].tolist() == [8, 9, 3, 2, 1]
+    assert packed["scored_sequence"].tolist() == [0, 0, 1, 2, 2]
 
 
 def test_batch_names():
-    batch = flatten_trees([(torch.tensor([5, 6]), [torch.tensor([7])])])
+    batch = pack_prefix_groups([(torch.tensor([5, 6]), [torch.tensor([7])])])
     assert batch["segment_table"].shape == (1, 1, 2, 4)
     assert batch["scored_source"].tolist() == [1]
     assert all(value.dtype == torch.int64 for value in batch.values())
@@ -34,9 +36,9 @@ def test_each_token_is_predicted_by_the_one_before_it_in_its_own_sequence(seed: 
         return [draw(3, 90) for _ in range(draw(1, 8))]
 
     rows = [(tokens(), [tokens() for _ in range(draw(1, 5))]) for _ in range(draw(1, 5))]
-    flat = flatten_trees(rows)
-    ids, positions = flat["input_ids"][0], flat["position_ids"][0]
-    source, target, sequence = (flat[f"scored_{name}"] for name in ("source", "target", "sequence"))
+    packed = pack_prefix_groups(rows)
+    ids, positions = packed["input_ids"][0], packed["position_ids"][0]
+    source, target, sequence = (packed[f"scored_{name}"] for name in ("source", "target", "sequence"))
     sequences = [(prompt, branch) for prompt, branches in rows for branch in branches]
     assert sequence.max() + 1 == len(sequences)
     for index, (prompt, branch) in enumerate(sequences):
@@ -45,7 +47,7 @@ def test_each_token_is_predicted_by_the_one_before_it_in_its_own_sequence(seed: 
         assert target[own].tolist() == branch
         assert ids[source[own]].tolist() == whole[len(prompt) - 1 : -1]
         assert positions[source[own]].tolist() == list(range(len(prompt) - 1, len(whole) - 1))
-    assert (flat["labels"] != -100).sum() == len(target)
+    assert (packed["labels"] != -100).sum() == len(target)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,6 @@ def test_each_token_is_predicted_by_the_one_before_it_in_its_own_sequence(seed: 
         ([([1], [[2], []])], "row 0, completion 1 has no tokens"),
     ],
 )
-def test_trees_without_tokens_are_refused(rows, message: str):
+def test_prefix_groups_without_tokens_are_refused(rows, message: str):
     with pytest.raises(ValueError, match=message):
-        flatten_trees(rows)
+        pack_prefix_groups(rows)
