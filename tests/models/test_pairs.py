@@ -44,7 +44,7 @@ def test_a_default_prompt_limit_is_no_error_of_dpo():
     assert trainer.train_dataset["chosen_input_ids"] == [ANSWER[:3]] * 4
 
 
-def test_prompts_are_shared_where_the_model_takes_trees():
+def test_prompts_are_shared_if_the_model_supports_it():
     scorer = Scorer(tiny_model("llama"))
     assert shares_prefix(scorer, "auto") and shares_prefix(scorer, True)
     assert not shares_prefix(scorer, False)
