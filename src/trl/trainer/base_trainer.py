@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy, has_length
 
 from trl.checkpoints.identity import run_facts
 from trl.checkpoints.ownership import owned, run_folder_name
@@ -32,30 +33,40 @@ from trl.checkpoints.progress import (
     save_progress,
 )
 from trl.checkpoints.wholeness import naming_weights
+from trl.data.formats import column_names
+from trl.data.streams import CountedStream, RepeatedStream, is_stream
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.head_precision import tied_where_equal
 from trl.models.loading import load_saved_weights
 from trl.models.packed.layout import count_scored, count_sequence_tokens, count_tokens
+from trl.models.reference import FrozenModel
+from trl.models.reference_moves import check_moves, lend_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
+from trl.options.checks import warn_unread
+from trl.options.policy_gradient import SYNC_SETTINGS
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
-from trl.tensors.reduce import Weighted
+from trl.tensors.reduce import Unit, Weighted, count_units, reduce_terms, share_of_step, where_counted
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
-from trl.trainer.overrides import Overridable
-from trl.trainer.row_loaders import RowLoaders
-from trl.trainer.views import Views
+from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
+from trl.trainer.legacy_interface import LegacyInterface
+from trl.trainer.method import LOSS_PARTS, Outcome
+from trl.trainer.row_loaders import GroupedByLength, check_not_dropped, holding, lengths_of_ids
 
 logger = logging.getLogger(__name__)
 
 
-class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
+class BaseTrainer(LegacyInterface, Trainer):
     """`transformers.Trainer` with exact normalisation over the optimiser step, weighted metrics and exact resume.
 
-    A method's trainer overrides `compute_loss` (through `self.score` and `self.scale`) and `count_units`.
+    The loss of a micro-batch is the sum of the terms of its `outcome`. A method says what they are counted in (`units`,
+    `count_units`) and overrides `outcome`.
     """
+
+    units: ClassVar[tuple[Unit, ...]] = ("pair",)
 
     _tag_names: ClassVar[list[str]] = ["trl"]
     _name: ClassVar[str] = "training"
@@ -63,6 +74,9 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # that every evaluation has
 
     scorer: Scorer | PolicyValueScorer
+    reference: Any = None
+    ref_model: nn.Module | None  # the reference, where it is a model of its own
+    _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         collator = kwargs.get("data_collator")
@@ -99,6 +113,21 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         raise TypeError(
             f"{type(self).__name__}.__init__ did not call the constructor of its trainer. Call super().__init__(...)."
         )
+
+    def settle_reference(self) -> None:
+        """Bring the reference to the device, and let a callback move it (`sync_ref_model` adds one).
+
+        Call it at the end of the constructor.
+        """
+        if getattr(self.args, "sync_ref_model", False):
+            self.add_callback(SyncRefModelCallback(None, self.accelerator))
+        elif not any(isinstance(each, SyncRefModelCallback) for each in self.callback_handler.callbacks):
+            reason = "with sync_ref_model=False. Set sync_ref_model=True, or leave it out"
+            warn_unread(self.args, SYNC_SETTINGS, reason)
+        check_moves(self.callback_handler.callbacks, self.reference, self.model)
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
+        self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference)
 
     # ---- one optimiser step
 
@@ -213,6 +242,76 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         """Undo the mean that DDP, FSDP and DeepSpeed take over processes: our division is over all of them already."""
         return loss * self.accelerator.num_processes if self.accelerator.num_processes > 1 else loss
 
+    # ---- the loss
+
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+        """Score a batch and judge it."""
+        raise TypeError(f"{type(self).__name__} must override outcome.")
+
+    def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
+        """The outcome that is trained with."""
+        return self.outcome(model, batch)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """This micro-batch's part of the optimiser step's loss.
+
+        `num_items_in_batch` holds the step's number of each kind of unit (all micro-batches, all processes); without it
+        the loss is that of this batch alone. `return_outputs` also gives predictions and labels.
+        """
+        num_items_in_batch = self.units_of_step(num_items_in_batch)
+        inputs = self.take_batch(inputs)
+        self.count_seen(inputs)
+        own = self.count_units(inputs)
+        step = own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        found = self.judged_batch(model, inputs)
+        loss = self.loss_of(found, own, step)
+        if found.local is not None:
+            loss = loss + share_of_step(found.local - found.local.detach(), step.view(-1)[0])
+        self._record(found, own)
+        if num_items_in_batch is not None:
+            loss = self.scale(loss)
+        outputs = (
+            {} if found.predictions is None else {"predictions": found.predictions, "labels": found.labels}
+        )
+        return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+
+    def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
+        """A batch's part of the step's loss: its terms over the step's number of each kind of unit; `own`: the batch's."""
+        loss = torch.stack(
+            [reduce_terms(terms, step[self.units.index(terms.per)]) for terms in found.terms]
+        ).sum()
+        return loss + self.router_part(found, own, step)
+
+    def router_part(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor | float:
+        """What the router of a mixture of experts adds to it: its loss, by this batch's share of the step."""
+        return 0.0 if found.aux_loss is None else self._router_weight() * found.aux_loss * (own[0] / step[0])
+
+    def _router_weight(self) -> float:
+        return self.scorer.core.config.get_text_config().router_aux_loss_coef
+
+    def _record(self, found: Outcome, own: Tensor) -> None:
+        for terms in found.terms:
+            for name, value in terms.metrics.items():
+                self.record(name, value)
+            if self.mode == "eval":
+                total = (where_counted(terms.values, terms.weights) * terms.weights).sum()
+                self.record(LOSS_PARTS + terms.per, Weighted(total.detach(), count_units(terms)))
+        self.record_router(found, own)
+
+    def record_router(self, found: Outcome, own: Tensor) -> None:
+        """Log the router's loss."""
+        if found.aux_loss is not None:
+            self.record("aux_loss", Weighted(found.aux_loss.detach(), torch.ones(())))
+            if self.mode == "eval":
+                value = self._router_weight() * found.aux_loss.detach() * own[0]
+                self.record(LOSS_PARTS + "router", Weighted(value, own[0]))
+
     # ---- metrics
 
     @property
@@ -259,8 +358,9 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         return float(seen)  # type: ignore[arg-type]
 
     def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """The metrics to log, from the means of those recorded: for what is no mean itself."""
-        return means
+        """The loss of an evaluation from its parts, each a mean over units of its own."""
+        parts = [means.pop(name) for name in list(means) if name.startswith(LOSS_PARTS)]
+        return {"loss": sum(parts), **means} if parts else means
 
     def ends_window(self, logs: Mapping[str, float]) -> bool:
         """Whether these logs hold a training loss, or are the summary of a run with steps that were not logged yet."""
@@ -320,14 +420,18 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
 
     _goes_on_from: str | None = None  # a checkpoint of which only weights and optimiser are loaded yet
 
-    def _run_epoch(self, **given: Any) -> None:
-        """Train for an epoch; not where a run goes on from its last checkpoint, of which the parent would train a step more."""
+    def _run_epoch(self, *, epoch: int, **given: Any) -> None:
+        """Train for an epoch; not when resuming from the run's last checkpoint, where the parent would train one more step."""
         if self._goes_on_from is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         if self.state.global_step == 0:
             check_best_metric(self)
-        super()._run_epoch(**given)
+        if hasattr(
+            self._order, "set_epoch"
+        ):  # the parent does not find it where several processes skip seen rows
+            self._order.set_epoch(epoch)  # type: ignore[union-attr]
+        super()._run_epoch(epoch=epoch, **given)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self._goes_on_from is not None:  # nothing was left to train: its sums are still to be read
@@ -341,7 +445,13 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         return super().evaluate(*args, **kwargs)
 
     def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
-        """Called before the first batch of an evaluation, whose metrics are named with the prefix."""
+        """Called before the first batch of an evaluation, whose metrics are named with the prefix.
+
+        With `bf16_full_eval` or `fp16_full_eval` outside of training, cast the reference as the policy will be.
+        """
+        is_half = self.args.bf16_full_eval or self.args.fp16_full_eval
+        if is_half and not self.is_in_train and self.reference is not None:
+            self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
 
     def evaluation_loop(
         self,
@@ -379,6 +489,98 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
                 "Unfreeze some, or pass peft_config to train an adapter."
             )
         return super().create_optimizer(model)
+
+    # ---- the rows
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The training batches; a stream starts again when it ends, so that every step is whole."""
+        dataset: Any = self.train_dataset
+        if is_stream(dataset) and not isinstance(dataset, RepeatedStream):
+            with holding(self, "train_dataset", RepeatedStream(dataset)):
+                return super().get_train_dataloader()
+        loader = super().get_train_dataloader()
+        check_not_dropped(self.args, loader, dataset)
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """The batches of an evaluation set.
+
+        With `dataloader_persistent_workers` the parent keeps the loaders of the trainer's own sets, and takes that of one set
+        for any other: a set that is given gets a loader, and workers, of its own.
+        """
+        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
+            return super().get_eval_dataloader(eval_dataset)
+        with holding(self.args, "dataloader_persistent_workers", False):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
+        if not is_training:
+            # `dataloader_drop_last` is for training, whose epochs leave out other rows each time.
+            if is_stream(dataset) and (self.args.world_size > 1 or has_length(dataset)):
+                dataset = CountedStream(
+                    dataset
+                )  # hides a length that counts other rows (ConstantLengthDataset)
+            with holding(self.args, "dataloader_drop_last", False):
+                return super()._get_dataloader(dataset, is_training=False, **given)
+        loader: Any = super()._get_dataloader(dataset, is_training=True, **given)
+        if self.args.dataloader_persistent_workers:
+            # Workers are started once by a run, and again by one that goes on: neither may take from the process's own stream.
+            inner = getattr(loader, "base_dataloader", loader)  # accelerate's
+            inner.generator = torch.Generator().manual_seed(self.order_seed)
+        return loader
+
+    def own_rows(self) -> int:
+        """The rows of the current evaluation batch that accelerate did not repeat to fill it."""
+        state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader:
+            return rows
+        counted = self.streamed_rows(state.active_dataloader)
+        if counted:  # the rows of the last batch, which accelerate does not know of a stream
+            state.active_dataloader.remainder = counted % (rows * self.accelerator.num_processes)  # type: ignore[union-attr]
+        if state.remainder <= 0:
+            return rows
+        return min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+
+    def streamed_rows(self, loader: Any) -> int:
+        """How many rows the stream of an evaluation by several processes had, once it was read; 0 where it is not known."""
+        stream = getattr(getattr(loader, "dataset", None), "dataset", None)
+        # A loader's workers count in processes of their own.
+        return stream.count if isinstance(stream, CountedStream) else 0
+
+    def row_lengths(self, dataset: Any) -> list[int] | None:
+        """The number of tokens of each row, where the rows' columns say it: by `length_column_name`, or by `input_ids`."""
+        names = column_names(dataset) if hasattr(dataset, "column_names") else []
+        if self.args.length_column_name in names:
+            return list(dataset[self.args.length_column_name])
+        return lengths_of_ids(dataset)
+
+    _order: Sampler | None = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        dataset = self.train_dataset  # `train_dataset` has lost the columns that no batch needs
+        if self.args.train_sampling_strategy != "group_by_length" or not isinstance(dataset, Dataset):
+            self._order = super()._get_train_sampler(train_dataset)
+            return self._order
+        lengths = self.row_lengths(dataset)
+        if lengths is None:
+            raise ValueError(
+                "train_sampling_strategy='group_by_length' needs the length of each row: its tokens, or a column "
+                f"{self.args.length_column_name!r}, and prepared rows have {dataset.column_names}. Use 'random'."
+            )
+        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        self._order = GroupedByLength(rows, lengths, seed=self.order_seed)
+        return self._order
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
+        """Rows are evaluated in their order, so that predictions are, too, however rows are trained on."""
+        if not has_length(eval_dataset) or self.args.world_size > 1:
+            return None
+        return SequentialSampler(eval_dataset)
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order in which rows are visited."""
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     # ---- checkpoints
 
@@ -507,6 +709,8 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SavesState):
                 callback.save_state(Path(output_dir))
+        if self._moved_reference is not None:
+            self._moved_reference.save(output_dir)
 
     def _starts_anew(self, part: str) -> bool:
         """Whether a part of the checkpoint is left out on resuming."""
@@ -520,10 +724,11 @@ class BaseTrainer(Views, Overridable, RowLoaders, Trainer):
         if not self._starts_anew("random_state"):
             super()._load_rng_state(checkpoint)
         self._goes_on_from = None
-        if self._starts_anew("progress"):
-            self._uncounted_steps = self.state.global_step if checkpoint else 0
-            return
-        state = load_progress(checkpoint, rank=self.args.process_index, processes=self.args.world_size)
+        if self._moved_reference is not None and checkpoint is not None:
+            self._moved_reference.load(checkpoint)
+        state = None
+        if not self._starts_anew("progress"):
+            state = load_progress(checkpoint, rank=self.args.process_index, processes=self.args.world_size)
         if state is None:
             self._uncounted_steps = self.state.global_step if checkpoint else 0
             return

@@ -25,8 +25,8 @@ from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_w
 from trl.reporting.step_scores import RunningMean
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.bco_config import BCOConfig
+from trl.trainer.legacy_interface import call_with
 from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
-from trl.trainer.overrides import call_with
 from trl.trainer.row_loaders import holding
 from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
 

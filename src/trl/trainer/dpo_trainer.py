@@ -52,8 +52,8 @@ from trl.tensors.sequences import (
 )
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, ImagePairSets, collator_for_image_pairs
+from trl.trainer.legacy_interface import GIVEN, REFERENCES
 from trl.trainer.older_dpo import OlderDPOMethods
-from trl.trainer.overrides import GIVEN, REFERENCES
 from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer

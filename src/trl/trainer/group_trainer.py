@@ -59,10 +59,10 @@ from trl.trainer.group_setup import (
 )
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.inherited_settings import settle_inherited
+from trl.trainer.legacy_interface import NOT_CALLED_OF_GROUPS
+from trl.trainer.method import LOSS_PARTS, Outcome
 from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
-from trl.trainer.overrides import NOT_CALLED_OF_GROUPS
 from trl.trainer.prompt_sets import training_prompts
-from trl.trainer.terms import LOSS_PARTS, Outcome
 
 AnyDataset = Dataset | IterableDataset
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]

@@ -33,6 +33,7 @@ from trl.tensors.padding import pad_to_length
 from trl.tensors.reduce import LossTerms, count_units, reduce_terms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
+from trl.trainer.legacy_interface import call_with, takes
 from trl.trainer.older_pairs import (
     SIDES,
     OlderPairMethods,
@@ -43,7 +44,6 @@ from trl.trainer.older_pairs import (
     whole_sequences,
     with_losses,
 )
-from trl.trainer.overrides import call_with, takes
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
 _OLDER_LOGPS = (

@@ -30,15 +30,14 @@ from trl.rollouts.refill import Refill
 from trl.rollouts.schedule import RolloutSizes, step_rows
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.held_reference import HoldsReference
-from trl.trainer.terms import LossOfTerms, Outcome
+from trl.trainer.method import Outcome
 
 logger = logging.getLogger(__name__)
 
 _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, and the same ones every time
 
 
-class OnlineTrainer(HoldsReference, LossOfTerms, BaseTrainer):
+class OnlineTrainer(BaseTrainer):
     """Base of the trainers that learn from rollouts of the policy itself.
 
     The order of a rollout batch is that of `make_rollout_batch`: `rollouts` draws prompts, completes them and scores the completions; the

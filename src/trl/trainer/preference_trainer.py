@@ -18,17 +18,15 @@ from trl.reporting.metrics import MetricSums
 from trl.tensors.reduce import LossTerms
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluation_samples import log_evaluation_samples
-from trl.trainer.held_reference import HoldsReference
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.overrides import GIVEN, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
+from trl.trainer.legacy_interface import GIVEN, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
+from trl.trainer.method import Outcome as Outcome
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.prepared_sets import DataSets
 from trl.trainer.row_loaders import holding
-from trl.trainer.terms import LossOfTerms
-from trl.trainer.terms import Outcome as Outcome
 
 
-class PreferenceTrainer(HoldsReference, LossOfTerms, BaseTrainer):
+class PreferenceTrainer(BaseTrainer):
     """Base of the trainers that learn from judged completions.
 
     The order of a step: the micro-batches are drawn and counted, `prepare_step` finds what a loss must know of all of

@@ -40,8 +40,8 @@ from trl.models.setup import pad_token_id
 from trl.objectives.unpaired import UnpairedScores
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
+from trl.trainer.legacy_interface import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.trainer.older_unpaired import OlderUnpairedMethods
-from trl.trainer.overrides import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
 from trl.trainer.prepared_sets import PreparedSets

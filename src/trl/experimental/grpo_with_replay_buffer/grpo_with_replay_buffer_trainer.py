@@ -24,7 +24,7 @@ from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups
 from trl.tensors.reduce import Weighted
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.overrides import NOT_CALLED_OF_REPLAY
+from trl.trainer.legacy_interface import NOT_CALLED_OF_REPLAY
 
 
 class GRPOWithReplayBufferTrainer(GRPOTrainer):
