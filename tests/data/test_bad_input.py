@@ -151,7 +151,7 @@ CASES: dict[str, Bad] = {
     "no eos token": Bad(
         [{"text": "a"}],
         ValueError,
-        ("row 0, column 'text'", "no eos token", "Set eos_token"),
+        ("row 0, column 'text'", "no eos token", "Set tokenizer.eos_token"),
         special={"eos_token": None},
     ),
     "eos token that is not in the vocabulary": Bad(

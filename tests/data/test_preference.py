@@ -147,7 +147,7 @@ def test_an_answer_that_the_other_continues_is_its_eos(caplog: pytest.LogCapture
     prepared, report = prepare([{"chosen": "The sky is blue", "rejected": "The sky is"}])
     assert list(prepared[0].values()) == [THE_SKY_IS, BLUE, [EOS]]
     assert report.empty_completions == 1
-    assert "in 1 of 1 rows (first: [0]) one answer is what the other one continues" in caplog.text
+    assert "in 1 of 1 rows (first: [0]) one answer is a beginning of the other" in caplog.text
 
 
 def test_of_conversations_that_continue_each_other_the_last_answer_is_compared() -> None:
@@ -214,34 +214,37 @@ CUTS: dict[str, tuple[PairLengths, list[tuple[list[int], list[int]]]]] = {
     "none": (PairLengths(), [(P, C), (P, R)]),
     "prompt": (PairLengths(max_prompt_length=2), [([14, 15], C), ([14, 15], R)]),
     "prompt, keep_start": (
-        PairLengths(max_prompt_length=2, mode="keep_start"),
+        PairLengths(max_prompt_length=2, truncation_mode="keep_start"),
         [([14, 15], C), ([14, 15], R)],
     ),
     "completion": (PairLengths(max_completion_length=4), [(P, C), (P, R[:4])]),
     "sequence": (PairLengths(max_length=10), [(P, C), (P[4:], R)]),
-    "sequence, keep_start": (PairLengths(max_length=10, mode="keep_start"), [(P, C), (P, R[:4])]),
+    "sequence, keep_start": (PairLengths(max_length=10, truncation_mode="keep_start"), [(P, C), (P, R[:4])]),
     "sequence shorter than a completion": (PairLengths(max_length=5), [(P[4:], C), ([], R[3:])]),
     "sequence shorter than the prompt": (
-        PairLengths(max_length=5, mode="keep_start"),
+        PairLengths(max_length=5, truncation_mode="keep_start"),
         [(P[:5], []), (P[:5], [])],
     ),
     "all three": (PairLengths(6, 4, 5), [(P[3:], C), ([15], R[:5])]),
     "prompt first, enough": (
-        PairLengths(12, 3, order="prompt_first"),
+        PairLengths(12, 3, truncation_order="prompt_first"),
         [(P[3:], C), (P[3:], R)],
     ),
-    "prompt first, fits": (PairLengths(14, 3, order="prompt_first"), [(P, C), (P, R)]),
+    "prompt first, fits": (PairLengths(14, 3, truncation_order="prompt_first"), [(P, C), (P, R)]),
     "prompt first, then completions": (
-        PairLengths(8, 3, order="prompt_first"),
+        PairLengths(8, 3, truncation_order="prompt_first"),
         [(P[3:], C), (P[3:], R[:5])],
     ),
     "prompt first, keep_start": (
-        PairLengths(8, 3, mode="keep_start", order="prompt_first"),
+        PairLengths(8, 3, truncation_mode="keep_start", truncation_order="prompt_first"),
         [(P[:3], C), (P[:3], R[:5])],
     ),
-    "prompt first, no prompt limit": (PairLengths(8, order="prompt_first"), [(P, C[:2]), (P, R[:2])]),
+    "prompt first, no prompt limit": (
+        PairLengths(8, truncation_order="prompt_first"),
+        [(P, C[:2]), (P, R[:2])],
+    ),
     "prompt first, no sequence limit": (
-        PairLengths(None, 3, order="prompt_first"),
+        PairLengths(None, 3, truncation_order="prompt_first"),
         [(P[3:], C), (P[3:], R)],
     ),
 }
@@ -288,7 +291,7 @@ def test_rows_that_lose_a_completion_are_left_out_and_counted(caplog: pytest.Log
         rows, report = prepare([short, TOKENS], streaming=streaming, **limits)
         assert [row["prompt_input_ids"] for row in rows] == [[5]]
         assert (report.rows, report.untrained_rows, report.dropped_rows, report.tokens) == (2, 1, 1, 3)
-        assert caplog.text.count("in 1 of 2 rows (first: [1]) truncation left no token") == 1
+        assert caplog.text.count("1 of 2 rows have no trained token left (first: [1])") == 1
         with pytest.raises(ValueError, match=r"row 1, column 'chosen_input_ids': truncation to .* leaves no"):
             prepare([short, TOKENS], streaming=streaming, untrained_rows="error", **limits)
         with pytest.raises(ValueError, match="rows are"):

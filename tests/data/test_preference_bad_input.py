@@ -313,15 +313,15 @@ def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"max_length": 0}, "max_length must be >= 1, got 0"),
-        ({"max_prompt_length": 0}, "max_prompt_length must be >= 1, got 0"),
-        ({"max_completion_length": -1}, "max_completion_length must be >= 1, got -1"),
+        ({"max_length": 0}, "max_length must be .*, got 0"),
+        ({"max_prompt_length": 0}, "max_prompt_length must be .*, got 0"),
+        ({"max_completion_length": -1}, "max_completion_length must be .*, got -1"),
         (
             {"truncation_mode": "keep_middle"},
-            "truncation_mode must be one of keep_end, keep_start, got 'keep_m",
+            "truncation_mode must be one of .* got 'keep_m",
         ),
-        ({"truncation_order": "none"}, "truncation_order must be one of sequence, prompt_first, got 'none'"),
-        ({"untrained_rows": "report"}, "untrained_rows must be 'drop' or 'error', got 'report'"),
+        ({"truncation_order": "none"}, "truncation_order must be one of .* got 'none'"),
+        ({"untrained_rows": "report"}, "untrained_rows must be one of 'drop', 'error', got 'report'"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict, says: str) -> None:

@@ -77,7 +77,7 @@ def test_what_truncation_takes_is_counted_and_told(caplog: pytest.LogCaptureFixt
     assert (report.rows, report.steps) == (3, 6)
     assert report.removed_steps == 6 - sum(left)
     assert report.untrained_rows == left.count(0) > 0
-    assert f"{report.removed_steps} of 6 labelled steps were cut off by max_length" in caplog.text
+    assert f"{report.removed_steps} of 6 labelled steps were cut off" in caplog.text
     assert f"{left.count(0)} of 3 rows have no trained token left" in caplog.text
     dropped, report = prepare(ROWS, max_length=10, untrained_rows="drop")
     assert (len(dropped), report.dropped_rows) == (3 - left.count(0), left.count(0))
@@ -190,7 +190,7 @@ def test_bad_rows_are_refused(rows: list, settings: dict, error: type, says: str
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_prompt_length must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_prompt_length must be .*, got 0"):
         StepwisePreparation(max_prompt_length=0)
     with pytest.raises(TypeError, match="step_separator must be a string, got None"):
         StepwisePreparation(step_separator=None)  # type: ignore[arg-type]

@@ -117,7 +117,7 @@ def test_mismatched_completions_of_pairs_come_from_other_pairs(
         assert other // group == row // group and other // 2 != row // 2
     assert "too few pairs" not in caplog.text
     prepare(pairs, mismatch_group=2)
-    assert "an optimiser step of 2 rows holds too few pairs" in caplog.text
+    assert "an optimiser step of 2 rows has too few pairs" in caplog.text
 
 
 def test_mismatched_completions_come_from_the_row_before_in_the_batch() -> None:
@@ -188,7 +188,7 @@ def test_rows_that_lose_their_completion_are_left_out_and_counted(caplog: pytest
     limit = len(ids(TEXT[1]["prompt"])) + 3
     rows, report = prepare(TEXT, max_length=limit)
     assert (len(rows), report.dropped_rows, report.rows) == (3, 2, 5)
-    assert "in 2 of 5 rows (first: [0, 2]) truncation left no token of the completion" in caplog.text
+    assert "2 of 5 rows have no trained token left (first: [0, 2])" in caplog.text
     with pytest.raises(ValueError, match="row 0, column 'completion_input_ids': the prompt fills max_length"):
         prepare(TEXT, max_length=limit, untrained_rows="error")
     with pytest.raises(ValueError, match=r"Set or lower max_prompt_length.* All 5 rows are like"):
@@ -339,7 +339,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         UnpairedPreparation(mismatch_group=1)
     with pytest.raises(ValueError, match="max_length must be >= 3, got 2"):
         UnpairedPreparation(max_length=2)
-    with pytest.raises(ValueError, match="untrained_rows must be 'drop' or 'error', got 'report'"):
+    with pytest.raises(ValueError, match="untrained_rows must be one of 'drop', 'error', got 'report'"):
         UnpairedPreparation(untrained_rows="report")  # type: ignore[arg-type]
 
 
@@ -413,4 +413,4 @@ def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> Non
         stream, report = prepare(TEXT * 100, streaming=True, max_length=9)
         assert len(list(stream)) == 500 - report.dropped_rows
     assert report.dropped_rows == report.untrained_rows > 0
-    assert caplog.text.count("truncation left no token of the completion") == 1
+    assert caplog.text.count("have no trained token left") == 1

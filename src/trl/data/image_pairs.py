@@ -37,10 +37,10 @@ class ImagePairReader(PairReader):
     def place(self, row: int, column: str) -> Place:
         return self.place_of(row, column)
 
-    def _text(self, row: dict[str, Any], index: int, column: str, *, may_be_empty: bool = False) -> str:
+    def text_of(self, row: dict[str, Any], index: int, column: str, *, may_be_empty: bool = False) -> str:
         return check_text(row.get(column), self.place(index, column), may_be_empty=may_be_empty)
 
-    def _chat(self, row: dict[str, Any], index: int, column: str) -> Chat:
+    def chat_of(self, row: dict[str, Any], index: int, column: str) -> Chat:
         tokenizer = text_tokenizer(self.processing_class)  # leaves image parts as they are
         return read_chat(tokenizer, row, self.place(index, column), tools=self.tools)
 

@@ -13,6 +13,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from trl.data.formats import column_names
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.validation import Place
+from trl.options.checks import check_at_least, check_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +33,25 @@ class Text(NamedTuple):
     warning: str | None = None
 
 
-Texts = Mapping[str, Text]
-TEXTS: Texts = {
+TEXTS: Mapping[str, Text] = {
+    "desirable_rows": Text("{0.desirable_rows} desirable"),
+    "steps": Text("{0.steps} labelled steps"),
+    "removed_steps": Text(
+        "{0.removed_steps} of them cut off",
+        "{0.removed_steps} of {0.steps} labelled steps were cut off and are not trained. Raise max_length or "
+        "max_completion_length, or lower max_prompt_length.",
+    ),
     "truncated_rows": Text("{0.truncated_rows} truncated ({0.removed_tokens} tokens removed)"),
     "untrained_rows": Text(
         "{0.untrained_rows} with nothing trained",
-        "{0.untrained_rows} of {0.rows} rows have no trained token left and {0.dropped_rows} of them were dropped. "
-        "Raise max_length, shorten the prompts, or filter these rows.",
+        "{0.untrained_rows} of {0.rows} rows have no trained token left (first: {0.first[untrained_rows]}), and "
+        "{0.dropped_rows} of them were dropped. Raise max_length, shorten the prompts, or filter these rows.",
     ),
     "dropped_rows": Text("{0.dropped_rows} of these dropped"),
     "unstopped_rows": Text(
         "{0.unstopped_rows} without a trained stop token",
-        "{0.unstopped_rows} of {0.rows} rows have a turn whose text ends without a stop token, so the model does not "
-        "learn to stop there. Put the token inside the template's generation marks, or add one to the template.",
+        "in {0.unstopped_rows} of {0.rows} rows a turn ends without a stop token, so the model does not learn to stop "
+        "there. Put the token inside the template's generation marks, or add one to the template.",
     ),
     "shifted_rows": Text(
         "{0.shifted_rows} with a boundary inside a token",
@@ -53,16 +60,62 @@ TEXTS: Texts = {
     ),
     "removed_begin_tokens": Text(
         "{0.removed_begin_tokens} doubled begin tokens removed",
-        "{0.removed_begin_tokens} begin tokens were written by both text and tokenizer; one of each two was removed.",
+        "{0.removed_begin_tokens} begin tokens that repeated the tokenizer's own were removed.",
+    ),
+    "equal_rows": Text(
+        "{0.equal_rows} with equal completions",
+        "in {0.equal_rows} rows (first: {0.first[equal_rows]}) the chosen and the rejected completion are equal, so they "
+        "show no preference. Filter these rows, or raise the lengths if truncation made them equal.",
+    ),
+    "promptless_rows": Text(
+        "{0.promptless_rows} with no prompt left",
+        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) no token of the prompt is left, and "
+        "the completion's first token is not trained. Give prompts, a tokenizer that adds a begin token, or longer "
+        "limits.",
+    ),
+    "empty_completions": Text(
+        "{0.empty_completions} with a completion of the eos token alone",
+        "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer is a beginning of the "
+        "other, so its completion is the eos token alone. If that is not intended, add a column 'prompt'.",
+    ),
+    "repeated_prompts": Text(
+        "{0.repeated_prompts} whose answers repeated the prompt",
+        "in {0.repeated_prompts} of {0.rows} rows (first: {0.first[repeated_prompts]}) 'chosen' and 'rejected' repeat the "
+        "messages of 'prompt'; these were removed. Give the answers only, or remove the column 'prompt'.",
     ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Settings that all kinds of rows share; lengths in tokens, None for no limit.
+
+    `untrained_rows`: what happens to rows in which nothing is trained: "report" keeps and counts them, "error" raises,
+    "drop" leaves them out and counts them. `vocab_size`: number of token ids that the model embeds (None: that of the
+    tokenizer, checked for rows that are tokens already). `keep_columns` stay beside the tokens.
+
+    Raises: ValueError for an unknown policy and for lengths below 1.
+    """
+
+    max_length: int | None = None
+    add_special_tokens: bool = True
+    num_proc: int | None = None
+    vocab_size: int | None = None
+    untrained_rows: UntrainedPolicy = "report"
+    keep_columns: tuple[str, ...] = ()
+    policies: ClassVar[tuple[str, ...]] = ("report", "error", "drop")
+
+    def __post_init__(self) -> None:
+        check_one_of("untrained_rows", self.untrained_rows, self.policies)
+        for name in ("max_length", "max_prompt_length", "max_completion_length"):
+            check_at_least(name, getattr(self, name, None), minimum=1)
 
 
 @dataclass
 class PreparationReport:
     """Counts of one data set's preparation; of a stream, of the rows that this process has seen so far.
 
-    `first` has the first rows behind a count; `texts` the words of this kind of row.
+    `first` has the first rows behind a count.
     """
 
     dataset_name: str = "train"
@@ -85,7 +138,7 @@ class PreparationReport:
     removed_steps: int = 0
     is_streaming: bool = False
     first: dict[str, list[int]] = field(default_factory=dict)
-    texts: Texts = field(default_factory=lambda: TEXTS, repr=False)
+    texts: Mapping[str, Text] = field(default_factory=lambda: TEXTS, repr=False)
     warned: list[str] = field(default_factory=list)  # counts that a warning was already given for
 
     def add(self, numbers: Numbers, *, drops: bool) -> np.ndarray:
@@ -172,6 +225,7 @@ class RowKind(ABC):
     """Columns of numbers beside the tokens: summed into the report under these names, then removed."""
     refused: ClassVar[tuple[str, ...]] = ("untrained_rows",)
     """The numbers that the policy "error" refuses."""
+    texts: ClassVar[Mapping[str, Text]] = TEXTS
 
     @abstractmethod
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
@@ -212,17 +266,12 @@ def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
 
 
 def prepare_rows(
-    dataset: AnyDataset,
-    kind: RowKind,
-    report: PreparationReport,
-    *,
-    policy: UntrainedPolicy,
-    num_proc: int | None = None,
-    keep_columns: Sequence[str] = (),
-) -> AnyDataset:
-    """The data set as rows of `kind`, counted into `report`; given columns are removed, except `keep_columns`."""
-    rows = map_rows(dataset, kind, name=report.dataset_name, num_proc=num_proc, keep_columns=keep_columns)
-    return count_rows(rows, kind, report, policy)
+    dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str, keep_columns: Sequence[str] = ()
+) -> tuple[AnyDataset, PreparationReport]:
+    """The data set as rows of `kind`, and its report; given columns are removed, but for `keep_columns`."""
+    report, kept = PreparationReport(name, texts=kind.texts), (*settings.keep_columns, *keep_columns)
+    rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=kept)
+    return count_rows(rows, kind, report, settings.untrained_rows), report
 
 
 def map_rows(

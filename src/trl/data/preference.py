@@ -1,8 +1,8 @@
 """A data set of paired preferences -> token rows for the pair losses and for reward models, and a report."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from datasets import Dataset, List, Value
 
@@ -10,10 +10,10 @@ from trl.data.formats import column_names
 from trl.data.pipeline import (
     TEXTS,
     AnyDataset,
+    Preparation,
     PreparationReport,
     RowKind,
     Text,
-    Texts,
     Vocabulary,
     allowed_ids,
     check_ids,
@@ -25,76 +25,33 @@ from trl.data.preference_rows import OLDER_REWARD_COLUMNS, PAIR_COLUMNS, SIDES, 
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import shared_prompt
 from trl.data.text import with_eos
-from trl.data.tokenization import encode, encode_closed, rows_of, tokenize_split
-from trl.data.validation import Place, check_chat_template, check_eos, check_number, warn_of_unread_tools
+from trl.data.tokenization import Split, encode, encode_closed, rows_of, tokenize_split
+from trl.data.validation import Place, check_number
 
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
 OWN_PROMPT = "rejected_prompt_input_ids"
 REFERENCE_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
-
-PAIR_TEXTS: Texts = {
+REWARD_TEXTS = {
     **TEXTS,
-    "untrained_rows": Text(
-        "{0.untrained_rows} with a completion cut off whole",
-        "in {0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) truncation left no token of a completion; "
-        "{0.dropped_rows} of them were left out. Raise max_length, lower max_prompt_length, or filter these rows.",
-    ),
-    "equal_rows": Text(
-        "{0.equal_rows} with equal completions",
-        "in {0.equal_rows} of {0.rows} rows (first: {0.first[equal_rows]}) the chosen and the rejected completion are equal, "
-        "so they show no preference. Filter these rows, or raise the lengths if truncation made them equal.",
-    ),
-    "promptless_rows": Text(
-        "{0.promptless_rows} with no prompt left",
-        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) no token of the prompt is left, and the "
-        "completion's first token is not trained. Give prompts, or where they were cut off raise max_length or lower "
-        "max_completion_length.",
-    ),
-    "empty_completions": Text(
-        "{0.empty_completions} with a completion of the eos token alone",
-        "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer is what the other one "
-        "continues; its completion is the eos token alone. Give the prompts in a column 'prompt' if that is not meant.",
-    ),
-    "repeated_prompts": Text(
-        "{0.repeated_prompts} whose answers repeated the prompt",
-        "in {0.repeated_prompts} of {0.rows} rows (first: {0.first[repeated_prompts]}) 'chosen' and 'rejected' begin with the "
-        "messages of 'prompt', which were taken off. Give the answers only, or remove the column 'prompt'.",
-    ),
-}
-REWARD_TEXTS: Texts = {
-    **PAIR_TEXTS,
     "untrained_rows": Text(
         "{0.untrained_rows} longer than max_length",
         "{0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) have a sequence of more than max_length "
-        "tokens; {0.dropped_rows} of them were left out. Raise max_length to train on them.",
+        "tokens; {0.dropped_rows} of them were dropped. Raise max_length to train on them.",
     ),
 }
 
 
-@dataclass(frozen=True)
-class RewardPreparation:
-    """How rows of preferences become whole sequences; lengths in tokens.
+@dataclass(frozen=True, kw_only=True)
+class RewardPreparation(Preparation):
+    """How rows of preferences become whole sequences; longer ones than `max_length` are dropped, or an error.
 
-    `max_length`: rows with a longer sequence are left out and counted ("drop"), or an error (`untrained_rows="error"`).
-    `tools`: stand in for the rows' own `tools` column. `vocab_size`: the first token id that the model does not embed
-    (default: the tokenizer's size, for rows that come as tokens). `keep_columns`: columns that stay beside the tokens.
+    `tools` replace the rows' own column `tools`.
     """
 
-    max_length: int | None = None
     eos_token: str | None = None
-    add_special_tokens: bool = True
     tools: list | None = None
-    num_proc: int | None = None
-    vocab_size: int | None = None
     untrained_rows: Literal["drop", "error"] = "drop"
-    keep_columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.untrained_rows not in ("drop", "error"):
-            raise ValueError(
-                f"untrained_rows must be 'drop' or 'error', got {self.untrained_rows!r}. Choose one."
-            )
-        _ = self.lengths  # whose constructor checks them
+    policies = ("drop", "error")
 
     @property
     def lengths(self) -> PairLengths:
@@ -102,12 +59,12 @@ class RewardPreparation:
         return PairLengths(self.max_length)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PreferencePreparation(RewardPreparation):
-    """How rows of preferences become prompts and completions; lengths in tokens (see `PairLengths`).
+    """How rows of preferences become prompts and completions; for the lengths see `PairLengths`.
 
-    `untrained_rows`: rows of which truncation takes a whole completion are left out and counted ("drop"), or an error;
-    "error" also refuses rows of which it takes the whole prompt, which else are counted.
+    Rows that lose a whole completion to truncation are dropped, or an error; "error" also refuses rows that lose their
+    whole prompt, which "drop" counts.
     """
 
     max_prompt_length: int | None = None
@@ -116,16 +73,13 @@ class PreferencePreparation(RewardPreparation):
     truncation_order: TruncationOrder = "sequence"
     is_encoder_decoder: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.lengths  # whose constructor checks them
+
     @property
     def lengths(self) -> PairLengths:
-        return PairLengths(
-            self.max_length,
-            self.max_prompt_length,
-            self.max_completion_length,
-            self.truncation_mode,
-            self.truncation_order,
-            self.is_encoder_decoder,
-        )
+        return PairLengths(**{item.name: getattr(self, item.name) for item in fields(PairLengths)})
 
 
 def prepare_preference_dataset(
@@ -145,9 +99,7 @@ def prepare_preference_dataset(
     streaming data set is checked on its first rows here, and on the others as they pass.
     """
     rows, report = _prepared(dataset, processing_class, settings, name, PairTokenizer)
-    if isinstance(rows, Dataset) and rows.data.column(OWN_PROMPT).null_count == len(rows.data):
-        rows = rows.remove_columns(OWN_PROMPT)
-    return rows, report  # type: ignore[return-value]
+    return without_nulls(rows, OWN_PROMPT), report
 
 
 def prepare_reward_dataset(
@@ -159,47 +111,45 @@ def prepare_reward_dataset(
 ) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of whole sequences, `chosen_input_ids` and `rejected_input_ids`, and its report.
 
-    A column `margin` is kept as floats. Rows longer than `max_length` are left out and counted. Raises as
-    `prepare_preference_dataset` does.
+    A column `margin` is kept as floats. Raises as `prepare_preference_dataset` does.
     """
     return _prepared(dataset, processing_class, settings, name, RewardTokenizer)
 
 
 def _prepared(
-    dataset: AnyDataset, processing_class: ProcessingClass, settings: RewardPreparation, name: str, make: Any
+    dataset: AnyDataset,
+    processing_class: ProcessingClass,
+    settings: RewardPreparation,
+    name: str,
+    make: "type[PairTokenizer]",
 ) -> tuple[AnyDataset, PreparationReport]:
     for_reward = make is RewardTokenizer
     row, columns = first_row(dataset, name, "'chosen' and 'rejected'"), column_names(dataset)
-    processing_class = with_eos(processing_class, settings.eos_token)
     row_type = pair_row_type(columns, row, name=name, for_reward=for_reward)
-    place, is_chat = Place(name, 0, row_type.columns[0]), row_type.kind == "messages"
-    if is_chat:
-        check_chat_template(processing_class, place)
-    if row_type.kind == "text" or (is_chat and not for_reward):
-        check_eos(processing_class, place, remedy="Set tokenizer.eos_token to a token of its vocabulary.")
-    warn_of_unread_tools(dataset, processing_class, name=name, is_chat=is_chat, tools=settings.tools)
+    reader = PairReader(
+        with_eos(processing_class, settings.eos_token), row_type, name, not for_reward, settings.tools
+    )
+    reader.check(dataset)
     kind = make(
-        PairReader(processing_class, row_type, name, not for_reward, settings.tools),
+        reader,
         settings.lengths,
         allowed_ids(processing_class, settings.vocab_size, given=row_type.kind == "tokens"),
         settings.add_special_tokens,
         tuple(column for column in make.given_numbers if column in columns),
     )
-    report = PreparationReport(name, texts=make.texts)
-    rows = prepare_rows(
-        dataset,
-        kind,
-        report,
-        policy=settings.untrained_rows,
-        num_proc=settings.num_proc,
-        keep_columns=settings.keep_columns,
-    )
-    return rows, report
+    return prepare_rows(dataset, kind, settings, name=name)
+
+
+def without_nulls(dataset: Any, column: str) -> Any:
+    """A stored data set without this column if no row has a value in it."""
+    is_empty = isinstance(dataset, Dataset) and dataset.data.column(column).null_count == len(dataset.data)
+    return dataset.remove_columns(column) if is_empty else dataset
 
 
 class PairTokens(NamedTuple):
     """A row before truncation: a prompt (empty for reward models) and two completions, and counts."""
 
+    row: int
     prompt: Ids
     chosen: Ids
     rejected: Ids
@@ -220,9 +170,8 @@ class PairTokenizer(RowKind):
         "repeated_prompts",
     )  # fmt: skip
     refused = ("untrained_rows", "promptless_rows")
-    columns = (*PAIR_COLUMNS, OWN_PROMPT)
-    given_numbers = REFERENCE_LOGPS
-    texts = PAIR_TEXTS
+    columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
+    given_numbers: ClassVar[tuple[str, ...]] = REFERENCE_LOGPS
 
     reader: PairReader
     lengths: PairLengths
@@ -237,42 +186,45 @@ class PairTokenizer(RowKind):
         return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        rows, is_given = rows_of(batch), self.reader.row_type.kind == "tokens"
+        rows, is_given, name = rows_of(batch), self.reader.row_type.kind == "tokens", self.reader.dataset_name
         tokens = self._given(batch, rows, indices) if is_given else self._made(rows, indices)
-        finished = [self._finished(row, index) for row, index in zip(tokens, indices, strict=True)]
-        made = {name: [row.get(name, 0) for row in finished] for name in (*self.columns, *self.counts)}
-        if not is_given:
-            for name in ("chosen_input_ids", "rejected_input_ids", "prompt_input_ids"):
-                ids = [row or [0] for row in made.get(name, [[0]] * len(rows))]  # empty ones are counted
-                check_ids(ids, self.vocabulary, self.reader.dataset_name, indices, name)
-        numbers = {
-            name: [
-                check_number(v, self.reader.place(i, name)) for i, v in zip(indices, batch[name], strict=True)
-            ]
-            for name in self.kept_numbers
-        }
-        return {**made, **numbers}
+        finished = [self._finished(row) for row in tokens]
+        made = {}
+        for column in (*self.features, *self.counts):
+            if column in self.kept_numbers:
+                places = (self.reader.place(index, column) for index in indices)
+                made[column] = [
+                    check_number(v, place) for v, place in zip(batch[column], places, strict=True)
+                ]
+                continue
+            made[column] = [row.get(column, 0) for row in finished]
+            if column in self.columns and not is_given:  # empty ones are counted
+                ids = [row or [0] for row in made[column]]
+                check_ids(ids, self.vocabulary, name, [row.row for row in tokens], column)
+        return made
 
-    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[PairTokens]:
+    def _tokenized(self, texts: Sequence[tuple[str, Sequence[str]]]) -> list[Split]:
+        """Prompts and the answers to each as tokens."""
+        return tokenize_split(
+            text_tokenizer(self.reader.processing_class),
+            texts,
+            add_special_tokens=self.add_special_tokens and self.reader.row_type.kind == "text",
+            is_encoder_decoder=self.lengths.is_encoder_decoder,
+        )
+
+    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[Any]:
         pairs = [self.reader.read(row, index) for index, row in zip(indices, rows, strict=True)]
         texts = []
         for pair in pairs:
             shared = shared_prompt([pair.chosen[0], pair.rejected[0]])
             texts.append((shared, ["".join(side)[len(shared) :] for side in (pair.chosen, pair.rejected)]))
-        is_text = self.reader.row_type.kind == "text"
-        splits = tokenize_split(
-            text_tokenizer(self.reader.processing_class),
-            texts,
-            add_special_tokens=self.add_special_tokens and is_text,
-            is_encoder_decoder=self.lengths.is_encoder_decoder,
-        )
         # The answers of an implicit prompt may part within a token: nobody chose that boundary.
-        chosen_boundary = not is_text or self.reader.row_type.has_prompt
+        chosen_boundary = self.reader.row_type.kind != "text" or self.reader.row_type.has_prompt
         return [
             PairTokens(
+                index,
                 split.prompt,
-                split.completions[0],
-                split.completions[1],
+                *split.completions,
                 counts={
                     "shifted_rows": split.shifted if chosen_boundary else 0,
                     "removed_begin_tokens": split.removed_begin_tokens,
@@ -280,28 +232,32 @@ class PairTokenizer(RowKind):
                     "repeated_prompts": int(pair.is_repeated),
                 },
             )
-            for split, (_, answers), pair in zip(splits, texts, pairs, strict=True)
+            for index, split, (_, answers), pair in zip(
+                indices, self._tokenized(texts), texts, pairs, strict=True
+            )
         ]
 
-    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[PairTokens]:
+    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[Any]:
         row_type = self.reader.row_type
         columns = (*row_type.columns, *(["prompt_input_ids"] if row_type.has_prompt else []))
         for column in columns:
             check_ids(batch[column], self.vocabulary, self.reader.dataset_name, indices, column)
         if row_type.columns == OLDER_REWARD_COLUMNS:
-            each = zip(rows, indices, strict=True)
             return [
-                PairTokens([], self._unpadded(row, index, SIDES[0]), self._unpadded(row, index, SIDES[1]))
-                for row, index in each
+                PairTokens(
+                    index, [], self._unpadded(row, index, SIDES[0]), self._unpadded(row, index, SIDES[1])
+                )
+                for row, index in zip(rows, indices, strict=True)
             ]
         return [
             PairTokens(
+                index,
                 list(row["prompt_input_ids"]) if row_type.has_prompt else [],
                 list(row["chosen_input_ids"]),
                 list(row["rejected_input_ids"]),
                 None if row.get(OWN_PROMPT) is None else list(row[OWN_PROMPT]),
             )
-            for row in rows
+            for row, index in zip(rows, indices, strict=True)
         ]
 
     def _unpadded(self, row: dict[str, Any], index: int, side: str) -> Ids:
@@ -315,10 +271,10 @@ class PairTokenizer(RowKind):
             raise self.reader.place(index, column).error(given, "as many, and at least one that is 1", remedy)
         return [token for token, is_real in zip(ids, mask, strict=True) if is_real]
 
-    def _finished(self, tokens: PairTokens, index: int) -> dict[str, Any]:
+    def _finished(self, tokens: Any) -> dict[str, Any]:
         own_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
         sides = [Side(tokens.prompt, tokens.chosen), Side(own_prompt, tokens.rejected)]
-        with self.reader.place(index, "prompt_input_ids").named():
+        with self.reader.place(tokens.row, "prompt_input_ids").named():
             if tokens.own_prompt is None:
                 cut = self.lengths.cut(tokens.prompt, [tokens.chosen, tokens.rejected])
             else:
@@ -330,7 +286,7 @@ class PairTokenizer(RowKind):
         return {
             **dict(zip(self.columns, ids, strict=True)),
             **tokens.counts,
-            "row": index,
+            "row": tokens.row,
             "tokens": sum(len(part) for part in ids if part),
             # Of the prompt, which is counted once, as many as the side that lost more of it.
             "removed_tokens": max(prompt for prompt, _ in lost) + sum(completion for _, completion in lost),
@@ -364,7 +320,7 @@ class RewardTokenizer(PairTokenizer):
     given_numbers = ("margin",)
     texts = REWARD_TEXTS
 
-    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[PairTokens]:
+    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[Any]:
         pairs = [self.reader.read(row, index) for index, row in zip(indices, rows, strict=True)]
         texts = [side[1] for pair in pairs for side in (pair.chosen, pair.rejected)]
         tokenizer = text_tokenizer(self.reader.processing_class)
@@ -373,11 +329,11 @@ class RewardTokenizer(PairTokenizer):
         else:
             encoded = [(ids, 0) for ids in encode(tokenizer, texts)]
         return [
-            PairTokens([], chosen, rejected, None, {"removed_begin_tokens": removed, "repeated_prompts": int(pair.is_repeated)})
-            for pair, (chosen, removed), (rejected, _) in zip(pairs, encoded[::2], encoded[1::2], strict=True)
+            PairTokens(row, [], chosen, rejected, None, {"removed_begin_tokens": removed, "repeated_prompts": int(pair.is_repeated)})
+            for row, pair, (chosen, removed), (rejected, _) in zip(indices, pairs, encoded[::2], encoded[1::2], strict=True)
         ]  # fmt: skip
 
-    def _finished(self, tokens: PairTokens, index: int) -> dict[str, Any]:
+    def _finished(self, tokens: Any) -> dict[str, Any]:
         own = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
         chosen, rejected = tokens.prompt + tokens.chosen, own + tokens.rejected
         longest, limit = max(len(chosen), len(rejected)), self.lengths.max_length
@@ -385,7 +341,7 @@ class RewardTokenizer(PairTokenizer):
             **tokens.counts,
             "chosen_input_ids": chosen,
             "rejected_input_ids": rejected,
-            "row": index,
+            "row": tokens.row,
             "tokens": len(chosen) + len(rejected),
             "untrained_rows": int(limit is not None and longest > limit),
             "equal_rows": int(chosen == rejected),

@@ -1,7 +1,9 @@
 """The lengths at which prompts and completions are cut, and what is left of a pair."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+from trl.options.checks import check_at_least, check_one_of
 
 TruncationMode = Literal["keep_end", "keep_start"]
 TruncationOrder = Literal["sequence", "prompt_first"]
@@ -18,12 +20,12 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class PairLengths:
-    """Limits in tokens, None for none, and in which order they are applied.
+    """Limits in tokens, None for none, and the order in which they are applied.
 
-    - order "sequence" (DPO): prompts keep their last `max_prompt_length` tokens, completions their first
+    - "sequence" (DPO): prompts keep their last `max_prompt_length` tokens, completions their first
       `max_completion_length`; then each prompt + completion keeps its last ("keep_end") or first ("keep_start")
       `max_length`. Under "keep_end" a longer completion so leaves less of the prompt than its rival does.
-    - order "prompt_first" (CPO, ORPO): only where the prompt and the longest completion exceed `max_length`, the prompt
+    - "prompt_first" (CPO, ORPO): only where the prompt and the longest completion exceed `max_length`, the prompt
       keeps its last or first `max_prompt_length` tokens, and if that is not enough every completion its first
       `max_length - max_prompt_length`. Without `max_length` prompts are cut wherever they are too long;
       `max_completion_length` acts on encoder-decoders only.
@@ -34,23 +36,15 @@ class PairLengths:
     max_length: int | None = None
     max_prompt_length: int | None = None
     max_completion_length: int | None = None
-    mode: TruncationMode = "keep_end"
-    order: TruncationOrder = "sequence"
+    truncation_mode: TruncationMode = "keep_end"
+    truncation_order: TruncationOrder = "sequence"
     is_encoder_decoder: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_length", "max_prompt_length", "max_completion_length"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(
-                    f"{name} must be >= 1, got {limit}. Give a number of tokens, or None for no limit."
-                )
-        for name, given, allowed in (
-            ("truncation_mode", self.mode, ("keep_end", "keep_start")),
-            ("truncation_order", self.order, ("sequence", "prompt_first")),
-        ):
-            if given not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {given!r}. Choose one.")
+            check_at_least(name, getattr(self, name), minimum=1)
+        check_one_of("truncation_mode", self.truncation_mode, get_args(TruncationMode))
+        check_one_of("truncation_order", self.truncation_order, get_args(TruncationOrder))
 
     def __str__(self) -> str:
         limits = ("max_prompt_length", "max_completion_length", "max_length")
@@ -68,14 +62,19 @@ class PairLengths:
         """
         if self.is_encoder_decoder:
             return [Side(self._encoder_prompt(prompt), c[: self.max_completion_length]) for c in completions]
-        if self.order == "prompt_first":
+        if self.truncation_order == "prompt_first":
             return self._cut_prompt_first(prompt, completions)
         prompt = _last(prompt, self.max_prompt_length)
         return [self._cut_sequence(prompt, c[: self.max_completion_length]) for c in completions]
 
     def _encoder_prompt(self, prompt: Ids) -> Ids:
         limit = self.max_prompt_length
-        if limit is None or len(prompt) <= limit or self.mode == "keep_end" or self.order == "sequence":
+        if (
+            limit is None
+            or len(prompt) <= limit
+            or self.truncation_mode == "keep_end"
+            or self.truncation_order == "sequence"
+        ):
             return _last(prompt, limit)
         return [*prompt[: limit - 1], prompt[-1]]
 
@@ -83,7 +82,7 @@ class PairLengths:
         excess = 0 if self.max_length is None else len(prompt) + len(completion) - self.max_length
         if excess <= 0:
             return Side(prompt, completion)
-        if self.mode == "keep_end":
+        if self.truncation_mode == "keep_end":
             return Side(prompt[excess:], completion[max(excess - len(prompt), 0) :])
         room = self.max_length - len(prompt)  # type: ignore[operator]
         if room <= 0:
@@ -94,7 +93,7 @@ class PairLengths:
         longest = max(map(len, completions))
         if self.max_length is None or len(prompt) + longest > self.max_length:
             limit = self.max_prompt_length
-            prompt = prompt[:limit] if self.mode == "keep_start" else _last(prompt, limit)
+            prompt = prompt[:limit] if self.truncation_mode == "keep_start" else _last(prompt, limit)
         if self.max_length is None or len(prompt) + longest <= self.max_length:
             return [Side(prompt, completion) for completion in completions]
         self._check_room()

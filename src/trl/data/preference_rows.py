@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from trl.data.formats import common_prefix_length, extract_prompt
 from trl.data.rendering import Chat, Message, ProcessingClass, render, render_prompt, split_rendering
 from trl.data.tokenization import read_chat, read_text
-from trl.data.validation import Place, check_answer, wrong_columns
+from trl.data.validation import Place, check_answer, check_tokenizer, wrong_columns
 
 SIDES = ("chosen", "rejected")
 PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
@@ -89,6 +89,14 @@ class PairReader:
     def place(self, row: int, column: str) -> Place:
         return Place(self.dataset_name, row, column)
 
+    def check(self, dataset: Any) -> None:
+        """Check that the tokenizer has what these rows need; see `check_tokenizer`."""
+        kind, place = self.row_type.kind, self.place(0, self.row_type.columns[0])
+        is_chat, needs_eos = kind == "messages", kind == "text" or (kind == "messages" and self.needs_prompt)
+        check_tokenizer(
+            dataset, self.processing_class, place, is_chat=is_chat, needs_eos=needs_eos, tools=self.tools
+        )
+
     def read(self, row: dict[str, Any], index: int) -> RenderedPair:
         """Both sides of a row of text or messages; without `needs_prompt` the whole of each is its completion.
 
@@ -120,9 +128,9 @@ class PairReader:
 
         Raises: TypeError or ValueError for what is no text, for an empty answer, and for answers that share no prompt.
         """
-        chosen, rejected = (self._text(row, index, side) for side in SIDES)
+        chosen, rejected = (self.text_of(row, index, side) for side in SIDES)
         if self.row_type.has_prompt:
-            return TextPair(self._text(row, index, "prompt", may_be_empty=True), chosen, rejected)
+            return TextPair(self.text_of(row, index, "prompt", may_be_empty=True), chosen, rejected)
         if not self.needs_prompt:
             return TextPair("", chosen, rejected)
         split = extract_prompt({"chosen": chosen, "rejected": rejected})
@@ -135,7 +143,7 @@ class PairReader:
         remedy = "Begin them with it, or give it in a column 'prompt'."
         return self.place(index, "chosen").error(given, "both to begin with their prompt", remedy)
 
-    def _text(self, row: dict[str, Any], index: int, column: str, *, may_be_empty: bool = False) -> str:
+    def text_of(self, row: dict[str, Any], index: int, column: str, *, may_be_empty: bool = False) -> str:
         return read_text(self.processing_class, row, self.place(index, column), may_be_empty=may_be_empty)
 
     def chat(self, row: dict[str, Any], index: int) -> ChatPair:
@@ -159,10 +167,10 @@ class PairReader:
         return pair
 
     def _split(self, row: dict[str, Any], index: int) -> ChatPair:
-        chosen, rejected = (self._chat(row, index, side) for side in SIDES)
+        chosen, rejected = (self.chat_of(row, index, side) for side in SIDES)
         prompt = row.get("prompt") if self.row_type.has_prompt else None
         if self.row_type.has_prompt and not isinstance(prompt, str):
-            return self._after_prompt(self._chat(row, index, "prompt"), chosen, rejected, index)
+            return self._after_prompt(self.chat_of(row, index, "prompt"), chosen, rejected, index)
         shared = _prompt_messages(chosen.messages, rejected.messages)
         if isinstance(prompt, str):
             self._check_repeats(prompt, chosen.messages[:shared], index)
@@ -175,7 +183,7 @@ class PairReader:
         head = chosen._replace(messages=chosen.messages[:shared])
         return ChatPair(head, chosen.messages[shared:], rejected.messages[shared:])
 
-    def _chat(self, row: dict[str, Any], index: int, column: str) -> Chat:
+    def chat_of(self, row: dict[str, Any], index: int, column: str) -> Chat:
         return read_chat(self.processing_class, row, self.place(index, column), tools=self.tools)
 
     def _after_prompt(self, prompt: Chat, chosen: Chat, rejected: Chat, index: int) -> ChatPair:

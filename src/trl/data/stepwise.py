@@ -10,13 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import column_names
 from trl.data.pipeline import (
-    TEXTS,
     AnyDataset,
+    Preparation,
     PreparationReport,
     RowKind,
-    Text,
-    Texts,
-    UntrainedPolicy,
     Vocabulary,
     allowed_ids,
     check_ids,
@@ -31,48 +28,28 @@ IGNORED = -100
 COLUMNS = ("prompt", "completions", "labels")
 
 
-@dataclass(frozen=True)
-class StepwisePreparation:
-    """How solutions become token rows; lengths in tokens, None for no limit.
+@dataclass(frozen=True, kw_only=True)
+class StepwisePreparation(Preparation):
+    """How solutions become token rows.
 
-    `train_on_last_step_only` labels the last step alone, in training (`is_eval=False`). `untrained_rows`: what to do with
-    rows whose labelled steps are all cut off. `vocab_size`: how many token ids the model embeds; `num_labels`:
-    how many classes it tells apart.
+    `train_on_last_step_only` labels the last step alone, in training (`is_eval=False`). `num_labels`: number of classes.
 
-    Raises: ValueError or TypeError for a separator that is no text, and for lengths below 1.
+    Raises: ValueError or TypeError for a separator that is no text, and as `Preparation`.
     """
 
     step_separator: str = "\n"
-    max_length: int | None = None
     max_prompt_length: int | None = None
     max_completion_length: int | None = None
     train_on_last_step_only: bool = False
     is_eval: bool = False
-    num_proc: int | None = None
-    untrained_rows: UntrainedPolicy = "report"
-    vocab_size: int | None = None
     num_labels: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.step_separator, str):
             raise TypeError(
                 f"step_separator must be a string, got {self.step_separator!r}. Use '\\n', the default."
             )
-        for name in ("max_length", "max_prompt_length", "max_completion_length"):
-            given = getattr(self, name)
-            if given is not None and given < 1:
-                raise ValueError(f"{name} must be >= 1, got {given}. Use None for no limit.")
-
-
-STEP_TEXTS: Texts = {
-    "steps": Text("{0.steps} labelled steps"),
-    "removed_steps": Text(
-        "{0.removed_steps} of them cut off",
-        "{0.removed_steps} of {0.steps} labelled steps were cut off by max_length or max_completion_length, and are not "
-        "trained on. Raise them, or lower max_prompt_length.",
-    ),
-    **TEXTS,
-}
 
 
 @dataclass(frozen=True)
@@ -243,6 +220,4 @@ def prepare_stepwise_dataset(
         raise wrong_columns(columns, name, takes=takes, needed=needed)
     vocabulary = allowed_ids(processing_class, settings.vocab_size, given=is_given)
     kind = StepwiseTokenizer(processing_class, settings, name, vocabulary, is_given)
-    report = PreparationReport(name, texts=STEP_TEXTS)
-    rows = prepare_rows(dataset, kind, report, policy=settings.untrained_rows, num_proc=settings.num_proc)
-    return rows, report
+    return prepare_rows(dataset, kind, settings, name=name)

@@ -17,9 +17,9 @@ from trl.data.packing import pack_dataset
 from trl.data.pipeline import (
     AnyDataset,
     Numbers,
+    Preparation,
     PreparationReport,
     RowKind,
-    UntrainedPolicy,
     Vocabulary,
     allowed_ids,
     check_ids,
@@ -36,12 +36,10 @@ from trl.data.validation import (
     SFT_TYPES,
     Place,
     SFTRowType,
-    check_chat_template,
-    check_eos,
     check_sft_settings,
+    check_tokenizer,
     sft_row_type,
     vocabulary_token,
-    warn_of_unread_tools,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,37 +47,24 @@ logger = logging.getLogger(__name__)
 MASKS = ("completion_mask", "assistant_masks", "labels")
 
 
-@dataclass(frozen=True)
-class SFTPreparation:
-    """How rows become training sequences; lengths in tokens.
-
-    `untrained_rows`: what to do with rows in which nothing is trained: keep and count them, raise, or drop them.
-    `vocab_size`: the first token id that is not allowed in tokenized input (default: the tokenizer's size).
-    """
+@dataclass(frozen=True, kw_only=True)
+class SFTPreparation(Preparation):
+    """How rows become training sequences."""
 
     text_field: str = "text"
-    max_length: int | None = None
     packing: bool = False
     packing_strategy: str = "bfd"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     formatting_func: Callable[[dict], Any] | None = None
     eos_token: str | None = None
-    add_special_tokens: bool = True
-    num_proc: int | None = None
     dataset_name: str = "train"
     skip_prepare: bool = False
-    untrained_rows: UntrainedPolicy = "report"
-    vocab_size: int | None = None
-    keep_columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.packing and self.max_length is None:
             raise ValueError("packing=True with max_length=None, expected a length to fill. Set max_length.")
-        if self.untrained_rows not in ("report", "error", "drop"):
-            raise ValueError(
-                f"untrained_rows must be 'report', 'error' or 'drop', got {self.untrained_rows!r}. Choose one."
-            )
 
     @property
     def kept_length(self) -> int | None:
@@ -112,11 +97,9 @@ def prepare_sft_dataset(
         completion_only_loss=settings.completion_only_loss,
         is_formatted=settings.formatting_func is not None,
     )
-    if row_type.is_conversational:
-        check_chat_template(processing_class, Place(name, 0, row_type.columns[0]))
-        warn_of_unread_tools(dataset, processing_class, name=name)
-    elif row_type.kind != "tokens":
-        check_eos(processing_class, Place(name, 0, row_type.columns[0]))
+    is_chat, place = row_type.is_conversational, Place(name, 0, row_type.columns[0])
+    needs_eos = not is_chat and row_type.kind != "tokens"
+    check_tokenizer(dataset, processing_class, place, is_chat=is_chat, needs_eos=needs_eos)
     kind = SFTTokenizer(
         processing_class,
         row_type,

@@ -3,131 +3,63 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import column_names, is_conversational, maybe_convert_to_chatml
-from trl.data.pipeline import (
-    TEXTS,
-    AnyDataset,
-    PreparationReport,
-    RowKind,
-    Text,
-    Texts,
-    Vocabulary,
-    allowed_ids,
-    check_ids,
-    first_row,
-    prepare_rows,
-)
-from trl.data.preference_lengths import Ids, PairLengths, Side, TruncationMode, with_context
-from trl.data.preference_rows import NOT_ANSWERING, SIDES, PairReader, pair_row_type
+from trl.data.pipeline import AnyDataset, PreparationReport, allowed_ids, check_ids, first_row, prepare_rows
+from trl.data.preference import PairTokenizer, PreferencePreparation, without_nulls
+from trl.data.preference_lengths import Ids, PairLengths, Side, TruncationOrder, with_context
+from trl.data.preference_rows import NOT_ANSWERING, SIDES, PairReader, PairRowType, pair_row_type
 from trl.data.rendering import ProcessingClass, split_rendering, text_tokenizer
-from trl.data.tokenization import read_chat, read_text, rows_of, tokenize_split
-from trl.data.validation import (
-    Place,
-    check_answer,
-    check_chat_template,
-    check_eos,
-    check_label,
-    check_number,
-    warn_of_unread_tools,
-    wrong_columns,
-)
+from trl.data.text import with_eos
+from trl.data.validation import Place, check_answer, check_label, wrong_columns
 
 logger = logging.getLogger(__name__)
 
 BATCH = 1000
 BALANCED = (1.0, 4 / 3)  # of weight x rows, desirable over undesirable
 TOKEN_COLUMNS = ("prompt_input_ids", "completion_input_ids")
+WHOLE = ("whole_prompt", "whole_completion")
 KL_COLUMNS = ("KL_completion_input_ids", "KL_prompt_input_ids")
 EMBEDDING_COLUMN = "embedding_input_ids"
 REFERENCE_LOGPS = ("reference_logps", "reference_KL_logps")
 MARKS = 2  # places that are kept for a begin token and an eos
 NO_MODEL_LIMIT = 10**9  # tokenizers without a length of their own have a larger one
 
-UNPAIRED_TEXTS: Texts = {
-    "desirable_rows": Text("{0.desirable_rows} desirable"),
-    **TEXTS,
-    "untrained_rows": Text(
-        "{0.untrained_rows} with the completion cut off whole",
-        "in {0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) truncation left no token of the completion; "
-        "{0.dropped_rows} of them were left out. Raise max_length, lower max_prompt_length, or filter these rows.",
-    ),
-    "equal_rows": Text(
-        "{0.equal_rows} of pairs with equal completions",
-        "in {0.equal_rows} rows of pairs (first pairs: {0.first[equal_rows]}) the undesirable completion is the desirable one "
-        "too, so the two teach nothing. Filter these pairs, or raise the lengths if truncation made them equal.",
-    ),
-    "promptless_rows": Text(
-        "{0.promptless_rows} with no prompt",
-        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) there is no token of a prompt, and the "
-        "completion's first token is not trained. Give prompts, or a tokenizer that adds a begin token.",
-    ),
-    "empty_completions": Text(
-        "{0.empty_completions} with a completion of the eos token alone",
-        "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer of a pair is what the "
-        "other one continues; its completion is the eos token alone. Give the prompts in a column 'prompt' if that is "
-        "not meant.",
-    ),
-}
 
+@dataclass(frozen=True, kw_only=True)
+class UnpairedPreparation(PreferencePreparation):
+    """How rows of prompt, completion and label become token rows.
 
-@dataclass(frozen=True)
-class UnpairedPreparation:
-    """How rows of prompt, completion and label become token rows; lengths in tokens, None for no limit.
-
-    - A prompt is cut only where it and its completion exceed `max_length`: to its last ("keep_end") or first
-      `max_prompt_length` tokens. If that is not enough, the completion keeps its first `max_length - max_prompt_length`,
-      and its eos. `max_completion_length` acts on encoder-decoders only.
+    - Lengths are those of `PairLengths` in the order "prompt_first", for one completion, which keeps its eos.
     - `mismatch_group`: for KTO's KL estimate, the rows among which completions are exchanged, which are those of one
-      batch: `per_device_train_batch_size`. None: no such column.
+      optimiser step. None: no such column.
     - `weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows; None: not compared.
     - `embedding_tokenizer`: BCO's; adds `embedding_input_ids`, the prompts under it.
-    - `untrained_rows`: rows of which truncation takes the whole completion are left out and counted, or an error.
 
-    Raises: ValueError for lengths below 1, for `max_length` below 3, and for a group of one row.
+    Raises: ValueError for `max_length` below 3, for a group of one row, and as `PreferencePreparation`.
     """
 
-    max_length: int | None = None
-    max_prompt_length: int | None = None
-    max_completion_length: int | None = None
-    truncation_mode: TruncationMode = "keep_end"
-    is_encoder_decoder: bool = False
+    truncation_order: TruncationOrder = "prompt_first"
     mismatch_group: int | None = None
     weights: tuple[float, float] | None = None
     embedding_tokenizer: PreTrainedTokenizerBase | None = None
-    add_special_tokens: bool = True
-    num_proc: int | None = None
-    vocab_size: int | None = None
-    untrained_rows: Literal["drop", "error"] = "drop"
 
     def __post_init__(self) -> None:
-        if self.untrained_rows not in ("drop", "error"):
-            raise ValueError(f"untrained_rows must be 'drop' or 'error', got {self.untrained_rows!r}. Choose one.")  # fmt: skip
+        super().__post_init__()
         if self.mismatch_group is not None and self.mismatch_group < 2:
             raise ValueError(
                 f"per_device_train_batch_size must be at least 2 for loss_type='kto', got {self.mismatch_group}: the KL "
                 "estimate needs another row's completion from the same batch. Raise it (at least 4 is advised) and lower "
                 "gradient_accumulation_steps, or use loss_type='apo_zero_unpaired'."
             )
-        _ = self.limits  # whose constructor checks them
         if self.max_length is not None and self.max_length < 3:
-            raise ValueError(f"max_length must be >= 3, got {self.max_length}. A begin token, a token to train on and an eos need that.")  # fmt: skip
-
-    @property
-    def limits(self) -> PairLengths:
-        """The limits of prompt and completion."""
-        return PairLengths(
-            self.max_length,
-            self.max_prompt_length,
-            self.max_completion_length,
-            self.truncation_mode,
-            "prompt_first",
-            self.is_encoder_decoder,
-        )
+            raise ValueError(
+                f"max_length must be >= 3, got {self.max_length}: a begin token, a trained token and an eos."
+            )
 
 
 def prepare_unpaired_dataset(
@@ -149,40 +81,35 @@ def prepare_unpaired_dataset(
     Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A stream
     is checked on its first rows here, and on the others as they pass.
     """
-    row = first_row(dataset, name, "'prompt', 'completion' and 'label'")
-    reader, columns = _reader(dataset, row, processing_class, settings, name), column_names(dataset)
-    is_given = reader.kind == "tokens"
-    report = PreparationReport(name, texts=UNPAIRED_TEXTS)
+    row, columns = first_row(dataset, name, "'prompt', 'completion' and 'label'"), column_names(dataset)
+    processing_class = with_eos(processing_class, settings.eos_token)
+    row_type = _row_type(columns, row, settings, name)
+    reader = PairReader(processing_class, row_type, name, tools=settings.tools)
+    reader.check(dataset)
+    is_given, is_paired = row_type.kind == "tokens", row_type.columns == SIDES
     group = None if is_given and KL_COLUMNS[0] in columns else settings.mismatch_group
-    tokenizer = text_tokenizer(processing_class)
-    lengths = CompletionLengths(settings.limits, tokenizer.bos_token_id, tokenizer.eos_token_id)  # type: ignore[arg-type]
+    tokenizer: Any = text_tokenizer(processing_class)
+    lengths = CompletionLengths(
+        **vars(settings.lengths), begin=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
+    )
     kind = UnpairedTokenizer(
         reader,
         lengths,
-        settings.add_special_tokens,
         allowed_ids(processing_class, settings.vocab_size, given=is_given),
-        None if is_given else settings.embedding_tokenizer,
+        settings.add_special_tokens,
+        () if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
+        embedding_tokenizer=None if is_given else settings.embedding_tokenizer,
         keep_whole=group is not None,
-        kept_numbers=tuple(
-            column for column in REFERENCE_LOGPS if column in columns and reader.pairs is None
-        ),
     )
-    rows: Any = prepare_rows(
-        dataset,
-        kind,
-        report,
-        policy=settings.untrained_rows,
-        num_proc=settings.num_proc,
-        keep_columns=(*KL_COLUMNS, EMBEDDING_COLUMN) if is_given else (),
-    )
+    kept = (*KL_COLUMNS, EMBEDDING_COLUMN) if is_given else ()
+    rows, report = prepare_rows(dataset, kind, settings, name=name, keep_columns=kept)
     if isinstance(rows, Dataset):
         _warn_of_balance(report, settings)
     if group is not None:
-        is_paired = reader.pairs is not None
         if is_paired and group < 4:
             logger.warning(
-                "%s dataset: an optimiser step of %d rows holds too few pairs for the KL estimate, which then reads the other "
-                "completion of the same pair. Raise per_device_train_batch_size, to at least 4 rows per step.",
+                "%s dataset: an optimiser step of %d rows has too few pairs for the KL estimate, which then uses the other completion "
+                "of the same pair. Raise per_device_train_batch_size: a step needs at least 4 rows.",
                 name,
                 group,
             )
@@ -190,38 +117,57 @@ def prepare_unpaired_dataset(
     return rows, report  # type: ignore[return-value]
 
 
-def _reader(
-    dataset: Any,
-    row: Mapping[str, Any],
-    processing_class: ProcessingClass,
-    settings: UnpairedPreparation,
-    name: str,
-) -> "UnpairedReader":
-    """The reader of this data set's rows, after checks of columns, tokenizer and template."""
-    columns = column_names(dataset)
+def _row_type(
+    columns: Sequence[str], row: Mapping[str, Any], settings: UnpairedPreparation, name: str
+) -> PairRowType:
+    """The type of a data set's rows: tokens, pairs, messages or text, in this order.
+
+    Raises: ValueError for columns of none of these.
+    """
     if set(TOKEN_COLUMNS) <= set(columns):
         needed = ("label", *([EMBEDDING_COLUMN] if settings.embedding_tokenizer is not None else []))
         if not set(needed) <= set(columns):
             takes = f"'label' (true where the completion is desirable), and for BCO's embedding_tokenizer {EMBEDDING_COLUMN!r}"
             raise wrong_columns(columns, name, takes=takes, needed=needed)
-        return UnpairedReader(processing_class, "tokens", name)
-    pairs, kind, column = None, "text", "completion"
+        return PairRowType("tokens", TOKEN_COLUMNS, True)
     if set(SIDES) <= set(columns):
-        row_type = pair_row_type(columns, row, name=name)
-        pairs, kind, column = PairReader(processing_class, row_type, name), row_type.kind, SIDES[0]
-    else:
-        if not {"prompt", "completion", "label"} <= set(columns):
-            takes = "'prompt', 'completion' and 'label', pairs, or tokenized 'prompt_input_ids', 'completion_input_ids' and 'label'"
-            raise wrong_columns(columns, name, takes=takes, needed=("prompt", "completion", "label"))
-        turns = maybe_convert_to_chatml(dict(row))
-        if is_conversational({key: turns.get(key) for key in ("prompt", "completion")}):
-            kind = "messages"
-    place = Place(name, 0, column)
-    if kind == "messages":
-        check_chat_template(processing_class, place)
-        warn_of_unread_tools(dataset, processing_class, name=name)
-    check_eos(processing_class, place, remedy="Set tokenizer.eos_token to a token of its vocabulary.")
-    return UnpairedReader(processing_class, kind, name, pairs)
+        return pair_row_type(columns, row, name=name)
+    if not {"prompt", "completion", "label"} <= set(columns):
+        takes = "'prompt', 'completion' and 'label', pairs, or tokenized 'prompt_input_ids', 'completion_input_ids' and 'label'"
+        raise wrong_columns(columns, name, takes=takes, needed=("prompt", "completion", "label"))
+    turns = maybe_convert_to_chatml(dict(row))
+    is_chat = is_conversational({key: turns.get(key) for key in ("prompt", "completion")})
+    return PairRowType("messages" if is_chat else "text", ("completion",), True)
+
+
+@dataclass(frozen=True)
+class CompletionLengths(PairLengths):
+    """`PairLengths` for one completion, which keeps the eos that it ends with; a prompt keeps its begin token.
+
+    A place is kept for both even where the tokenizer has none, as in the recorded runs.
+    """
+
+    begin: int | None = None
+    eos: int | None = None
+
+    def cut(self, prompt: Ids, completions: list[Ids]) -> list[Side]:
+        """The prompt and the completion, cut; of the completion nothing but its eos may be left.
+
+        >>> CompletionLengths(7, 2, truncation_order="prompt_first", begin=1, eos=2).cut([1, 5, 6, 7], [[8, 9, 9, 9, 2]])
+        [Side(prompt=[1, 6, 7], completion=[8, 9, 9, 2])]
+        """
+        (completion,) = completions
+        ending = completion[-1:] if completion[-1:] == [self.eos] else []
+        if self.is_encoder_decoder:
+            (side,) = super().cut(prompt, completions)
+            is_whole = len(side.completion) == len(completion) or not ending
+            return [side if is_whole else side._replace(completion=[*side.completion[:-1], *ending])]
+        beginning = prompt[:1] if prompt[:1] == [self.begin] else []
+        content = completion[: len(completion) - len(ending)]
+        length = self.max_length
+        limits = self if length is None else replace(self, max_length=length - MARKS)
+        (side,) = super(CompletionLengths, limits).cut(prompt[len(beginning) :], [content])
+        return [Side([*beginning, *side.prompt], [*side.completion, *ending])]
 
 
 class Sample(NamedTuple):
@@ -234,116 +180,30 @@ class Sample(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """One completion behind its prompt before truncation, and counts."""
+    """One completion behind its prompt before truncation, and further columns."""
 
+    row: int
     prompt: Ids
     completion: Ids
     label: bool
-    row: int
-    counts: Mapping[str, int] = {}
+    more: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class UnpairedReader:
-    """Reads prompt, completion and label of rows of one format, checked; of pairs two of each.
+class UnpairedTokenizer(PairTokenizer):
+    """Rows of a prompt, a completion and a label, cut to `lengths`; a pair becomes two rows, chosen before rejected.
 
-    `pairs` reads rows of `chosen` and `rejected`; None for rows of `completion` and `label`.
+    `keep_whole` adds what a row was before it was cut, for the mismatched completions.
     """
 
-    processing_class: ProcessingClass
-    kind: Literal["tokens", "text", "messages"]
-    dataset_name: str
-    pairs: PairReader | None = None
+    counts = (*PairTokenizer.counts, "desirable_rows", "undesirable_rows")
+    refused = ("untrained_rows",)
+    columns = (*TOKEN_COLUMNS, *WHOLE)
+    given_numbers: ClassVar[tuple[str, ...]] = REFERENCE_LOGPS
 
-    def place(self, row: int, column: str) -> Place:
-        return Place(self.dataset_name, row, column)
-
-    def samples(self, row: dict[str, Any], index: int) -> list[Sample]:
-        """The row's completions: the chosen before the rejected one, or the only one.
-
-        Raises: TypeError or ValueError naming row, column and remedy.
-        """
-        if self.pairs is not None:
-            pair = self.pairs.read(row, index)
-            return [Sample(*pair.chosen, True, index), Sample(*pair.rejected, False, index)]
-        label, place = (
-            check_label(row.get("label"), self.place(index, "label")),
-            self.place(index, "completion"),
-        )
-        if self.kind == "text":
-            prompt = read_text(self.processing_class, row, self.place(index, "prompt"), may_be_empty=True)
-            return [Sample(prompt, read_text(self.processing_class, row, place), label, index)]
-        chat = read_chat(self.processing_class, row, self.place(index, "prompt"))
-        answer = read_chat(self.processing_class, row, place).messages
-        role = answer[0]["role"]
-        if role in NOT_ANSWERING:
-            remedy = "Give the answer only, and put what comes before it into the prompt."
-            raise place._replace(message=0).error(
-                f"role {role!r}", "the assistant's answer to 'prompt'", remedy
-            )
-        check_answer(answer, place)
-        with place.named():
-            return [Sample(*split_rendering(self.processing_class, chat, answer), label, index)]
-
-
-@dataclass(frozen=True)
-class CompletionLengths:
-    """What is left of a completion and its prompt: `limits` in the order "prompt_first", for one completion.
-
-    A prompt keeps the begin token that it starts with, a completion the eos that it ends with; a place is kept for both
-    even where the tokenizer has none, as in the recorded runs.
-    """
-
-    limits: PairLengths
-    begin: int | None
-    eos: int | None
-
-    def cut(self, prompt: Ids, completion: Ids) -> Side:
-        """The two, cut; of the completion nothing but its eos may be left.
-
-        >>> CompletionLengths(PairLengths(7, 2, order="prompt_first"), begin=1, eos=2).cut([1, 5, 6, 7], [8, 9, 9, 9, 2])
-        Side(prompt=[1, 6, 7], completion=[8, 9, 9, 2])
-        """
-        if self.limits.is_encoder_decoder:
-            return self._cut_apart(prompt, completion)
-        beginning = prompt[:1] if prompt[:1] == [self.begin] else []
-        content, ending = self._without_eos(completion)
-        length = self.limits.max_length
-        limits = self.limits if length is None else replace(self.limits, max_length=length - MARKS)
-        side = limits.cut(prompt[len(beginning) :], [content])[0]
-        return Side([*beginning, *side.prompt], [*side.completion, *ending])
-
-    def _cut_apart(self, prompt: Ids, completion: Ids) -> Side:
-        side, (_, ending) = self.limits.cut(prompt, [completion])[0], self._without_eos(completion)
-        if len(side.completion) == len(completion) or not ending:
-            return side
-        return side._replace(completion=[*side.completion[:-1], *ending])
-
-    def _without_eos(self, completion: Ids) -> tuple[Ids, Ids]:
-        return (completion[:-1], completion[-1:]) if completion[-1:] == [self.eos] else (completion, [])
-
-
-@dataclass(frozen=True)
-class UnpairedTokenizer(RowKind):
-    """Rows of a prompt, a completion and a label, cut to `lengths`; a pair becomes two rows.
-
-    The completion begins at the first token that the prompt alone does not have. `keep_whole` adds what a row was before
-    it was cut, for the mismatched completions. `version` is part of the cache key of the prepared data set.
-    """
-
-    counts = (
-        *RowKind.counts, "desirable_rows", "undesirable_rows", "equal_rows", "promptless_rows", "shifted_rows",
-        "removed_begin_tokens", "empty_completions",
-    )  # fmt: skip
-
-    reader: UnpairedReader
     lengths: CompletionLengths
-    add_special_tokens: bool = True
-    vocabulary: Vocabulary | None = None
     embedding_tokenizer: PreTrainedTokenizerBase | None = None
     keep_whole: bool = False
-    kept_numbers: tuple[str, ...] = ()
-    version: int = 3
 
     @property
     def features(self) -> dict[str, Any]:
@@ -354,47 +214,46 @@ class UnpairedTokenizer(RowKind):
         return made | dict.fromkeys(self.kept_numbers, Value("float64"))
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        rows, embedded = rows_of(batch), {}
-        if self.reader.kind == "tokens":
-            tokens = self._given(batch, rows, indices)
-        else:
-            samples = [
-                s for index, row in zip(indices, rows, strict=True) for s in self.reader.samples(row, index)
-            ]
-            tokens, embedded = self._tokenized(samples), self._embedded(samples)
-        finished = [self._finished(row) for row in tokens]
-        if self.reader.pairs is not None:  # mark rejected completions that are what the chosen one is
-            for chosen, rejected in zip(finished[::2], finished[1::2], strict=True):
-                rejected["equal_rows"] = int(all(rejected[name] == chosen[name] for name in TOKEN_COLUMNS))
-        numbers = {
-            name: [
-                check_number(v, self.reader.place(i, name)) for i, v in zip(indices, batch[name], strict=True)
-            ]
-            for name in self.kept_numbers
-        }
-        made = {name: [row.get(name, 0) for row in finished] for name in (*finished[0], *self.counts)}
-        return {**made, **embedded, **numbers}
+        made = super().__call__(batch, indices)
+        if self.reader.row_type.columns == SIDES:  # mark rejected completions that are what the chosen one is
+            for row in range(1, len(made["row"]), 2):
+                pairs = (made[name][row - 1 : row + 1] for name in TOKEN_COLUMNS)
+                made["equal_rows"][row] = int(all(chosen == rejected for chosen, rejected in pairs))
+        return made
 
-    def _tokenized(self, samples: Sequence[Sample]) -> list[Tokens]:
-        splits = tokenize_split(
-            text_tokenizer(self.reader.processing_class),
-            [(sample.prompt, [sample.completion]) for sample in samples],
-            add_special_tokens=self.add_special_tokens and self.reader.kind == "text",
-            is_encoder_decoder=self.lengths.limits.is_encoder_decoder,
-        )
-        rows = [sample.row for sample in samples]
-        for column, ids in (
-            ("prompt", [split.prompt or [0] for split in splits]),
-            ("completion", [split.completions[0] or [0] for split in splits]),
-        ):
-            check_ids(ids, self.vocabulary, self.reader.dataset_name, rows, column)
+    def _samples(self, row: dict[str, Any], index: int) -> list[Sample]:
+        reader = self.reader
+        if reader.row_type.columns == SIDES:
+            pair = reader.read(row, index)
+            return [Sample(*pair.chosen, True, index), Sample(*pair.rejected, False, index)]
+        label = check_label(row.get("label"), reader.place(index, "label"))
+        if reader.row_type.kind == "text":
+            prompt = reader.text_of(row, index, "prompt", may_be_empty=True)
+            return [Sample(prompt, reader.text_of(row, index, "completion"), label, index)]
+        place, chat = reader.place(index, "completion"), reader.chat_of(row, index, "prompt")
+        answer = reader.chat_of(row, index, "completion").messages
+        role = answer[0]["role"]
+        if role in NOT_ANSWERING:
+            remedy = "Give the answer only, and put what comes before it into the prompt."
+            raise place._replace(message=0).error(
+                f"role {role!r}", "the assistant's answer to 'prompt'", remedy
+            )
+        check_answer(answer, place)
+        with place.named():
+            return [Sample(*split_rendering(reader.processing_class, chat, answer), label, index)]
+
+    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[Any]:
+        samples = [s for index, row in zip(indices, rows, strict=True) for s in self._samples(row, index)]
+        splits = self._tokenized([(sample.prompt, [sample.completion]) for sample in samples])
+        embedded = self._embedded(samples)
         return [
             Tokens(
+                sample.row,
                 split.prompt,
                 split.completions[0],
                 sample.label,
-                sample.row,
                 {
+                    EMBEDDING_COLUMN: embedded.get(sample.prompt),
                     "shifted_rows": split.shifted,
                     "removed_begin_tokens": split.removed_begin_tokens,
                     "empty_completions": int(not sample.completion),
@@ -403,41 +262,41 @@ class UnpairedTokenizer(RowKind):
             for split, sample in zip(splits, samples, strict=True)
         ]
 
-    def _embedded(self, samples: Sequence[Sample]) -> dict[str, list[Ids]]:
+    def _embedded(self, samples: Sequence[Sample]) -> dict[str, Ids]:
         """The prompts under the tokenizer of the embedding model, cut to its length."""
         tokenizer = self.embedding_tokenizer
         if tokenizer is None:
             return {}
         texts = list(dict.fromkeys(sample.prompt for sample in samples))
         truncation = tokenizer.model_max_length < NO_MODEL_LIMIT
-        encoded = tokenizer(texts, truncation=truncation, verbose=False)["input_ids"]
-        ids = dict(zip(texts, encoded, strict=True))  # type: ignore[arg-type]
-        return {EMBEDDING_COLUMN: [ids[sample.prompt] for sample in samples]}
+        return dict(
+            zip(texts, tokenizer(texts, truncation=truncation, verbose=False)["input_ids"], strict=True)
+        )  # type: ignore[arg-type]
 
-    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[Tokens]:
+    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[Any]:
         for column in (name for name in (*TOKEN_COLUMNS, KL_COLUMNS[0]) if name in batch):
             check_ids(batch[column], self.vocabulary, self.reader.dataset_name, indices, column)
-        found = []
-        for index, row in zip(indices, rows, strict=True):
-            label = check_label(row["label"], self.reader.place(index, "label"))
-            found.append(
-                Tokens(list(row["prompt_input_ids"]), list(row["completion_input_ids"]), label, index)
-            )
-        return found
+        labels = [
+            check_label(row["label"], self.reader.place(i, "label"))
+            for i, row in zip(indices, rows, strict=True)
+        ]
+        prompt, completion = TOKEN_COLUMNS
+        return [
+            Tokens(index, list(row[prompt]), list(row[completion]), label)
+            for index, row, label in zip(indices, rows, labels, strict=True)
+        ]
 
-    def _finished(self, tokens: Tokens) -> dict[str, Any]:
+    def _finished(self, tokens: Any) -> dict[str, Any]:
         with self.reader.place(tokens.row, TOKEN_COLUMNS[0]).named():
-            cut = self.lengths.cut(tokens.prompt, tokens.completion)
+            (cut,) = self.lengths.cut(tokens.prompt, [tokens.completion])
         removed = len(tokens.prompt) + len(tokens.completion) - len(cut.prompt) - len(cut.completion)
-        side = cut if self.lengths.limits.is_encoder_decoder else with_context(cut)
-        is_lost = removed > 0 and cut.completion in ([], [self.lengths.eos])
-        is_untrained = not side.completion or is_lost
+        side = cut if self.lengths.is_encoder_decoder else with_context(cut)
+        is_untrained = not side.completion or (removed > 0 and cut.completion in ([], [self.lengths.eos]))
         whole = (tokens.prompt, tokens.completion) if removed else (None, None)
         return {
-            **dict(zip(TOKEN_COLUMNS, side, strict=True)),
+            **dict(zip((*TOKEN_COLUMNS, *WHOLE), (*side, *whole), strict=True)),
+            **tokens.more,
             "label": tokens.label,
-            **(dict(zip(WHOLE, whole, strict=True)) if self.keep_whole else {}),
-            **tokens.counts,
             "row": tokens.row,
             "tokens": len(side.prompt) + len(side.completion),
             "removed_tokens": removed,
@@ -448,13 +307,9 @@ class UnpairedTokenizer(RowKind):
         }
 
     def complaint(self, numbers: Mapping[str, int], name: str) -> str:
-        limit = self.lengths.limits.max_length
-        given = f"the prompt fills max_length {limit}, so truncation leaves no token of the completion"
+        given = f"the prompt fills max_length {self.lengths.max_length}, so truncation leaves no token of the completion"
         remedy = "Set or lower max_prompt_length, raise max_length, or filter the row out."
         return str(Place(name, numbers["row"], TOKEN_COLUMNS[1]).error(given, "at least one", remedy))
-
-
-WHOLE = ("whole_prompt", "whole_completion")
 
 
 @dataclass(frozen=True)
@@ -487,8 +342,8 @@ class Mismatching:
         }
 
     def _side(self, prompt: Ids, completion: Ids) -> Side:
-        side = self.lengths.cut(prompt, completion)
-        return side if self.lengths.limits.is_encoder_decoder else with_context(side)
+        (side,) = self.lengths.cut(prompt, [completion])
+        return side if self.lengths.is_encoder_decoder else with_context(side)
 
 
 def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) -> list[int]:
@@ -532,10 +387,7 @@ def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:
         features=features,
         **({"desc": f"Mismatching {name} dataset"} if stored else {}),
     )
-    own = KL_COLUMNS[1]
-    if stored and rows.data.column(own).null_count == len(rows):
-        return rows.remove_columns(own)
-    return rows
+    return without_nulls(rows, KL_COLUMNS[1])
 
 
 def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -> None:

@@ -274,24 +274,27 @@ def check_sft_settings(
         )
 
 
-def check_chat_template(processing_class: ProcessingClass, place: Place) -> None:
-    """Raise ValueError where there is no chat template for the conversations at `place`."""
-    if not template_source(processing_class):
-        remedy = "Set chat_template_path in the config, tokenizer.chat_template, or give text."
-        given = "conversational data, but the tokenizer has no chat template"
-        raise place.error(given, "one", remedy)
-
-
-def check_eos(
+def check_tokenizer(
+    dataset: Any,
     processing_class: ProcessingClass,
     place: Place,
     *,
-    remedy: str = "Set eos_token in the config to a token of its vocabulary.",
+    is_chat: bool,
+    needs_eos: bool,
+    tools: Any = None,
 ) -> None:
-    """Raise ValueError where there is no eos token to close the texts at `place` with."""
-    if text_tokenizer(processing_class).eos_token is None:
-        given = "the tokenizer has no eos token, so the model would not learn to stop"
+    """Check that the tokenizer has what the rows at `place` need, and warn of tools that reach no prompt.
+
+    Raises: ValueError for conversations without a chat template, and without an eos token where texts end with one.
+    """
+    if is_chat and not template_source(processing_class):
+        remedy = "Set chat_template_path in the config, tokenizer.chat_template, or give text."
+        given = "conversational data, but the tokenizer has no chat template"
         raise place.error(given, "one", remedy)
+    if needs_eos and text_tokenizer(processing_class).eos_token is None:
+        given = "the tokenizer has no eos token, so the model would not learn to stop"
+        raise place.error(given, "one", "Set tokenizer.eos_token to a token of its vocabulary.")
+    warn_of_unread_tools(dataset, processing_class, name=place.dataset, is_chat=is_chat, tools=tools)
 
 
 def vocabulary_token(tokenizer: PreTrainedTokenizerBase, token: str, *, setting: str) -> int:

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
 from trl.data.pipeline import STREAM_BATCH
-from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_reader
+from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_tokenizer
 from trl.data.validation import Place
 from trl.generation.transformers.engine import context_length_of
 from trl.models.parts import embedded_tokens
@@ -77,7 +77,7 @@ class PromptSets:
             )
         head = _stored(dataset.take(STREAM_BATCH))
         prepared = self(head, "train")
-        read = prompt_reader(head, self.policy.processing_class, self.settings(), name="train")
+        read = prompt_tokenizer(head, self.policy.processing_class, self.settings(), name="train")
         rows = dataset.with_format(None)
         if shuffle_seed is not None:
             rows = rows.shuffle(seed=shuffle_seed, buffer_size=SHUFFLED_ROWS)
