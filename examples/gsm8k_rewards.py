@@ -9,7 +9,7 @@ Rows have the question as `prompt` and a solution as `answer`. Completions may b
 import re
 from typing import Any
 
-from trl.rewards.formats import content_of
+from trl.rewards.ready_made import content_of
 
 STEP = r"[^\n]*<<[^<>\n=]+=[^<>\n=]+>>[^\n]*\n"
 IN_FORM = re.compile(rf"(?:{STEP})+####\s*-?[\d,]*\.?\d+\s*")

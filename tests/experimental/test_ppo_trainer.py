@@ -22,7 +22,7 @@ from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from tests.trainer.resume_worker import tokenizer
 from trl.checkpoints.wholeness import CheckpointError
 from trl.experimental.ppo import PPOConfig, PPOTrainer
-from trl.rewards.answers import RewardError
+from trl.rewards.result import RewardError
 
 SHORT = {"dtype": "float32", "max_steps": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 4}
 DOCUMENTED = {

@@ -37,7 +37,7 @@ def test_scores_are_those_of_each_text_alone(architecture, batch_size):
     model, tokenizer = make(architecture)
     expected = alone(model, tokenizer, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
     source = ModelSource(model, tokenizer, batch_size=batch_size)
-    assert source.ask(RewardInputs(PROMPTS, COMPLETIONS)) == pytest.approx(expected, **FLOAT32)
+    assert source.score(RewardInputs(PROMPTS, COMPLETIONS)) == pytest.approx(expected, **FLOAT32)
 
 
 def test_messages_are_rendered_by_the_models_own_template():
@@ -48,8 +48,8 @@ def test_messages_are_rendered_by_the_models_own_template():
     ]
     expected = alone(model, tokenizer, texts)
     source = ModelSource(model, tokenizer)
-    assert source.ask(RewardInputs(CHAT, completions)) == pytest.approx(expected, **FLOAT32)
-    assert source.ask(RewardInputs(CHAT, COMPLETIONS)) == pytest.approx(expected, **FLOAT32)
+    assert source.score(RewardInputs(CHAT, completions)) == pytest.approx(expected, **FLOAT32)
+    assert source.score(RewardInputs(CHAT, COMPLETIONS)) == pytest.approx(expected, **FLOAT32)
 
 
 def test_ids_are_read_as_they_are_where_the_tokenizer_is_the_policys():
@@ -62,7 +62,7 @@ def test_ids_are_read_as_they_are_where_the_tokenizer_is_the_policys():
     with torch.no_grad():
         rows = [p + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
         expected = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
-    assert source.ask(inputs) == pytest.approx(expected, **FLOAT32)
+    assert source.score(inputs) == pytest.approx(expected, **FLOAT32)
 
 
 def test_the_text_is_tokenised_again_for_another_tokenizer_and_said_once(caplog):
@@ -72,7 +72,7 @@ def test_the_text_is_tokenised_again_for_another_tokenizer_and_said_once(caplog)
     with caplog.at_level(logging.WARNING):
         source = ModelSource(model, tokenizer, name="judge", read="ids", policy_tokenizer=policy)
         inputs = RewardInputs(PROMPTS, COMPLETIONS, [[0]] * 5, [[0]] * 5)
-        found = [source.ask(inputs), source.ask(inputs)]
+        found = [source.score(inputs), source.score(inputs)]
     expected = alone(model, tokenizer, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
     assert found[0] == found[1] == pytest.approx(expected, **FLOAT32)
     assert len([r for r in caplog.records if "another tokenizer than the policy" in r.message]) == 1
@@ -85,7 +85,7 @@ def test_shared_prompts_are_run_once():
     embeddings = model.get_input_embeddings()
     embeddings.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
     prompt = "An apple and 12 pears. How many apples are left? " * 4
-    source.ask(RewardInputs([prompt] * 8, [f" {n}" for n in range(8)]))
+    source.score(RewardInputs([prompt] * 8, [f" {n}" for n in range(8)]))
     one = len(tokenizer(prompt)["input_ids"])
     assert len(seen) == 1
     assert seen[0] < one + 8 * 6
@@ -95,12 +95,12 @@ def test_scoring_leaves_model_and_gradients_as_they_were():
     model, tokenizer = make()
     source = ModelSource(model, tokenizer)
     model.train()
-    source.ask(RewardInputs(PROMPTS, COMPLETIONS))
+    source.score(RewardInputs(PROMPTS, COMPLETIONS))
     assert model.training
     model.score.eval()
     with pytest.raises(RewardError, match="no token"):
-        source.ask(RewardInputs(["", "a"], ["", "b"]))
-    source.ask(RewardInputs(PROMPTS, COMPLETIONS))
+        source.score(RewardInputs(["", "a"], ["", "b"]))
+    source.score(RewardInputs(PROMPTS, COMPLETIONS))
     assert model.training and not model.score.training  # each part's own mode
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 

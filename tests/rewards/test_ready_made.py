@@ -10,14 +10,14 @@ from trl import rewards
 from trl.rewards import (
     RewardInputs,
     RewardSources,
-    accuracy,
     accuracy_reward,
     get_soft_overlong_punishment,
+    ready_made,
     reasoning_accuracy_reward,
     resolve_reward_funcs,
     think_format_reward,
 )
-from trl.rewards.accuracy import MathProcess
+from trl.rewards.ready_made import MathProcess
 
 
 def say(*contents):
@@ -108,14 +108,14 @@ def test_accuracy_as_a_source_with_a_deadline():
 
 
 def test_an_answer_that_takes_too_long_counts_as_wrong_and_the_next_one_is_compared(monkeypatch):
-    monkeypatch.setattr(accuracy, "SECONDS_EACH", 1.0)
+    monkeypatch.setattr(ready_made, "SECONDS_EACH", 1.0)
     process = MathProcess()
     try:
         started = time.monotonic()
         assert process.is_equal("7", r"\boxed{9^{9^{9^{9}}}}") is False
         assert time.monotonic() - started < 30
         assert process.ended == 1
-        monkeypatch.setattr(accuracy, "SECONDS_EACH", 30.0)
+        monkeypatch.setattr(ready_made, "SECONDS_EACH", 30.0)
         assert process.is_equal("7", r"\boxed{7}") is True
     finally:
         process.close()
@@ -127,14 +127,14 @@ def test_a_forked_process_compares_for_itself():
     child = os.fork()
     if child == 0:
         status = 0 if accuracy_reward([r"\boxed{2}", r"\boxed{3}"], ["2", "2"]) == [1.0, 0.0] else 1
-        accuracy.MATH.close()
+        ready_made.MATH.close()
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert accuracy_reward([r"\boxed{1}"], ["1"]) == [1.0]
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(accuracy, "find_spec", lambda name: None)
+    monkeypatch.setattr(ready_made, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install trl\[math\]"):
         MathProcess().is_equal("1", r"\boxed{1}")
 
@@ -201,15 +201,15 @@ def test_names_of_the_command_line(tmp_path, monkeypatch):
     assert default(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0]
     for name, message in {
         "acuracy_reward": r"'acuracy_reward' is unknown. Did you mean accuracy_reward\? Known are accuracy_reward, reasoning",
-        "trl.rewards.acuracy": "has no 'acuracy', it has",
-        "graders_of_mine.size": r"has no 'size', it has \['Grader', 'length'\]",
+        "trl.rewards.acuracy": "has no 'acuracy'. Name one of",
+        "graders_of_mine.size": r"has no 'size'. Name one of \['Grader', 'length'\]",
         "graders_of_mine.SIZE": "is a int, expected a function",
         "graders_of_mine.Grader": "is a class, expected a function or a judge's class",
         "nowhere.length": "There is no module 'nowhere' here .* or installed. Known are",
         "./nowhere": "looks like a path, and there is no such folder",
-        "examples/scores.py": r"names a file.*with dots, from here: examples\.scores\.<function>",
-        "./scores.py:length": r"names a file.*with dots, from here: scores\.length",
-        "/else/where/scores.py::length": r"names a file.*in the folder '/else/where': scores\.length",
+        "examples/scores.py": r"is a file.*from here: examples\.scores\.<function>",
+        "./scores.py:length": r"is a file.*from here: scores\.length",
+        "/else/where/scores.py::length": r"is a file.*in the folder '/else/where': scores\.length",
         "get_soft_overlong_punishment(3)": "cannot be read",
         "get_soft_overlong_punishment(max_completion_len=__import__('os'))": "cannot be read",
     }.items():

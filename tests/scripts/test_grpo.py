@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_classifier, tiny_model
 from trl.cli.main import COMMANDS
-from trl.rewards.answers import RewardError
+from trl.rewards.result import RewardError
 from trl.scripts import grpo, rloo
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import run_script

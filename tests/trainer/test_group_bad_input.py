@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import TRAINERS, even_tokens, logs, make, prompts, run
-from trl.rewards.answers import RewardError
+from trl.rewards.result import RewardError
 
 BOTH, GRPO = ("grpo", "rloo"), ("grpo",)
 ASK = {"role": "user", "content": "Why?"}

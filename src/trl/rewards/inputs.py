@@ -1,4 +1,4 @@
-"""What a reward source is asked about: rollouts as their prompts, completions and data set columns."""
+"""The completions that reward sources score, with their prompts and dataset columns."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
-_NOT_HANDED_ON = ("prompt", "completion")
 _SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class RewardInputs:
-    """B rollouts, in the terms of reward functions. Nothing in it is changed by scoring.
+    """B completions, in the terms of reward functions. Scoring changes nothing in it.
 
-    `prompts` and `completions` are texts, or lists of messages where the data set is conversational; the ids are lists
-    of token ids, empty where there are none. `columns` are the other columns of the data set, one value per row;
-    `prompt` and `completion` among them are left out.
+    `prompts` and `completions` are texts, or lists of messages; the ids are lists of token ids, empty if unknown. `columns` are
+    the other columns of the dataset, one value for each row; `prompt` and `completion` are removed from them.
 
-    Raises: ValueError for columns of another length, or under the name of an argument that every function is given.
+    Raises: ValueError for columns of another length, or with the name of an argument that every function is given.
     """
 
     prompts: Sequence[Any]
@@ -31,48 +29,37 @@ class RewardInputs:
     trainer_state: Any = None
 
     def __post_init__(self) -> None:
-        columns = {name: values for name, values in self.columns.items() if name not in _NOT_HANDED_ON}
+        columns = {name: v for name, v in self.columns.items() if name not in ("prompt", "completion")}
         object.__setattr__(self, "columns", columns)
         if taken := sorted(set(columns) & set(RESERVED)):
             raise ValueError(
-                f"the data set has columns {taken}, which are the names of what every reward function is given. Rename "
-                "them."
+                f"the dataset has columns {taken}, which are arguments of every reward function. Rename them."
             )
-        _check_count("completions", self.completions, len(self.prompts))
-        for name in ("completion_ids", "prompt_ids"):
-            if len(getattr(self, name)):
-                _check_count(name, getattr(self, name), len(self.prompts))
-        for name, values in columns.items():
-            _check_count(f"column {name!r}", values, len(self.prompts))
+        given = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
+        given |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
+        for name, values in given.items():
+            if len(values) != len(self.prompts):
+                raise ValueError(
+                    f"{name} has {len(values)} values, expected {len(self.prompts)}, one for each prompt."
+                )
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def row_text(self, row: int) -> str:
-        """A row's prompt and completion in a few words, for messages."""
-        return f"{_shortened(self.prompts[row])} -> {_shortened(self.completions[row])}"
+        """A row's prompt and completion, shortened, for messages."""
+        shown = (repr(self.prompts[row]), repr(self.completions[row]))
+        return " -> ".join(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..." for text in shown)
 
 
 def rows_by_prompt(prompts: Sequence[Any]) -> list[list[int]]:
-    """The rows of each prompt, text or messages, in the order in which prompts first come.
+    """The rows of each prompt (text or messages), prompts in the order of their first row.
 
     >>> rows_by_prompt(["a", "b", "a"])
     [[0, 2], [1]]
     """
     groups: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
-        owner = prompt if isinstance(prompt, str) else json.dumps(prompt, default=repr)
-        groups.setdefault(owner, []).append(row)
+        key = prompt if isinstance(prompt, str) else json.dumps(prompt, default=repr)
+        groups.setdefault(key, []).append(row)
     return list(groups.values())
-
-
-def _check_count(name: str, values: Sequence[Any], expected: int) -> None:
-    if len(values) != expected:
-        raise ValueError(
-            f"{name} has {len(values)} values, expected {expected}, one for each prompt. Give every rollout its own."
-        )
-
-
-def _shortened(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -8,10 +8,10 @@ from itertools import combinations
 from numbers import Real
 from typing import Any
 
-from trl.rewards.answers import RewardError
-from trl.rewards.formats import content_of
 from trl.rewards.inputs import RewardInputs, rows_by_prompt
 from trl.rewards.judges.bases import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
+from trl.rewards.ready_made import content_of
+from trl.rewards.result import RewardError
 
 Judge = BaseBinaryJudge | BasePairwiseJudge | BaseRankJudge
 GOLD = "gold_completion"
@@ -20,21 +20,21 @@ GOLD = "gold_completion"
 class JudgeSource:
     """A judge as a source.
 
-    A binary judge gives 1 or 0. A pairwise judge compares each completion with every other one of its prompt, and gives the
-    share of these comparisons that it wins; equal texts are half a win for both, and nobody is asked. A rank judge gives
-    1 to the best completion of a prompt, 0 to the last, and even steps between. Where a judge has no answer (-1, or a
-    ranking that is empty) there is no opinion. Prompts and completions of messages are shown as text.
+    A binary judge gives 1 or 0. A pairwise judge compares each completion with the other completions of its prompt; the score is
+    the share of comparisons that it wins (two equal texts are half a win for both, without a comparison). A rank judge gives 1
+    to the best completion of a prompt, 0 to the last, with equal steps in between. No answer (-1, or an empty ranking) is no
+    score. Messages are formatted as text.
 
     Args:
-        judge: what answers.
-        name: under which its metrics are logged; by default the judge's class.
-        gold_column: the column of right answers for a binary judge; by default `gold_completion`, if there is one.
-        deadline: seconds after which an answer is not waited for any more; None for that of the trainer.
-        on_failure: "error" or "skip"; None for that of the trainer.
-        judge_options: further arguments of its `judge`: `shuffle_order`, or those of its own. With `return_scores=True` a
-            pairwise judge's answers are the probabilities of the first completion, which count instead of wins.
+        judge: binary, pairwise or rank judge.
+        name: of its metrics; by default the judge's class.
+        gold_column: the column of reference answers for a binary judge; by default `gold_completion`, if it exists.
+        deadline: maximum time of a call in seconds; None for that of `RewardSources`.
+        on_failure: "error" or "skip"; None for that of `RewardSources`.
+        judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise judge
+            returns probabilities that the first completion is better, which are used instead of wins.
 
-    Raises: TypeError for a judge of no kind above.
+    Raises: TypeError for another kind of judge.
     """
 
     is_async = False
@@ -49,13 +49,7 @@ class JudgeSource:
         on_failure: str | None = None,
         **judge_options: Any,
     ) -> None:
-        scored = {
-            BaseBinaryJudge: self._verdicts,
-            BasePairwiseJudge: self._win_rates,
-            BaseRankJudge: self._rank_scores,
-        }
-        self._ask = next((ask for kind, ask in scored.items() if isinstance(judge, kind)), None)
-        if self._ask is None:
+        if not isinstance(judge, (BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge)):
             raise TypeError(
                 f"reward_funcs holds a {type(judge).__name__}, expected a judge that is binary, pairwise or ranks. Derive it from "
                 "BaseBinaryJudge, BasePairwiseJudge or BaseRankJudge, or wrap it in a reward function."
@@ -65,52 +59,55 @@ class JudgeSource:
         self.gold_column, self.deadline, self.on_failure = gold_column, deadline, on_failure
         self.judge_options = judge_options
         if self.compares and gold_column is not None:
+            kind = type(judge).__name__
             raise ValueError(
-                f"gold_column={gold_column!r} is for a binary judge, got a {type(judge).__name__}. Leave it out."
+                f"gold_column={gold_column!r} is for a binary judge, got a {kind}. Leave it out."
             )
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ValueError where the data set lacks the column of right answers that was asked for."""
+        """Raise ValueError if the dataset does not have `gold_column`."""
         if self.gold_column is not None and self.gold_column not in columns:
             raise ValueError(
                 f"judge {self.name!r} needs the column {self.gold_column!r}, the data set has {sorted(columns)}. Add it, or leave "
                 "gold_column out."
             )
 
-    def ask(self, inputs: RewardInputs) -> list[float | None]:
+    def score(self, inputs: RewardInputs) -> list[float | None]:
         """One number, or None, for each completion.
 
-        Raises: RewardError for answers of another number or kind, and for prompts with a single completion.
+        Raises: RewardError for invalid answers, and if a judge that compares gets a prompt with a single completion.
         """
-        assert self._ask is not None
-        return self._ask(inputs)
-
-    # ---- one completion
-
-    def _verdicts(self, inputs: RewardInputs) -> list[float | None]:
-        gold = inputs.columns.get(self.gold_column or GOLD)
-        given = self._answers(
-            [as_text(prompt) for prompt in inputs.prompts],
-            [content_of(completion) for completion in inputs.completions],
-            **({} if gold is None else {"gold_completions": [content_of(answer) for answer in gold]}),
-        )
-        return [_number(answer, "1, 0 or -1", self.name) for answer in given]
-
-    # ---- several completions of a prompt
-
-    def _win_rates(self, inputs: RewardInputs) -> list[float | None]:
         texts = [content_of(completion) for completion in inputs.completions]
+        if not self.compares:
+            return self._verdicts(inputs, texts)
+        groups = rows_by_prompt(inputs.prompts)
+        if alone := [group[0] for group in groups if len(group) == 1]:
+            raise RewardError(
+                f"compares completions of one prompt, and {len(alone)} of {len(groups)} prompts come with one alone, the first is "
+                f"{inputs.row_text(alone[0])}. Sample several for each prompt (GRPO, RLOO), or use a binary judge"
+            )
+        score = self._win_rates if isinstance(self.judge, BasePairwiseJudge) else self._rank_scores
+        return score(inputs, texts, groups)
+
+    def _verdicts(self, inputs: RewardInputs, texts: list[str]) -> list[float | None]:
+        gold = inputs.columns.get(self.gold_column or GOLD)
+        more = {} if gold is None else {"gold_completions": [content_of(answer) for answer in gold]}
+        given = self._answers([as_text(prompt) for prompt in inputs.prompts], texts, **more)
+        return [_number(answer, "1, 0 or -1") for answer in given]
+
+    def _win_rates(
+        self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]
+    ) -> list[float | None]:
         wins: list[list[float]] = [[] for _ in texts]
-        pairs = [pair for group in self._groups(inputs) for pair in combinations(group, 2)]
+        pairs = [pair for group in groups for pair in combinations(group, 2)]
         for a, b in pairs:
             if texts[a] == texts[b]:
                 wins[a].append(0.5)
                 wins[b].append(0.5)
-        asked = [(a, b) for a, b in pairs if texts[a] != texts[b]]
-        given = self._answers(
-            [as_text(inputs.prompts[a]) for a, _ in asked], [[texts[a], texts[b]] for a, b in asked]
-        )
-        for (a, b), answer in zip(asked, given, strict=True):
+        compared = [(a, b) for a, b in pairs if texts[a] != texts[b]]
+        prompts = [as_text(inputs.prompts[a]) for a, _ in compared]
+        given = self._answers(prompts, [[texts[a], texts[b]] for a, b in compared])
+        for (a, b), answer in zip(compared, given, strict=True):
             first = self._share_of_first(answer)
             if first is not None:
                 wins[a].append(first)
@@ -118,20 +115,19 @@ class JudgeSource:
         return [sum(own) / len(own) if own else None for own in wins]
 
     def _share_of_first(self, answer: Any) -> float | None:
-        """What a comparison's first completion gains by it."""
+        """What the first completion of a comparison scores."""
         if not self.judge_options.get("return_scores"):
-            second = _number(answer, "0, 1 or -1", self.name)
+            second = _number(answer, "0, 1 or -1")
             return None if second is None else 1 - second
         if isinstance(answer, Real) and 0 <= float(answer) <= 1:
             return float(answer)
-        return _number(answer, "a probability, or -1", self.name)
+        return _number(answer, "a probability, or -1")
 
-    def _rank_scores(self, inputs: RewardInputs) -> list[float | None]:
-        groups = self._groups(inputs)
-        given = self._answers(
-            [as_text(inputs.prompts[group[0]]) for group in groups],
-            [[content_of(inputs.completions[row]) for row in group] for group in groups],
-        )
+    def _rank_scores(
+        self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]
+    ) -> list[float | None]:
+        prompts = [as_text(inputs.prompts[group[0]]) for group in groups]
+        given = self._answers(prompts, [[texts[row] for row in group] for group in groups])
         scores: list[float | None] = [None] * len(inputs)
         for group, ranking in zip(groups, given, strict=True):
             if not len(ranking) or -1 in ranking:
@@ -139,45 +135,33 @@ class JudgeSource:
             if sorted(ranking) != list(range(len(group))):
                 raise RewardError(
                     f"gave {list(ranking)} for {len(group)} completions of {inputs.row_text(group[0])}, expected each index from 0 to "
-                    f"{len(group) - 1} once, the best one's first. Correct what it returns"
+                    f"{len(group) - 1} once, the best first"
                 )
             for place, index in enumerate(ranking):
                 scores[group[index]] = 1 - place / (len(group) - 1)
         return scores
-
-    def _groups(self, inputs: RewardInputs) -> list[list[int]]:
-        groups = rows_by_prompt(inputs.prompts)
-        alone = [group[0] for group in groups if len(group) == 1]
-        if alone:
-            raise RewardError(
-                f"compares completions of one prompt, and {len(alone)} of {len(groups)} prompts come with one alone, the first is "
-                f"{inputs.row_text(alone[0])}. Draw several of each prompt (GRPO, RLOO), or take a binary judge"
-            )
-        return groups
 
     def _answers(self, prompts: list[str], completions: list[Any], **more: Any) -> Sequence[Any]:
         if not prompts:
             return []
         given = self.judge.judge(prompts, completions, **more, **self.judge_options)
         if inspect.isawaitable(given) or len(given) != len(prompts):
-            what = "something to be awaited" if inspect.isawaitable(given) else f"{len(given)} answers"
-            raise RewardError(
-                f"gave {what}, expected {len(prompts)} answers, one for each question. Correct what it returns"
-            )
+            what = "an awaitable" if inspect.isawaitable(given) else f"{len(given)} answers"
+            raise RewardError(f"gave {what}, expected {len(prompts)} answers, one for each question")
         return given
 
 
-def _number(answer: Any, allowed: str, name: str) -> float | None:
+def _number(answer: Any, allowed: str) -> float | None:
     """A verdict as a number, None for -1 and None."""
     if answer is None:
         return None
     if isinstance(answer, Real) and float(answer) in (0.0, 1.0, -1.0):
         return None if answer == -1 else float(answer)
-    raise RewardError(f"gave {answer!r}, expected {allowed}. Correct what {name} returns")
+    raise RewardError(f"gave {answer!r}, expected {allowed}")
 
 
 def as_text(prompt: Any) -> str:
-    """A prompt as a judge reads it: its text, what its only message says, or all messages with their roles.
+    """A prompt as text: that of its only message, or of all messages with their roles.
 
     >>> as_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}])
     'system: Be brief.\\n\\nuser: Why?'

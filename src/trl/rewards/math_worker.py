@@ -1,7 +1,7 @@
-"""The process that compares answers: one JSON request per line in, one JSON reply per line out.
+"""The process that compares answers for `ready_made.py`: one JSON request per line in, one JSON reply per line out.
 
-What a model wrote is parsed and simplified here, where it can be stopped: some of it (towers of powers) keeps a processor
-busy inside one operation, which no signal handler of Python interrupts. Started by accuracy.py.
+Some completions (towers of powers) are simplified in one operation that takes for ever and that no signal handler of Python
+interrupts; a process can be killed.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ _JOINT = re.compile(r"[\s$.,;]*(?:and|or)?[\s$]*")
 
 def main() -> None:
     """Answer requests until the input ends."""
-    replies, sys.stdout = sys.stdout, sys.stderr  # nothing that a library prints is a reply
-    logging.disable(
-        logging.WARNING
-    )  # math-verify reports that it has no timeouts: this process is the timeout
-    _limit_memory()
+    replies, sys.stdout = sys.stdout, sys.stderr  # so that a library's prints are not replies
+    logging.disable(logging.WARNING)  # math-verify warns that its timeouts are off
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin:
         request = json.loads(line)
-        _end_if_hung(request["seconds"] + _GRACE_SECONDS)
+        _alarm(request["seconds"] + _GRACE_SECONDS)
         replies.write(json.dumps(_answer(request)) + "\n")
         replies.flush()
-        _end_if_hung(0)
+        _alarm(0)
 
 
 def _answer(request: dict[str, Any]) -> bool | None:
-    """Whether the answer is the gold one; None where the gold one cannot be read. Without an answer: whether it can."""
+    """Whether the answer equals the gold one; None if that cannot be parsed. Without an answer: whether it can be."""
     try:
         gold = _gold(request["gold"])
         if not gold or "answer" not in request:
             return bool(gold) or None
-        return _equal(gold, _written(request["answer"]))
+        from math_verify import verify
+
+        return verify(list(gold), _parse_answer(request["answer"]), timeout_seconds=None)
     except (MemoryError, RecursionError):
         return False if "answer" in request else None
 
@@ -60,8 +63,8 @@ def _gold(text: str) -> tuple[Any, ...]:
     return tuple(parse(as_latex(text), parsing_timeout=None))  # type: ignore[arg-type]
 
 
-def _written(text: str) -> list[Any]:
-    """What a completion gives as its answer: the last box, or LaTeX behind words such as "the final answer is"."""
+def _parse_answer(text: str) -> list[Any]:
+    """The answer of a completion: the last box, or LaTeX after words such as "the final answer is"."""
     from math_verify import parse
 
     text = from_last_box(text)
@@ -81,28 +84,15 @@ def _extraction() -> Any:
     )
 
 
-def _equal(gold: tuple[Any, ...], written: list[Any]) -> bool:
-    from math_verify import verify
-
-    return verify(list(gold), written, timeout_seconds=None)
-
-
-def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # no such limits on this system
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-
-
-def _end_if_hung(seconds: float) -> None:
-    """Let the system end this process after some seconds, whatever it does, should nobody else; 0: not any more."""
+def _alarm(seconds: float) -> None:
+    """Let the system end this process after this time, if the trainer has not; 0 cancels that."""
     alarm: Callable[[int], Any] | None = getattr(signal, "alarm", None)
     if alarm is not None:
         alarm(int(seconds))
 
 
 def as_latex(text: str) -> str:
-    r"""A formula without delimiters between dollars; prose, plain numbers and what has delimiters as they are.
+    r"""A bare formula in dollars; prose, plain numbers and formulas with delimiters are unchanged.
 
     >>> as_latex(r"2 \pi"), as_latex("2x + 1"), as_latex("(1, 2)"), as_latex("42"), as_latex(r"so \frac{1}{2} of all")
     ('$2 \\pi$', '$2x + 1$', '$(1, 2)$', '42', 'so \\frac{1}{2} of all')
@@ -113,7 +103,7 @@ def as_latex(text: str) -> str:
 
 
 def from_last_box(text: str) -> str:
-    r"""The text from its last `\boxed{...}` on, or from the first of several that are one list; all of it without a box.
+    r"""The text from its last `\boxed{...}` on (the first of several that form one list), or all of it without a box.
 
     >>> from_last_box(r"It is \boxed{1}. No, wait: \boxed{2}."), from_last_box(r"So: \boxed{1} and \boxed{2}")
     ('\\boxed{2}.', '\\boxed{1} and \\boxed{2}')
@@ -126,7 +116,7 @@ def from_last_box(text: str) -> str:
 
 
 def _end_of_box(text: str, start: int) -> int:
-    """Behind the brace that closes the box at `start`; the end of the text where none does."""
+    """The place after the brace that closes the box at `start`, or the end of the text."""
     depth = 0
     for at in range(text.index("{", start), len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)

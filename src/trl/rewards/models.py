@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trl.collators.reward import group_batch
@@ -20,34 +21,35 @@ from trl.models.classifier_setup import REWARD_MODEL, load_classifier
 from trl.models.lending import in_eval_mode
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.parts import causal_core, embedded_tokens
+from trl.models.policy import Policy
+from trl.models.reference import FrozenModel
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import check_processing_class, pad_token_id, table_of_positions
-from trl.rewards.answers import RewardError
 from trl.rewards.inputs import RewardInputs, rows_by_prompt
+from trl.rewards.result import RewardError
 
 logger = logging.getLogger(__name__)
 
 
 class ModelSource:
-    """A reward model as a source: it scores a rollout at its last token.
+    """A reward model as a source: its score at the last token of prompt and completion.
 
-    What it reads is the text of prompt and completion, under its own chat template where they are messages, in its own
-    tokens. With `read="ids"` it reads the very tokens of the rollout where the policy's tokenizer is its own, and the text
-    where it is another, which is said once. Prompts that rows share are run once for them.
+    By default it reads their text, with its own chat template and tokenizer. With `read="ids"` it reads the token ids of the
+    rollout if the policy has the same vocabulary, otherwise the text (logged once). A prompt shared by several rows is run once.
 
     Args:
-        model: a sequence-classification model with one label, or its name or path. `source.model` may be replaced by
-            what wraps it (an accelerator's prepared model).
+        model: a sequence-classification model with one label, or its name or path. `source.model` may be replaced by a
+            wrapper of it (an accelerator's prepared model).
         processing_class: its tokenizer; by default the one saved with it.
-        name: under which its metrics are logged; by default the last part of the model's path.
-        deadline: seconds after which an answer is not waited for any more; None for that of the trainer.
-        on_failure: "error" or "skip"; None for that of the trainer.
+        name: of its metrics; by default the last part of the model's path.
+        deadline: maximum time of a call in seconds; None for that of `RewardSources`.
+        on_failure: "error" or "skip"; None for that of `RewardSources`.
         read: "text" or "ids".
         policy_tokenizer: the tokenizer of the rollouts' ids.
         batch_size: rows in one forward.
-        model_init_kwargs: for `from_pretrained` where `model` is a path.
+        model_init_kwargs: for `from_pretrained` if `model` is a path.
 
-    Raises: ValueError for more than one label, TypeError for a model of another kind.
+    Raises: ValueError for more than one label, TypeError for another kind of model.
     """
 
     is_async = False
@@ -69,12 +71,13 @@ class ModelSource:
             _check_saved(os.fspath(model))
         self.model = load_classifier(model, model_init_kwargs, REWARD_MODEL, seed=0).eval()
         core = causal_core(self.model)
-        self.name = name or _last_part(get_config_model_id(core.config)) or type(core).__name__
+        path = get_config_model_id(core.config).rstrip("/\\").replace("\\", "/")
+        self.name = name or path.rpartition("/")[2] or type(core).__name__
         self.deadline, self.on_failure, self.batch_size = deadline, on_failure, batch_size
         self.processing_class = processing_class or load_processing_class(core)
         check_processing_class(self.processing_class)
         self.tokenizer = text_tokenizer(self.processing_class)
-        self.reads_ids = read == "ids" and self._speaks_as(policy_tokenizer)
+        self.reads_ids = read == "ids" and self._has_vocabulary_of(policy_tokenizer)
         self.scorer = ClassificationScorer(self.model, pad_token_id=pad_token_id(self.tokenizer))
         for fallback in self.scorer.fallbacks:
             logger.info("Reward model %r: %s.", self.name, fallback)
@@ -84,7 +87,7 @@ class ModelSource:
     def check_columns(self, columns: Collection[str]) -> None:
         """A model needs no columns."""
 
-    def ask(self, inputs: RewardInputs) -> list[float]:
+    def score(self, inputs: RewardInputs) -> list[float]:
         """Scores `(B,)` of prompts with their completions."""
         sequences = self._sequences(inputs)
         for row, ids in enumerate(sequences):
@@ -122,74 +125,103 @@ class ModelSource:
             return prompt + completion
         if not is_list_of_dicts_with(prompt, "role"):
             raise TypeError(
-                f"row {row} has a prompt of type {type(prompt).__name__} and a completion of type "
-                f"{type(completion).__name__}, expected two texts or two lists of messages. Give both in one form."
+                f"row {row} has a prompt of type {type(prompt).__name__} and a completion of type {type(completion).__name__}, "
+                "expected two texts or two lists of messages."
             )
-        if text_tokenizer(self.processing_class).chat_template is None:
+        if self.tokenizer.chat_template is None:
             raise ValueError(
-                f"the tokenizer of reward model {self.name!r} has no chat template, expected one for prompts of messages. "
-                "Set its chat_template, or pass a processing class that has one (reward_processing_classes)."
+                f"the tokenizer of reward model {self.name!r} has no chat template, which prompts of messages need. Set its "
+                "chat_template, or pass another tokenizer (reward_processing_classes)."
             )
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        extra = {
-            name: inputs.columns[name][row]
-            for name in ("tools", "chat_template_kwargs")
-            if name in inputs.columns
-        }
+        extra = {name: values[row] for name, values in inputs.columns.items()}
         kwargs = remove_none_values(extra.get("chat_template_kwargs") or {})
         messages = remove_none_values([*prompt, *completion])
         return render(self.processing_class, Chat(messages, read_tools(extra.get("tools")), kwargs))
 
     def _check_sequence(self, ids: Tensor, row: int, inputs: RewardInputs) -> None:
         if not len(ids):
-            raise RewardError(f"was given no token in row {row}, expected some. Leave empty rollouts out.")
+            raise RewardError(f"was given no token in row {row}, expected at least 1")
         if self._longest is not None and len(ids) > self._longest:
             raise RewardError(
-                f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}: each position of the model has "
-                "a vector of its own. Shorten prompts or completions, or take another reward model."
+                f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}, the model's context length. Shorten "
+                "prompts or completions, or use another reward model"
             )
         if int(ids.max()) >= self._known_tokens:
             raise RewardError(
-                f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), expected one of the "
-                f"{self._known_tokens} that the model knows. Pass the model's own tokenizer (reward_processing_classes)."
+                f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), and the model's vocabulary has "
+                f"{self._known_tokens}. Pass the model's own tokenizer (reward_processing_classes)"
             )
 
-    def _speaks_as(self, policy: PreTrainedTokenizerBase | None) -> bool:
-        """Whether the policy's ids mean the same to this model."""
+    def _has_vocabulary_of(self, policy: PreTrainedTokenizerBase | None) -> bool:
         if policy is None:
             raise ValueError("read='ids' needs policy_tokenizer, got None. Pass it, or use read='text'.")
         if policy is self.tokenizer or policy.get_vocab() == self.tokenizer.get_vocab():
             return True
         logger.warning(
-            "Reward model %r has another tokenizer than the policy: it scores the text of prompts and completions, "
-            "tokenised again by its own.",
+            "Reward model %r has another tokenizer than the policy: texts are tokenised again by its own.",
             self.name,
         )
         return False
 
 
-def _last_part(path: str) -> str:
-    return path.rstrip("/\\").replace("\\", "/").rpartition("/")[2]
-
-
 def _check_saved(path: str) -> None:
-    """Refuse a saved classifier of several classes; say that a saved model without a head gets a random one."""
+    """Refuse a saved classifier with several labels; warn about a saved model without a head."""
     config: Any = None
-    # No such model, or an adapter alone: loading says what is wrong.
-    with suppress(OSError, ValueError), loading_from_hub(path, "reward model"):
+    with (
+        suppress(OSError, ValueError),
+        loading_from_hub(path, "reward model"),
+    ):  # loading reports what is wrong
         config = AutoConfig.from_pretrained(path)
     if config is None:
         return
     if not any("SequenceClassification" in name for name in config.architectures or []):
         logger.warning(
-            "Reward model %r is saved as %s, without a head that scores sequences: its head is new, and its scores are "
-            "random until it is trained.",
-            path,
-            " ".join(config.architectures or ["a model of unknown kind"]),
-        )
+            "Reward model %r is saved as %s, without a head that scores sequences: its head is new, and its scores are random until "
+            "it is trained.", path, " ".join(config.architectures or ["a model of unknown kind"]),
+        )  # fmt: skip
     elif config.num_labels != 1:
         raise ValueError(
-            f"reward model {path!r} has {config.num_labels} labels, expected 1. Train it with num_labels=1 (RewardTrainer "
-            "does), or write a reward function that picks one of its scores."
+            f"reward model {path!r} has {config.num_labels} labels, expected 1. Train it with num_labels=1 (as RewardTrainer does), "
+            "or write a reward function that uses one of its scores."
         )
+
+
+def tokenizers_for(sources: list[Any], given: Any, policy: Policy) -> Any:
+    """The tokenizer of each source. `given` is that of the only model, or one for each; a list of another length is returned.
+
+    A model without a given tokenizer uses the one saved with it (None), else the policy's.
+
+    Raises: ValueError for one tokenizer and several models.
+    """
+    if not isinstance(given, (list, tuple)):
+        models = sum(isinstance(source, (nn.Module, str, os.PathLike)) for source in sources)
+        if given is not None and models > 1:
+            raise ValueError(
+                f"reward_processing_classes is one tokenizer for {models} reward models. Give a list with an entry for each reward "
+                "function (None: the tokenizer saved with the model), or leave it out."
+            )
+        given = [given] * len(sources)
+    if len(given) != len(sources):
+        return given
+    return [
+        own if own is not None or not isinstance(source, nn.Module) or _has_tokenizer(source)
+        else policy.processing_class
+        for source, own in zip(sources, given, strict=True)
+    ]  # fmt: skip
+
+
+def _has_tokenizer(model: nn.Module) -> bool:
+    """Whether a tokenizer is saved with the model: in its folder, or on the Hub."""
+    saved = get_config_model_id(causal_core(model).config)
+    has_files = any((Path(saved) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    return bool(saved) and (has_files or not Path(saved).is_dir())
+
+
+def place_reward_models(models: Iterable[ModelSource], accelerator: Any) -> None:
+    """Move reward models to the device, or shard them as the policy is sharded."""
+    for source in models:
+        frozen = FrozenModel(source.model, source.scorer)
+        frozen.prepare(accelerator)
+        source.model = frozen.model

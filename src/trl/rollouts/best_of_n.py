@@ -16,7 +16,7 @@ from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.transformers.phase import without_wrappers
 from trl.generation.transformers.requests import fresh_seed
 from trl.models.parts import causal_core
-from trl.rewards.answers import read_scores
+from trl.rewards.result import read_scores
 
 Queries = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 

@@ -17,7 +17,7 @@ from trl.generation.transformers.engine import TransformersEngine, context_lengt
 from trl.generation.transformers.phase import without_wrappers
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
-from trl.rewards.answers import read_scores
+from trl.rewards.result import read_scores
 from trl.rollouts.text_history import TextHistory
 
 REQUEST, CALL, RESPONSE, SUBMIT = "<request>", "<call>", "<response>", "<submit>"

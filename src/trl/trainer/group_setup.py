@@ -16,7 +16,7 @@ from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
 from trl.options.checks import warn_unread
 from trl.options.generation import TOOL_SETTINGS
-from trl.rewards.model_setup import tokenizers_for
+from trl.rewards.models import tokenizers_for
 from trl.rewards.source import RewardSources
 from trl.rollouts.tool_completer import ToolCompleter
 from trl.rollouts.tool_schemas import tools_of

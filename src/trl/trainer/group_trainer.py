@@ -21,7 +21,7 @@ from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.inputs import RewardInputs
-from trl.rewards.model_setup import place_reward_models
+from trl.rewards.models import place_reward_models
 from trl.rollouts.columns import (
     ADVANTAGE,
     CHOSEN,
@@ -141,7 +141,7 @@ class GroupTrainer(OnlineTrainer):
         )
         if own:
             self.check_reward_columns()
-        place_reward_models(self.rewards, self.accelerator)
+        place_reward_models(self.rewards.models, self.accelerator)
         self.settle_reference()
 
     @property

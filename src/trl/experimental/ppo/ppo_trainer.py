@@ -55,7 +55,7 @@ from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
 from trl.rewards.inputs import RewardInputs
-from trl.rewards.model_setup import place_reward_models
+from trl.rewards.models import place_reward_models
 from trl.rewards.result import source_means
 from trl.rollouts.columns import OLD
 from trl.rollouts.experience import Experience
@@ -184,7 +184,7 @@ class PPOTrainer(SavesBoth):
         )
         self.check_reward_columns()
         self.reference.prepare(self.accelerator)
-        place_reward_models(self.rewards, self.accelerator)
+        place_reward_models(self.rewards.models, self.accelerator)
         if eval_dataset is not None and args.num_sample_generations:
             self.add_callback(ShowSamples(self))
 

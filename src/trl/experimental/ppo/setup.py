@@ -23,7 +23,7 @@ from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import pad_token_id
 from trl.models.switches import disable_dropout_in_model
-from trl.rewards.model_setup import tokenizers_for
+from trl.rewards.models import tokenizers_for
 from trl.rewards.source import RewardSources
 from trl.rollouts.schedule import RolloutSizes
 

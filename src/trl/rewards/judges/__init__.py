@@ -1,1 +1,1 @@
-"""Judges: what says whether a completion is good, or which is better. Their public names stand in `trl.experimental.judges`."""
+"""Judges of completions. Their public names are in `trl.experimental.judges`."""

@@ -1,4 +1,4 @@
-"""What judges answer: whether completions are good, which of two is better, or how several rank."""
+"""Base classes of judges, which verify, compare or rank completions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-_VERDICTS = (0, 1, -1)
-
 
 class BaseJudge(ABC):
-    """Judges completions of prompts; the base of judges that are of no kind below."""
+    """Base class of judges of completions."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[str], shuffle_order: bool = True) -> list:
-        """One answer for each prompt. `shuffle_order` is for judges that show completions in some order."""
+        """One answer for each prompt. With `shuffle_order` completions are shown in random order."""
 
 
 class BaseRankJudge(ABC):
@@ -34,11 +32,11 @@ class BaseRankJudge(ABC):
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
     ) -> list[list[int]]:
-        """The indices of each prompt's completions, the best one's first."""
+        """The indices of each prompt's completions, best first."""
 
 
 class BasePairwiseJudge(BaseJudge):
-    """Says which of two completions of a prompt is better.
+    """Compares two completions of a prompt.
 
     Example:
         >>> class Shorter(BasePairwiseJudge):
@@ -52,14 +50,14 @@ class BasePairwiseJudge(BaseJudge):
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
     ) -> list[int]:
-        """The index, 0 or 1, of the better completion of each pair; -1 where the judge has no answer.
+        """The index (0 or 1) of the better completion of each pair; -1 for no answer.
 
-        `shuffle_order` shows some pairs the other way round, against judges that favour a position.
+        `shuffle_order` shows some pairs in reverse order, against position bias.
         """
 
 
 class BaseBinaryJudge(BaseJudge):
-    """Says whether a completion is good: it keeps to a rule, or is as right as a known answer.
+    """Says whether a completion is good: it follows a rule, or agrees with a reference answer.
 
     Example:
         >>> class IsPolite(BaseBinaryJudge):
@@ -77,14 +75,14 @@ class BaseBinaryJudge(BaseJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """1 for each good completion, 0 for each other, -1 where the judge has no answer.
+        """1 for each good completion, 0 for each bad one, -1 for no answer.
 
-        `gold_completions` are right answers, one for each prompt; `shuffle_order` is for judges that show both.
+        `gold_completions` are reference answers, one for each prompt.
         """
 
 
 class RandomPairwiseJudge(BasePairwiseJudge):
-    """Chooses at random, from Python's global generator: for trying a program out."""
+    """Chooses at random with Python's global generator, for trials."""
 
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
@@ -94,7 +92,7 @@ class RandomPairwiseJudge(BasePairwiseJudge):
 
 
 class RandomRankJudge(BaseRankJudge):
-    """Ranks at random, from Python's global generator: for trying a program out."""
+    """Ranks at random with Python's global generator, for trials."""
 
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
@@ -104,16 +102,14 @@ class RandomRankJudge(BaseRankJudge):
 
 
 class AllTrueJudge(BaseBinaryJudge):
-    """1 where every one of several binary judges says 1, 0 where any says 0, else -1 (one of them has no answer).
+    """Combines binary judges: 1 if all return 1, 0 if any returns 0, else -1.
 
     Source: the mixture of judges of Xu et al. 2024 (arXiv:2409.20370).
     """
 
     def __init__(self, judges: list[BaseBinaryJudge]) -> None:
         if not judges:
-            raise ValueError(
-                "judges is empty, expected at least one binary judge. Pass those that must agree."
-            )
+            raise ValueError("judges is empty. Pass at least one binary judge.")
         self.judges = judges
 
     def judge(
@@ -125,25 +121,21 @@ class AllTrueJudge(BaseBinaryJudge):
     ) -> list[int]:
         """1, 0 or -1 for each completion.
 
-        Raises: ValueError for another answer of a judge, and for another number of them.
+        Raises: ValueError for another answer of a judge, and for another number of answers.
         """
         columns = [each.judge(prompts, completions, gold_completions, shuffle_order) for each in self.judges]
         for each, column in zip(self.judges, columns, strict=True):
-            _check_verdicts(column, len(completions), type(each).__name__)
+            wrong = [verdict for verdict in column if verdict not in (0, 1, -1)]
+            if wrong or len(column) != len(completions):
+                raise ValueError(
+                    f"{type(each).__name__} gave {len(column)} answers for {len(completions)} completions"
+                    f"{f', {wrong[0]!r} among them' if wrong else ''}; expected 1, 0 or -1 for each."
+                )
         return [min(row, key=lambda verdict: (0, -1, 1).index(verdict)) for row in zip(*columns, strict=True)]
 
 
-def _check_verdicts(verdicts: Sequence[int], count: int, name: str) -> None:
-    wrong = [verdict for verdict in verdicts if verdict not in _VERDICTS]
-    if wrong or len(verdicts) != count:
-        raise ValueError(
-            f"{name} gave {len(verdicts)} answers for {count} completions{f', {wrong[0]!r} among them' if wrong else ''}; expected "
-            "1, 0 or -1 for each. Correct its judge method."
-        )
-
-
 class ShownPair(NamedTuple):
-    """A prompt with two completions; `turned` where the second one is shown first."""
+    """A prompt with two completions in the order in which they are shown; `turned` if that is reversed."""
 
     prompt: str
     first: str
@@ -151,17 +143,16 @@ class ShownPair(NamedTuple):
     turned: bool
 
     def given(self, shown: int) -> int:
-        """The index, among the completions as they were given, of one of the two that are shown."""
+        """The original index of the completion that is shown at this place."""
         return 1 - shown if self.turned else shown
 
 
 def shown_pairs(
     prompts: Sequence[str], completions: Sequence[Sequence[str]], *, shuffle: bool
 ) -> list[ShownPair]:
-    """Every pair as it is shown: with `shuffle`, each of its two completions first with probability 1/2.
+    """Every pair as it is shown: with `shuffle`, reversed with probability 1/2.
 
-    Which one follows from the texts alone: the same question is asked in the same way in every run, whatever was asked
-    before, and a run that is resumed draws no other order.
+    The order depends on the texts only, so a resumed run makes the same requests.
 
     >>> [pair] = shown_pairs(["2 + 2?"], [["4", "5"]], shuffle=False)
     >>> pair.first, pair.given(0)
@@ -171,15 +162,12 @@ def shown_pairs(
     """
     if len(prompts) != len(completions):
         raise ValueError(
-            f"prompts has {len(prompts)} entries and completions {len(completions)}, expected one pair for each prompt. Give both "
-            "the same length."
+            f"prompts has {len(prompts)} entries and completions {len(completions)}, expected one pair for each prompt."
         )
     for row, pair in enumerate(completions):
         if isinstance(pair, str) or len(pair) != 2:
             given = "a text" if isinstance(pair, str) else f"{len(pair)} completions"
-            raise ValueError(
-                f"prompt {row} comes with {given}, expected a list of two. A pairwise judge compares two completions of a prompt."
-            )
+            raise ValueError(f"prompt {row} comes with {given}, expected a list of two completions.")
     return [_shown(prompt, pair, shuffle) for prompt, pair in zip(prompts, completions, strict=True)]
 
 
@@ -190,6 +178,6 @@ def _shown(prompt: str, pair: Sequence[str], shuffle: bool) -> ShownPair:
 
 
 def _shows_larger_first(*texts: str) -> bool:
-    """A fair coin that belongs to the texts."""
-    lengths = ",".join(str(len(text)) for text in texts)  # so that no two triples read the same
+    """True for half of all texts, by their hash."""
+    lengths = ",".join(str(len(text)) for text in texts)  # distinguishes texts with equal concatenations
     return bool(sha256("".join((lengths, *texts)).encode("utf-8", "surrogatepass")).digest()[0] & 1)

@@ -1,11 +1,11 @@
-"""Pairwise judges that ask a language model behind a chat endpoint, one request for each pair."""
+"""Pairwise judges that are language models behind a chat endpoint: one request for each pair."""
 
 from __future__ import annotations
 
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from string import Formatter
@@ -36,11 +36,10 @@ Answer with a single character and nothing else: 0 if response 0 is better, 1 if
 
 
 class ChatPairwiseJudge(BasePairwiseJudge):
-    """Base of the judges that put a pair into a text and read "0" or "1" in the answer.
+    """Base of the judges that send a pair to a chat model, which answers "0" or "1".
 
-    `system_prompt` has the placeholders `{prompt}`, `{response0}` and `{response1}`, and asks for a single token; braces of
-    its own are doubled. None: `QUESTION`. Requests run at the same time on up to `max_workers` threads; after
-    `max_requests` of them (None: never) every further pair is answered with -1, which is said once.
+    `system_prompt` (None: `QUESTION`) has the placeholders `{prompt}`, `{response0}` and `{response1}`; other braces are
+    doubled. Up to `max_workers` requests run at the same time; after `max_requests` (None: no limit) every answer is -1.
     """
 
     def __init__(self, system_prompt: str | None, *, max_requests: int | None, max_workers: int) -> None:
@@ -56,77 +55,72 @@ class ChatPairwiseJudge(BasePairwiseJudge):
 
     @abstractmethod
     def answer(self, content: str) -> str | None:
-        """What the model says to this message."""
+        """The model's answer to a message."""
 
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
     ) -> list[int]:
-        """0 or 1 for each pair; -1 where a request failed, the answer is neither, or the requests are used up.
+        """0 or 1 for each pair; -1 if the request failed, the answer is neither, or `max_requests` is reached.
 
-        Raises: the first error, where several requests were made and all failed, or the only one did.
+        Raises: the first error, if every request failed.
         """
         pairs = shown_pairs(prompts, completions, shuffle=shuffle_order)
+        left = None if self.max_requests is None else self.max_requests - self.num_requests
         questions = [
             self.system_prompt.format(prompt=pair.prompt, response0=pair.first, response1=pair.second)
-            for pair in pairs[: self._granted(len(pairs))]
+            for pair in pairs[:left]
         ]
-        verdicts = [_verdict(answer) for answer in self._answers(questions)]
+        self.num_requests += len(questions)
+        if len(questions) < len(pairs):
+            self._warn_once(
+                "requests",
+                f"has made its {self.max_requests} requests (max_requests). Further answers are -1.",
+            )
+        verdicts = [{"0": 0, "1": 1}.get((answer or "").strip()) for answer in self._answers(questions)]
         found = [
             -1 if verdict is None else pair.given(verdict)
             for pair, verdict in zip(pairs[: len(verdicts)], verdicts, strict=True)
         ]
         return found + [-1] * (len(pairs) - len(found))
 
-    def _granted(self, wanted: int) -> int:
-        """How many of some requests may be made; they count as made."""
-        left = wanted if self.max_requests is None else min(wanted, self.max_requests - self.num_requests)
-        self.num_requests += left
-        if left < wanted:
-            self._warn_once(
-                "requests",
-                "%s has made its %d requests (max_requests): every further pair is answered with -1. Raise it, or use None for "
-                "no limit.",
-                type(self).__name__,
-                self.max_requests,
-            )
-        return left
-
     def _answers(self, questions: Sequence[str]) -> list[str | None]:
         if not questions:
             return []
         with ThreadPoolExecutor(min(self.max_workers, len(questions)), "judge") as pool:
-            found = list(pool.map(_caught(self.answer), questions))
+            found = list(pool.map(self._answer_or_error, questions))
         failed = [answer for answer in found if isinstance(answer, Exception)]
         if len(failed) == len(found):
             raise failed[0]
         if failed:
+            kind = type(failed[0])
+            first = f"{kind.__name__}: {failed[0]}"
             self._warn_once(
-                type(failed[0]),
-                "%s: %d of %d requests failed (%s: %s) and are answered with -1. The like is not said again.",
-                type(self).__name__,
-                len(failed),
-                len(found),
-                type(failed[0]).__name__,
-                failed[0],
+                kind, f": {len(failed)} of {len(found)} requests failed ({first}). Their answers are -1."
             )
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
-    def _warn_once(self, about: Any, message: str, *values: Any) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            logger.warning(message, *values)
+    def _answer_or_error(self, content: str) -> str | Exception | None:
+        try:
+            return self.answer(content)
+        except Exception as error:
+            return error
+
+    def _warn_once(self, key: Any, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning("%s %s (logged once)", type(self).__name__, message)
 
 
 class HfPairwiseJudge(ChatPairwiseJudge):
-    """Asks a chat model of the Hugging Face Hub through its inference API.
+    """A chat model of the Hugging Face Hub, through its inference API.
 
     Args:
         model: its name, or the address of an endpoint.
-        token: for the Hub; by default the one that is logged in.
-        system_prompt: with `{prompt}`, `{response0}` and `{response1}`; it should ask for "0" or "1" alone.
-        client: a `huggingface_hub.InferenceClient` of your own.
+        token: for the Hub; by default that of the login.
+        system_prompt: with `{prompt}`, `{response0}` and `{response1}`; the answer must be "0" or "1".
+        client: another `huggingface_hub.InferenceClient`.
         max_workers: requests at the same time.
-        timeout: seconds after which a request is given up.
+        timeout: of a request, in seconds.
         request_options: further arguments of each request; `max_tokens` is 1.
 
     Example:
@@ -155,25 +149,26 @@ class HfPairwiseJudge(ChatPairwiseJudge):
         self.request_options = {"max_tokens": 1, **(request_options or {})}
 
     def answer(self, content: str) -> str | None:
-        """What the model says to this message."""
-        found = self.client.chat_completion(messages=_messages(content), **self.request_options)
+        """The model's answer to a message."""
+        messages = [{"role": "user", "content": content}]
+        found = self.client.chat_completion(messages=messages, **self.request_options)
         return found.choices[0].message.content
 
 
 class OpenAIPairwiseJudge(ChatPairwiseJudge):
-    """Asks a model behind an endpoint that speaks OpenAI's chat completions (the `judges` extra).
+    """A model behind an endpoint with OpenAI's chat completions API (the `judges` extra).
 
     The address is OPENAI_BASE_URL, the key OPENAI_API_KEY.
 
     Args:
         model: its name.
-        system_prompt: with `{prompt}`, `{response0}` and `{response1}`; it should ask for "0" or "1" alone.
-        max_requests: of this judge altogether; None for no limit.
-        client: an `openai.OpenAI` of your own.
+        system_prompt: with `{prompt}`, `{response0}` and `{response1}`; the answer must be "0" or "1".
+        max_requests: maximum number of requests of this judge; None for no limit.
+        client: another `openai.OpenAI`.
         max_workers: requests at the same time.
-        timeout: seconds after which a request is given up.
-        request_options: further arguments of each request; `max_tokens` is 1 unless another name of it is among them
-            (`max_completion_tokens`, which models that think before they answer need).
+        timeout: of a request, in seconds.
+        request_options: further arguments of each request; `max_tokens` is 1 unless `max_completion_tokens` (for reasoning
+            models) is given.
 
     Raises: ImportError without the openai package.
     """
@@ -195,9 +190,10 @@ class OpenAIPairwiseJudge(ChatPairwiseJudge):
         self.request_options = options if "max_completion_tokens" in options else {"max_tokens": 1, **options}
 
     def answer(self, content: str) -> str | None:
-        """What the model says to this message."""
+        """The model's answer to a message."""
+        messages = [{"role": "user", "content": content}]
         found = self.client.chat.completions.create(
-            model=self.model, messages=_messages(content), **self.request_options
+            model=self.model, messages=messages, **self.request_options
         )
         return found.choices[0].message.content
 
@@ -211,35 +207,9 @@ def _openai_client(timeout: float) -> Any:
         ) from error
     if not os.environ.get("OPENAI_API_KEY"):
         raise ValueError(
-            "OPENAI_API_KEY is not set, expected the key of the endpoint that OpenAIPairwiseJudge asks. Set it (an endpoint of your "
-            "own may take any text), or pass a client."
+            "OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client."
         )
     return openai.OpenAI(timeout=timeout)
-
-
-def _messages(content: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}]
-
-
-def _caught(call: Callable[[str], str | None]) -> Callable[[str], str | Exception | None]:
-    """`call`, with what it raises as its answer: one request that fails leaves the others theirs."""
-
-    def run(content: str) -> str | Exception | None:
-        try:
-            return call(content)
-        except Exception as error:
-            return error
-
-    return run
-
-
-def _verdict(answer: str | None) -> int | None:
-    """0 or 1, None for any other answer.
-
-    >>> _verdict(" 1"), _verdict("Both"), _verdict(None)
-    (1, None, None)
-    """
-    return {"0": 0, "1": 1}.get((answer or "").strip())
 
 
 def _check_placeholders(template: str) -> None:
@@ -247,11 +217,9 @@ def _check_placeholders(template: str) -> None:
         found = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:
         raise ValueError(
-            f"system_prompt cannot be read ({error}), expected a text with the placeholders {list(PLACEHOLDERS)} in braces. Double "
-            "every other brace."
+            f"system_prompt cannot be read ({error}). Double braces that are not placeholders."
         ) from error
     if found != set(PLACEHOLDERS):
         raise ValueError(
-            f"system_prompt has the placeholders {sorted(found)}, expected {list(PLACEHOLDERS)}. Write each in braces, and double "
-            "every other brace."
+            f"system_prompt has the placeholders {sorted(found)}, expected {list(PLACEHOLDERS)}. Double other braces."
         )

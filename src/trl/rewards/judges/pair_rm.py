@@ -1,4 +1,4 @@
-"""The pairwise judge that runs a small model here: PairRM of llm-blender."""
+"""PairRM of llm-blender, a pairwise judge that runs locally."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MODEL = "llm-blender/PairRM"
 
 
 class PairRMJudge(BasePairwiseJudge):
-    """Asks PairRM (Jiang et al. 2023, arXiv:2306.02561), a model of 0.4 billion parameters that compares two completions.
+    """PairRM (Jiang et al. 2023, arXiv:2306.02561), a model of 0.4 billion parameters that compares two completions.
 
-    Raises: ImportError where llm-blender is missing or cannot be imported: its release 0.0.2 needs transformers 4.
+    Raises: ImportError if llm-blender cannot be imported; its release 0.0.2 needs transformers 4.
     """
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class PairRMJudge(BasePairwiseJudge):
             blender: Any = import_module("llm_blender")
         except ImportError as error:
             raise ImportError(
-                f"PairRMJudge needs llm-blender, which cannot be imported ({error}). Install it with `pip install llm-blender`; "
-                "a release that needs transformers 4 does not work beside this library, then take another pairwise judge."
+                f"PairRMJudge needs llm-blender, which cannot be imported ({error}). Install a release for transformers 5 with "
+                "`pip install llm-blender`, or use another pairwise judge."
             ) from error
         self.blender = blender.Blender()
         self.blender.loadranker(_MODEL, device=str(PartialState().device))
@@ -39,9 +39,9 @@ class PairRMJudge(BasePairwiseJudge):
         return_scores: bool = False,
         temperature: float = 1.0,
     ) -> list[int | float]:
-        """0 or 1 for each pair; with `return_scores`, the probability that its first completion is the better one.
+        """0 or 1 for each pair; with `return_scores`, the probability that the first completion is better.
 
-        The probability is the softmax of the model's two scores, divided by `temperature`.
+        The probability is the softmax of the model's two scores divided by `temperature`.
         """
         if not temperature > 0:
             raise ValueError(f"temperature must be > 0, got {temperature}. Use 1 for the model's own scores.")
@@ -61,7 +61,7 @@ class PairRMJudge(BasePairwiseJudge):
 
 
 def _first_is_better(scores: Sequence[float], temperature: float) -> float:
-    """The softmax's first entry of two scores.
+    """The first entry of the softmax of two scores.
 
     >>> _first_is_better([1.0, 1.0], 0.5)
     0.5

@@ -1,0 +1,191 @@
+"""Ready-made reward functions: correct answers, format and length.
+
+Answers are compared in a separate process (`math_worker.py`), which is killed if it takes too long: math-verify's own timeouts are
+signals, which only work in the main thread on POSIX systems.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trl.reporting.deadlines import start
+
+logger = logging.getLogger(__name__)
+
+Completion = str | Sequence[dict[str, Any]]
+
+START_SECONDS = 60.0
+SECONDS_EACH = 5.0
+_THOUGHT_FIRST = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
+
+
+def content_of(completion: Completion) -> str:
+    """The text of a completion, or of its last message; parts that are not text are left out.
+
+    >>> content_of([{"role": "assistant", "content": "Blue."}]), content_of("Blue.")
+    ('Blue.', 'Blue.')
+    """
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") or "" if completion else ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content if part.get("type") == "text")
+
+
+def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    """1.0 for a completion that begins with one thought, `<think>...</think>`, else 0.0.
+
+    Nothing may precede the thought, and no second `<think>` may follow; anything else may.
+    Source: the format reward of DeepSeek-R1 (arXiv:2501.12948, section 2.2.2).
+
+    >>> think_format_reward([[{"role": "assistant", "content": "<think>Look up.</think>Blue."}], "Blue."])
+    [1.0, 0.0]
+    """
+    return [float(bool(_THOUGHT_FIRST.match(content_of(completion)))) for completion in completions]
+
+
+def get_soft_overlong_punishment(
+    max_completion_len: int, soft_punish_cache: int
+) -> Callable[..., list[float]]:
+    """A reward function that is 0 for short completions and falls to -1 near the maximum length.
+
+    With L_max = `max_completion_len` and L_cache = `soft_punish_cache`, in tokens: 0 up to L_max - L_cache, then
+    (L_max - L_cache - length) / L_cache, and -1 beyond L_max. Source: DAPO, eq. 13 (arXiv:2503.14476).
+
+    Raises: ValueError unless 1 <= `soft_punish_cache` <= `max_completion_len`.
+
+    >>> get_soft_overlong_punishment(10, 4)(completion_ids=[[0] * n for n in (6, 7, 10, 11)])
+    [0.0, -0.25, -1.0, -1.0]
+    """
+    if not 1 <= soft_punish_cache <= max_completion_len:
+        raise ValueError(
+            f"soft_punish_cache must be between 1 and max_completion_len={max_completion_len}, got {soft_punish_cache}."
+        )
+
+    def soft_overlong_punishment_reward(
+        completion_ids: Sequence[Sequence[int]], **kwargs: Any
+    ) -> list[float]:
+        free = max_completion_len - soft_punish_cache
+        excess = (len(ids) - free for ids in completion_ids)
+        return [0.0 if over <= 0 else max(-over / soft_punish_cache, -1.0) for over in excess]
+
+    return soft_overlong_punishment_reward
+
+
+def accuracy_reward(
+    completions: Sequence[Completion], solution: Sequence[str], **kwargs: Any
+) -> list[float | None]:
+    r"""1.0 for a completion whose answer equals the solution, else 0.0; None if the solution cannot be parsed.
+
+    The answer is the last `\boxed{...}` (several joined by commas or `and` are one list), or LaTeX (`$...$`) after words such as
+    "the final answer is". The solution is a number, an expression or LaTeX. math-verify (the `math` extra) compares them as
+    mathematics, in a separate process: `1/2` equals `0.5`. A comparison of more than 5 s counts as wrong.
+
+    Raises: ImportError without math-verify.
+    """
+    pairs = zip(completions, solution, strict=True)
+    equal = [MATH.is_equal(str(gold), content_of(completion)) for completion, gold in pairs]
+    return [None if answer is None else float(answer) for answer in equal]
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Completion],
+    solution: Sequence[str],
+    reasoning_delimiters: list[str] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """`accuracy_reward` of the text after the last of the `reasoning_delimiters` (default `</think>`).
+
+    A completion whose reasoning does not end gets 0.0 (None if the solution cannot be parsed).
+    """
+    ends = ("</think>",) if reasoning_delimiters is None else reasoning_delimiters
+    answers = []
+    for text in map(content_of, completions):
+        begin = max((text.rfind(end) + len(end) for end in ends if end in text), default=len(text))
+        answers.append(text[begin:])
+    return accuracy_reward(answers, solution)
+
+
+class MathProcess:
+    """A process that compares answers, started at the first request and after each kill. Threads wait for each other."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self.ended = 0  # processes that were killed
+        atexit.register(self.close)
+
+    def is_equal(self, gold: str, answer: str) -> bool | None:
+        """Whether the answer in a text equals the gold answer; None if the gold answer cannot be parsed.
+
+        False, too, if the comparison takes more than 5 s or too much memory.
+        """
+        if self._ask({"gold": gold}) is not True:
+            return None
+        return self._ask({"gold": gold, "answer": answer}) is True
+
+    def close(self) -> None:
+        """Kill the process, if there is one; a later request starts another."""
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+
+    def _ask(self, request: dict[str, Any]) -> bool | None:
+        with self._lock:
+            try:
+                return json.loads(self._reply({**request, "seconds": SECONDS_EACH}))
+            except (TimeoutError, OSError, EOFError):
+                self.close()
+                self.ended += 1
+                if self.ended == 1:
+                    logger.warning(
+                        "Comparing an answer with its solution took more than %g s or too much memory, so it counts as wrong "
+                        "(logged once): %s", SECONDS_EACH, str(request)[:300],
+                    )  # fmt: skip
+                return None
+
+    def _reply(self, request: dict[str, Any]) -> str:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        reply = start(process.stdout.readline, "math-reply").future.result(request["seconds"])
+        if not reply:
+            raise EOFError
+        return reply
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        if find_spec("math_verify") is None:
+            raise ImportError("accuracy rewards need math-verify. Install it with `pip install trl[math]`.")
+        self._owner = os.getpid()
+        paths = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))  # this package first
+        path = os.pathsep.join(part for part in paths if part)
+        self._process = process = subprocess.Popen(
+            # -P: no imports from the working directory
+            [sys.executable, "-P", "-m", "trl.rewards.math_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": path},
+        )
+        self._reply({"gold": "1", "answer": "$1$", "seconds": START_SECONDS})
+        return process
+
+
+MATH = MathProcess()
