@@ -1,6 +1,5 @@
 """Process rewards on eight fixed solutions of different lengths and numbers of steps."""
 
-import json
 import sys
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_classifier
-from tests.trainer.one_step import LENGTHS, train_and_predict, trainer_of
+from tests.trainer.one_step import LENGTHS, trainer_of
 from trl.trainer.prm_config import PRMConfig
 from trl.trainer.prm_trainer import PRMTrainer
 
@@ -37,10 +36,15 @@ def make(out: str | None = None, **settings: Any) -> PRMTrainer:
     return trainer_of(PRMTrainer, PRMConfig, out, settings, train_dataset=Dataset.from_list(rows()))
 
 
-def main(out: str, settings: str) -> None:
-    """One step and two evaluations of seven solutions, under torchrun: `OUT.pt SETTINGS`."""
+def main(out: str) -> None:
+    """One step and predictions of seven solutions, in two processes."""
     torch.set_num_threads(1)
-    train_and_predict(make(**json.loads(settings)), rows(), out)
+    trainer = make(per_device_train_batch_size=2, gradient_accumulation_steps=2, per_device_eval_batch_size=3)
+    trainer.train()
+    found = trainer.predict(Dataset.from_list(rows()[:7]))
+    if trainer.is_world_process_zero():
+        torch.save({"predictions": found.predictions, "labels": found.label_ids}, out)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Reward modelling on eight fixed pairs of whole sequences, two of which share nothing."""
 
-import json
-import sys
 from typing import Any
 
 import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_classifier
-from tests.trainer.one_step import train_and_predict, trainer_of
+from tests.trainer.one_step import trainer_of
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
@@ -46,13 +44,3 @@ def make(out: str | None = None, **settings: Any) -> RewardTrainer:
     """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
     settings.setdefault("model", reward_model())
     return trainer_of(RewardTrainer, RewardConfig, out, settings, train_dataset=Dataset.from_list(rows()))
-
-
-def main(out: str, settings: str) -> None:
-    """One step and two evaluations of seven pairs, under torchrun: `OUT.pt SETTINGS`."""
-    torch.set_num_threads(1)
-    train_and_predict(make(**json.loads(settings)), rows(), out)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

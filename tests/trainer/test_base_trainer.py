@@ -153,7 +153,7 @@ def test_the_mean_loss_of_two_processes_does_not_depend_on_logging(tmp_path):
         out = tmp_path / f"{strategy}.pt"
         settings = {"per_device_train_batch_size": 4, "max_steps": 2, "logging_strategy": strategy}
         launch("tests.trainer.one_step", str(out), json.dumps(settings))
-        logs = torch.load(out, weights_only=False)["logs"]
+        logs = torch.load(out, weights_only=False)
         losses.append(next(log["train_loss"] for log in logs if "train_loss" in log))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

@@ -13,7 +13,7 @@ from tests.tiny_vision import PLACEHOLDERS, tiny_processor, tiny_vision_model
 from tests.trainer import dpo_plain
 from tests.trainer.dpo_runs import make
 from tests.trainer.resume_worker import tokenizer
-from tests.trainer.test_dpo_trainer import ROWS, SPLITS, assert_gradients
+from tests.trainer.test_dpo_trainer import ROWS, assert_gradients
 
 BETA = 0.3
 
@@ -68,9 +68,9 @@ def test_an_encoder_decoders_loss_is_that_of_plain_torch(name, architecture):
     assert_gradients(gradients, loss, policy, tolerance=1e-10 if architecture == "bart" else 1e-7)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_an_encoder_decoders_step_does_not_depend_on_the_split(split):
-    assert_same(t5_step("t5", **SPLITS[split])[0], t5_step("t5")[0])
+def test_an_encoder_decoders_step_does_not_depend_on_the_split():
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert_same(t5_step("t5", **split)[0], t5_step("t5")[0])
 
 
 def test_text_for_an_encoder_decoder(capsys):
@@ -164,11 +164,10 @@ def test_a_step_with_images_is_that_of_plain_torch(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_with_images_does_not_depend_on_the_split(family):
     whole = image_step(family)
-    for rows in (2, 1):
-        cut = image_step(family, per_device_train_batch_size=rows, gradient_accumulation_steps=4 // rows)
-        assert_same(cut[0], whole[0], tolerance=1e-9)
-        for name in ("rewards/margins", "logps/chosen", "logits/rejected"):
-            assert cut[1][name] == pytest.approx(whole[1][name], rel=1e-9), name
+    cut = image_step(family, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    assert_same(cut[0], whole[0], tolerance=1e-9)
+    for name in ("rewards/margins", "logps/chosen", "logits/rejected"):
+        assert cut[1][name] == pytest.approx(whole[1][name], rel=1e-9), name
 
 
 def test_images_in_advance_and_evaluated_with_samples(tmp_path, monkeypatch, capsys):

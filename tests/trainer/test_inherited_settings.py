@@ -38,47 +38,7 @@ def rows_of(method, **which):
     return Dataset.from_list(MAKERS[method][1](**which))
 
 
-def logged(trainer):
-    """What a run logged, but for how long things took."""
-    return [
-        {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
-        for entry in trainer.state.log_history
-    ]
-
-
-# ---- going on
-
-BCO_PAIR = {"loss_type": "bco_pair"}
-WITHIN_AN_EPOCH = {
-    "dpo, a running mean": ("dpo", BCO_PAIR),
-    "dpo, a reference that moves": (
-        "dpo",
-        {**BCO_PAIR, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.7},
-    ),
-    "dpo, by length": ("dpo", {"train_sampling_strategy": "group_by_length"}),
-    "bco, a running mean": ("bco", {}),
-    "prm, by length": ("prm", {"train_sampling_strategy": "group_by_length"}),
-}
-
-
-@pytest.mark.parametrize("kind", WITHIN_AN_EPOCH)
-def test_a_run_that_stopped_within_its_second_epoch_goes_on_to_the_same_bits(kind, tmp_path):
-    method, settings = WITHIN_AN_EPOCH[kind]
-    settings = {
-        **settings,
-        "train_dataset": rows_of(method, count=10),
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
-    settings = {**settings, "max_steps": -1, "num_train_epochs": 2}
-    whole = build(method, tmp_path / "whole", **settings)
-    whole.train()
-    resumed = build(method, tmp_path / "resumed", **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    assert (whole.state.global_step, resumed.state.global_step) == (6, 6)
-    assert logged(resumed) == logged(whole)
-    expected = whole.model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+# ---- resuming
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 float64; gradients agree to 1e-10 of the largest gradient, metrics to 1e-12 and the loss, which is logged in float32, to 1e-6.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,7 @@ from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.one_step import SETTINGS
 from tests.trainer.prm_runs import make, rows, step_classifier
-from tests.trainer.resume_worker import digest, tokenizer
+from tests.trainer.resume_worker import tokenizer
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
 from tests.two_processes import launch
 from trl.reporting.accuracy import compute_accuracy
@@ -111,20 +109,14 @@ def test_rows_with_more_steps_count_more():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 3}], ids=["2x4", "2x2x2"])  # fmt: skip
-def test_two_processes(settings, whole, tmp_path):
+def test_predictions_of_two_processes(tmp_path):
+    """Their batches are padded to widths of their own; the last one lacks rows."""
     out = tmp_path / "out.pt"
-    launch("tests.trainer.prm_runs", str(out), json.dumps(settings))
+    launch("tests.trainer.prm_runs", str(out))
     found = torch.load(out, weights_only=False)
-    assert_same((found["gradients"][0], found["logs"][0]), whole)
     trainer = make()
     trainer.train()
-    seven = Dataset.from_list(rows()[:7])
-    expected = trainer.evaluate(seven)
-    evaluated = next(log for log in found["logs"] if "eval_loss" in log)
-    for name in ("eval_loss", "eval_accuracy"):
-        assert evaluated[name] == pytest.approx(expected[name], rel=1e-9), name
-    alone = trainer.predict(seven)
+    alone = trainer.predict(Dataset.from_list(rows()[:7]))
     assert found["predictions"].shape[0] == 7
     is_step = alone.label_ids != -100
     width = is_step.shape[1]
@@ -133,13 +125,6 @@ def test_two_processes(settings, whole, tmp_path):
 
 
 # ---- evaluation
-
-
-def test_evaluation_does_not_depend_on_the_batch_size():
-    results = [make(per_device_eval_batch_size=batch).evaluate(Dataset.from_list(rows())) for batch in (1, 3, 8)]  # fmt: skip
-    for name in ("eval_loss", "eval_accuracy"):
-        values = [result[name] for result in results]
-        assert values == pytest.approx([values[0]] * 3, rel=1e-12), name
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -265,19 +250,6 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
     assert any("score" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
     again = AutoModelForTokenClassification.from_pretrained(base, num_labels=2)
     compare(trainer, PeftModel.from_pretrained(again, tmp_path))
-
-
-def test_a_run_goes_on_to_the_same_bits(tmp_path):
-    settings = {
-        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01,
-        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "logging_steps": 3,
-    }  # fmt: skip
-    runs = []
-    for resume in (None, str(tmp_path / "checkpoint-2")):
-        trainer = make(str(tmp_path), model=step_classifier("llama", dtype=torch.float32), **settings)
-        trainer.train(resume_from_checkpoint=resume)
-        runs.append((digest(trainer.model.state_dict()), [log for log in trainer.state.log_history if "loss" in log]))  # fmt: skip
-    assert runs[0] == runs[1]
 
 
 def test_the_call_of_earlier_levels(tmp_path):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.preference_methods import RESUMED
-from tests.trainer.resume_worker import GROUPS, KINDS
+from tests.trainer.resume_worker import GROUPS
 from tests.trainer.sft_runs import make, model_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +21,7 @@ KILLS = {
     "accumulation": ["micro:8", "write:2", "micro:5"],
     "streaming": ["micro:6", "write:3", "micro:9"],
     "padding_free": ["micro:9", "write:9", "micro:3"],
+    "bco-matched": ["micro:6", "write:2", "micro:4"],  # a running mean, and a classifier's file
 }
 
 # Checkpoints at steps 3, 6 and 9 of 11, each of two micro-batches; completions are learned from for four steps.
@@ -43,7 +43,7 @@ def work(*jobs: list[str]) -> tuple[list[int], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KILLS)
 def test_a_killed_run_ends_in_the_same_bits(kind, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     jobs = [[str(killed), kind, kill] for kill in KILLS[kind]]
@@ -52,18 +52,6 @@ def test_a_killed_run_ends_in_the_same_bits(kind, tmp_path):
     assert not list(killed.glob("_run-*"))
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found["logs"] == expected["logs"]
-    assert found == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", RESUMED)
-def test_a_killed_run_on_preferences_ends_in_the_same_bits(method, tmp_path):
-    """Killed within an accumulated step, within a checkpoint's files, and after one whole checkpoint."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    jobs = [[str(killed), method, kill] for kill in ("micro:6", "write:2", "micro:4")]
-    ends, log = work([str(whole), method, ""], *jobs, [str(killed), method, ""])
-    assert ends == [0, *[SIGKILLED] * len(jobs), 0], log
-    expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found == expected
 
 
