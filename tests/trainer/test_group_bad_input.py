@@ -258,7 +258,7 @@ def test_rewards_that_are_none_end_the_run_before_a_step(method, case):
     trainer, keep = make(method, reward_funcs=func)
     with pytest.raises(RewardError) as caught:
         trainer.train()
-    assert_says(caught.value, (*says, "reward_failure='skip' would go on"))
+    assert_says(caught.value, (*says, "reward_failure='skip'"))
     assert trainer.state.global_step == 0 and not keep.steps
 
 
