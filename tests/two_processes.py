@@ -5,6 +5,7 @@ line by line, runs each as `python -m MODULE ARGUMENT...`, and answers with the 
 """
 
 import atexit
+import gc
 import json
 import os
 import queue
@@ -114,6 +115,8 @@ def work() -> None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except BaseException:
             error = traceback.format_exc()
+        gc.collect()
+        gc.freeze()  # as in conftest.py: what was imported is not collected again
         os.environ.clear()
         os.environ.update(environment)
         AcceleratorState._reset_state()

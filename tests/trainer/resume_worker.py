@@ -8,6 +8,7 @@ or of the scoring pass after a rollout.
 """
 
 import asyncio
+import gc
 import hashlib
 import json
 import os
@@ -213,6 +214,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def in_a_process(job: list[str], main: Callable[..., None]) -> int:
     """Run one job in a fork (the imports are done once) and return how it ended, as `subprocess` counts it."""
+    gc.freeze()  # what was imported is not collected again
     child = os.fork()
     if child == 0:
         try:
