@@ -159,11 +159,11 @@ BAD: dict[str, Bad] = {
     ),
     "images": Bad(
         tuple(m for m in OF_TEXT if m != "prm"), ValueError,
-        ("train dataset has a column of images", "takes text", "DPOTrainer", "remove the column"),
+        ("train dataset has a column of images", "made for rows of text", "DPOTrainer", "remove the column"),
         [{**PAIR, "images": [IMAGE]}] * 2,
     ),
     "images of steps": Bad(
-        ("prm",), ValueError, ("train dataset has a column of images", "takes text"), [{**STEPS, "image": IMAGE}] * 2
+        ("prm",), ValueError, ("train dataset has a column of images", "made for rows of text"), [{**STEPS, "image": IMAGE}] * 2
     ),
     "images without a processor": Bad(
         ("dpo",), TypeError, ("processing_class is a", "the rows have images, expected a processor", "AutoProcessor"),
@@ -266,11 +266,11 @@ class Told:
 
 TOLD: dict[str, Told] = {
     "equal completions": Told(
-        ("dpo", "cpo", "orpo", "reward"), r"in 2 of 4 rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
+        ("dpo", "cpo", "orpo", "reward"), r"in 2 rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
         [PAIR, {**PAIR, "rejected": " blue"}, PAIR, {**PAIR, "rejected": " blue"}],
     ),
     "equal completions of pairs taken apart": Told(
-        UNPAIRED, r"in 2 rows of pairs \(first pairs: \[1, 3\]\) the undesirable completion is the desirable one too",
+        UNPAIRED, r"in 2 rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
         [CHAT, {**CHAT, "rejected": [UP]}, CHAT, {**CHAT, "rejected": [UP]}],
     ),
     "desirable rows alone": Told(UNPAIRED, r"all 4 rows are desirable \(label true\)\. That can be trained on", [RATED] * 4),

@@ -71,6 +71,28 @@ def image_column(columns: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
+def has_images(*datasets: Any) -> bool:
+    """Whether one of some data sets (or of dicts of them by name) has a column of images."""
+    parts: list[Any] = []
+    for dataset in datasets:
+        parts += dataset.values() if isinstance(dataset, dict) else [dataset]
+    return any(
+        set(IMAGE_COLUMNS) & set(column_names(part))
+        for part in parts
+        if isinstance(part, (Dataset, IterableDataset))
+    )
+
+
+def refuse_images(dataset: Any, *, name: str) -> None:
+    """Raise ValueError for a data set with images that is given to a trainer of text."""
+    if has_images(dataset):
+        raise ValueError(
+            f"{name} dataset has a column of images ({' or '.join(IMAGE_COLUMNS)}), but this trainer was made for rows of text. "
+            "SFTTrainer, DPOTrainer, GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have "
+            "them; or remove the column."
+        )
+
+
 def image_placeholder(processor: ProcessorMixin) -> str | None:
     """The text that the processor replaces by an image's tokens, where it says."""
     token = getattr(processor, "image_token", None)

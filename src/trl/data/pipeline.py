@@ -105,6 +105,16 @@ class Preparation:
     keep_columns: tuple[str, ...] = ()
     policies: ClassVar[tuple[str, ...]] = ("report", "error", "drop")
 
+    @property
+    def sequences(self) -> tuple[tuple[str, ...], ...]:
+        """Columns that make up one sequence, for each sequence of a prepared row."""
+        return (("input_ids",),)
+
+    @property
+    def prepared_columns(self) -> tuple[str, ...]:
+        """Columns by which prepared rows are recognised."""
+        return tuple({name: None for sequence in self.sequences for name in sequence})
+
     def __post_init__(self) -> None:
         check_one_of("untrained_rows", self.untrained_rows, self.policies)
         for name in ("max_length", "max_prompt_length", "max_completion_length"):

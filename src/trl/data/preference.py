@@ -58,6 +58,10 @@ class RewardPreparation(Preparation):
         """The limits of the sequences."""
         return PairLengths(self.max_length)
 
+    @property
+    def sequences(self) -> tuple[tuple[str, ...], ...]:
+        return tuple((f"{side}_input_ids",) for side in SIDES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePreparation(RewardPreparation):
@@ -76,6 +80,10 @@ class PreferencePreparation(RewardPreparation):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.lengths  # whose constructor checks them
+
+    @property
+    def sequences(self) -> tuple[tuple[str, ...], ...]:
+        return tuple((PAIR_COLUMNS[0], completion) for completion in PAIR_COLUMNS[1:])
 
     @property
     def lengths(self) -> PairLengths:

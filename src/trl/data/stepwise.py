@@ -44,6 +44,10 @@ class StepwisePreparation(Preparation):
     is_eval: bool = False
     num_labels: int = 2
 
+    @property
+    def prepared_columns(self) -> tuple[str, ...]:
+        return ("input_ids", "labels")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.step_separator, str):

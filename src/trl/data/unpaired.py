@@ -48,6 +48,15 @@ class UnpairedPreparation(PreferencePreparation):
     weights: tuple[float, float] | None = None
     embedding_tokenizer: PreTrainedTokenizerBase | None = None
 
+    @property
+    def sequences(self) -> tuple[tuple[str, ...], ...]:
+        completions = TOKEN_COLUMNS[1:] if self.mismatch_group is None else (TOKEN_COLUMNS[1], KL_COLUMNS[0])
+        return tuple((TOKEN_COLUMNS[0], completion) for completion in completions)
+
+    @property
+    def prepared_columns(self) -> tuple[str, ...]:
+        return (*super().prepared_columns, "label")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mismatch_group is not None and self.mismatch_group < 2:

@@ -11,8 +11,8 @@ from trl.collators.preference import REFERENCE_COLUMNS, DPODataCollatorWithPaddi
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
 from trl.data.image_pairs import check_pair_image_rows
 from trl.data.image_rows import IMAGE_COLUMNS
+from trl.data.prepared_sets import DataSets
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.prepared_sets import DataSets
 from trl.trainer.sft_images import check_parts, is_foreign, refuse_settings, try_first_row
 
 # The columns of raw rows that the collator reads.

@@ -21,6 +21,7 @@ from transformers import (
 from trl._lazy import attach
 from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, as_pair_batch
 from trl.collators.vision_pairs import DataCollatorForVisionPreference
+from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
@@ -54,10 +55,9 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, ImagePairSets, collator_for_image_pairs
 from trl.trainer.legacy_interface import GIVEN, REFERENCES
 from trl.trainer.older_dpo import OlderDPOMethods
-from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
-from trl.trainer.sft_images import has_images
+from trl.trainer.prepared_sets import pair_collator, pair_sets
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trl.data.image_rows import has_images
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.stopping import end_tokens
@@ -23,7 +24,6 @@ from trl.rollouts.tool_schemas import tools_of
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.prompt_sets import PromptSets
-from trl.trainer.sft_images import has_images
 
 
 def prompt_sets(

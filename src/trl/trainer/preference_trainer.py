@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from trl.data.prepared_sets import DataSets
 from trl.models.packed.layout import first_rows
 from trl.models.policy import Policy
 from trl.models.reference import Reference
@@ -22,7 +23,6 @@ from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.legacy_interface import GIVEN, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
 from trl.trainer.method import Outcome as Outcome
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
-from trl.trainer.prepared_sets import DataSets
 from trl.trainer.row_loaders import holding
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +16,12 @@ from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tok
 from trl.legacy import PRM_ARGUMENTS, move_onto_config
 from trl.models.classifier_setup import STEP_CLASSIFIER
 from trl.models.packed.layout import IGNORED, is_packed
-from trl.models.parts import embedded_tokens
-from trl.models.policy import Policy, set_up_policy
+from trl.models.policy import set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.objectives.reward_modelling import step_classification
 from trl.tensors.reduce import Unit, weighted
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
-from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.prepared_sets import row_sets
 from trl.trainer.prm_config import PRMConfig
 
 AnyDataset = Dataset | IterableDataset
@@ -90,11 +90,12 @@ class PRMTrainer(PreferenceTrainer):
         assert isinstance(args, PRMConfig)
         policy = set_up_policy(model, args, processing_class, peft_config, classifier=STEP_CLASSIFIER)
         self.scorer = policy.scorer
+        sets = partial(row_sets, prepare_stepwise_dataset, StepwisePreparation, args, policy)
         super().__init__(
             policy,
             args,
-            sets=stepwise_sets(args, policy, is_eval=True),
-            train_sets=stepwise_sets(args, policy, is_eval=False),
+            sets=sets(is_eval=True),
+            train_sets=sets(is_eval=False),
             data_collator=data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -156,24 +157,3 @@ class PRMTrainer(PreferenceTrainer):
 def _is_labelled(batch: Mapping[str, Any]) -> Tensor:
     """Bool `(B, T)`: real tokens that carry the class of a step."""
     return (batch["labels"] != IGNORED) & batch["attention_mask"].bool()
-
-
-def stepwise_sets(args: PRMConfig, policy: Policy, *, is_eval: bool) -> PreparedSets:
-    """How the sets of a trainer of process reward models are prepared."""
-    settings = StepwisePreparation(
-        step_separator=args.step_separator,
-        max_length=args.max_length,
-        max_prompt_length=args.max_prompt_length,
-        max_completion_length=args.max_completion_length,
-        train_on_last_step_only=args.train_on_last_step_only,
-        is_eval=is_eval,
-        num_proc=args.dataset_num_proc,
-        vocab_size=embedded_tokens(policy.model),
-    )
-    return PreparedSets(
-        prepare=prepare_stepwise_dataset,
-        settings=settings,
-        policy=policy,
-        columns=COLUMNS,
-        parts=[("input_ids",)],
-    )

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
+from trl.data.image_rows import has_images, refuse_images
 from trl.data.pipeline import STREAM_BATCH
 from trl.data.prompts import PromptPreparation, prepare_prompts, prompt_tokenizer
 from trl.data.validation import Place
@@ -16,7 +17,6 @@ from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.rollouts.prompt_stream import PromptStream
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.sft_images import has_images, refuse_images
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
 from trl.trainer.older_pairs import OlderPairMethods, with_losses
-from trl.trainer.pair_data import pair_collator, pair_sets
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.prepared_sets import pair_collator, pair_sets
 
 AnyDataset = Dataset | IterableDataset
 

@@ -20,8 +20,7 @@ from trl.legacy import REWARD_ARGUMENTS, move_onto_config
 from trl.models.classifier_setup import REWARD_MODEL
 from trl.models.packed.layout import padded_rows
 from trl.models.pairs import row_count, shares_prefix
-from trl.models.parts import embedded_tokens
-from trl.models.policy import Policy, set_up_policy
+from trl.models.policy import set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.objectives.reward_modelling import bradley_terry
 from trl.reporting.step_scores import smallest_and_largest
@@ -29,7 +28,7 @@ from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
 from trl.tensors.reduce import Unit, Weighted
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
-from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.prepared_sets import row_sets
 from trl.trainer.reward_config import RewardConfig
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -102,7 +101,7 @@ class RewardTrainer(PreferenceTrainer):
         super().__init__(
             policy,
             args,
-            sets=reward_sets(args, policy),
+            sets=row_sets(prepare_reward_dataset, RewardPreparation, args, policy),
             data_collator=data_collator or self._collator(args),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -221,22 +220,6 @@ class RewardTrainer(PreferenceTrainer):
         if self.is_world_process_zero():
             print_rich_table(table)
             log_table("completions", table, self.args.report_to or (), step=self.state.global_step)
-
-
-def reward_sets(args: RewardConfig, policy: Policy) -> PreparedSets:
-    """How the sets of a reward trainer are prepared."""
-    settings = RewardPreparation(
-        max_length=args.max_length,
-        num_proc=args.dataset_num_proc,
-        vocab_size=embedded_tokens(policy.model),
-    )
-    return PreparedSets(
-        prepare=prepare_reward_dataset,
-        settings=settings,
-        policy=policy,
-        columns=REWARD_COLUMNS,
-        parts=[(column,) for column in REWARD_COLUMNS],
-    )
 
 
 def scored_samples(trainer: Any, count: int) -> DataFrame:

@@ -17,6 +17,8 @@ from torch.utils.data import Dataset as TorchDataset
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
+from trl.data.image_rows import refuse_images
+from trl.data.prepared_sets import DataSets
 from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.streams import is_stream
@@ -25,9 +27,8 @@ from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_positions, check_table, table_of_positions
-from trl.trainer.prepared_sets import DataSets
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_images import check_rows, refuse_images
+from trl.trainer.sft_images import check_rows
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
-from trl.data.image_rows import IMAGE_COLUMNS, check_image_rows
+from trl.data.image_rows import check_image_rows
 from trl.data.validation import check_sft_settings
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
@@ -25,27 +25,6 @@ from trl.trainer.sft_config import SFTConfig
 RAW_COLUMNS = (
     "images", "image", "messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs",
 )  # fmt: skip
-
-
-def has_images(*datasets: Any) -> bool:
-    """Whether one of some data sets (or of dicts of them by name) has a column of images."""
-    parts: list[Any] = []
-    for dataset in datasets:
-        parts += dataset.values() if isinstance(dataset, dict) else [dataset]
-    return any(
-        set(IMAGE_COLUMNS) & set(column_names(part))
-        for part in parts
-        if isinstance(part, (Dataset, IterableDataset))
-    )
-
-
-def refuse_images(dataset: Any, *, name: str) -> None:
-    """Raise ValueError for a data set with images that is given later to a trainer of text."""
-    if has_images(dataset):
-        raise ValueError(
-            f"{name} dataset has a column of images ({' or '.join(IMAGE_COLUMNS)}), but this trainer was made for rows of "
-            "text. Make it with this eval_dataset, or remove the column to evaluate on text."
-        )
 
 
 def collator_for_images(

@@ -23,6 +23,7 @@ from transformers import (
 from trl._lazy import attach
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
+from trl.data.image_rows import has_images
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
 from trl.models.packed.layout import first_rows, is_packed, padded_batch
 from trl.models.parts import check_decoder_only
@@ -37,7 +38,7 @@ from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.row_loaders import OwnRows, holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
-from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images, has_images
+from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

@@ -31,7 +31,6 @@ from trl.collators.unpaired import (
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import Older, move_onto_config
 from trl.models.pairs import row_count, shares_prefix
-from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
 from trl.models.reference import InitialPolicy, Reference, make_reference
 from trl.models.scoring.causal import Scored, Scorer
@@ -44,7 +43,7 @@ from trl.trainer.legacy_interface import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.trainer.older_unpaired import OlderUnpairedMethods
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
-from trl.trainer.prepared_sets import PreparedSets
+from trl.trainer.prepared_sets import pair_sets
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
         super().__init__(
             policy,
             args,
-            sets=unpaired_sets(args, policy, **settings),
+            sets=pair_sets(args, policy, prepare_unpaired_dataset, UnpairedPreparation, **settings),
             data_collator=data_collator or collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -275,29 +274,6 @@ def unpaired_reference(
         model_path=model_path,
         model_init_kwargs=args.model_init_kwargs,
         precompute=args.precompute_ref_log_probs,
-    )
-
-
-def unpaired_sets(args: Any, policy: Policy, **settings: Any) -> PreparedSets:
-    """How the sets of a trainer of unpaired completions are prepared; `settings` are `UnpairedPreparation`'s."""
-    encodes = bool(policy.scorer.core.config.is_encoder_decoder)
-    preparation = UnpairedPreparation(
-        max_length=args.max_length,
-        max_prompt_length=args.prompt_limit(is_encoder_decoder=encodes),
-        max_completion_length=args.max_completion_length,
-        truncation_mode=args.truncation_mode,
-        is_encoder_decoder=encodes,
-        num_proc=args.dataset_num_proc,
-        vocab_size=embedded_tokens(policy.model),
-        **settings,
-    )
-    completions = completion_columns(mismatched=preparation.mismatch_group is not None)
-    return PreparedSets(
-        prepare=prepare_unpaired_dataset,
-        settings=preparation,
-        policy=policy,
-        columns=("prompt_input_ids", *completions, "label"),
-        parts=[("prompt_input_ids", completion) for completion in completions],
     )
 
 

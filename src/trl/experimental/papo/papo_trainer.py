@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl.data.image_rows import has_images
 from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.scoring.causal import Scored
@@ -22,7 +23,6 @@ from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.sft_images import has_images
 
 _MASKS, _EVALUATION_MASKS = 0x9A90, 0x9A91  # random streams of their own
 
