@@ -15,8 +15,6 @@ os.environ.update(
 )
 
 import gc
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,16 +28,6 @@ from tests.tiny_tokenizers import tiny_tokenizer
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """A folder of this run's own for what DeepSpeed compiles; xdist's workers inherit it.
-
-    In the user's cache, the lock of a run that was killed while compiling would make every later one wait for ever.
-    """
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="trl_tests_torch_extensions_")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop("TORCH_EXTENSIONS_DIR"), ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:

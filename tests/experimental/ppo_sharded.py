@@ -4,10 +4,9 @@ HOW: one of `KINDS`. The process with rank 0 writes the policy and the log.
 """
 
 import copy
-import os
 import sys
 
-from tests.trainer.sharded_worker import DEEPSPEED, save_and_exit, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import DEEPSPEED, save_and_exit, use_deepspeed_on_cpu, use_fsdp_on_cpu
 
 KINDS = ("fsdp2", "zero3")
 SETTINGS = {
@@ -18,11 +17,11 @@ SETTINGS = {
 
 
 def main(out: str, how: str) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
     settings = {**SETTINGS, "per_device_train_batch_size": 4}
     if how == "fsdp2":
         use_fsdp_on_cpu()
     else:
+        use_deepspeed_on_cpu()
         settings["deepspeed"] = copy.deepcopy(DEEPSPEED)
         settings["deepspeed"]["zero_optimization"]["stage"] = int(how[-1])
     import torch

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from tests.tiny import tiny_model
 from tests.trainer.one_step import run
-from tests.trainer.sharded_worker import DEEPSPEED, STEPS, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import DEEPSPEED, STEPS, use_deepspeed_on_cpu, use_fsdp_on_cpu
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13], [20, 21]]
 
@@ -81,10 +81,11 @@ def play_uneven_turns(trainer) -> None:
 
 
 def main(out: str, how: str) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     if how == "fsdp2":
         use_fsdp_on_cpu()
+    else:
+        use_deepspeed_on_cpu()
     layers = how == "zero3_layers"
     callback = Generate(more=False if layers else None, gather_zero3=not layers)
     trainer = train(callback, **({} if how == "fsdp2" else {"deepspeed": DEEPSPEED}))

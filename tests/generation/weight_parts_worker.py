@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny import tiny_model
-from tests.trainer.sharded_worker import DEEPSPEED
+from tests.trainer.sharded_worker import DEEPSPEED, use_deepspeed_on_cpu
 
 KINDS = ("tied", "lora", "mixtral", "qwen3_moe")
 PERSISTENT = 40  # elements: ZeRO-3 leaves norms whole
@@ -195,7 +195,8 @@ def serve_and_die(folder, how, port):
 
 
 def main(folder: str, how: str, port: str, group_port: str) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    if how == "zero3":
+        use_deepspeed_on_cpu()
     torch.set_num_threads(1)
     if how.startswith("dies"):
         serve_and_die(folder, how, port)

@@ -31,9 +31,10 @@ def test_recorded_cases_agree(family, shared, tmp_path):
         pytest.skip(f"{golden} is not present on this machine")
     report = tmp_path / "report.json"
     file = "golden_ppo_public.json" if family == "ppo_step" else "golden_public.json"
+    path = f"{HERE.parents[1] / 'src'}{os.pathsep}{HERE / 'no_collections'}"
     command = [
         sys.executable, str(golden / "check.py"), "--python", sys.executable, "--golden", str(golden / file),
-        "--cases", f"{family}/*", "--report", str(report), "--traces", "--pythonpath", str(HERE.parents[1] / "src"),
+        "--cases", f"{family}/*", "--report", str(report), "--traces", "--pythonpath", path,
     ]  # fmt: skip
     environment = {**os.environ, "GOLDEN_INJECT": "rollout"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.tiny import tiny_model
-from tests.trainer.sharded_worker import DEEPSPEED, STEPS, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import DEEPSPEED, STEPS, use_deepspeed_on_cpu, use_fsdp_on_cpu
 
 BATCH = {
     "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]]),
@@ -101,11 +101,12 @@ def save_answer(model, out: str) -> None:
 
 
 def main(out: str, how: str) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     settings = {} if how == "fsdp2" else {"deepspeed": DEEPSPEED}
     if how == "fsdp2":
         use_fsdp_on_cpu()
+    else:
+        use_deepspeed_on_cpu()
     by_hand = tiny_model("llama", seed=2)  # ZeRO-3, once on, shards new ones
     seen, trainer = train(out, **settings)
     if how == "zero3":

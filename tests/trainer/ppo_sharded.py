@@ -4,13 +4,12 @@ HOW: one of `KINDS`. Each process has two of the four rows; that of rank 0 write
 """
 
 import copy
-import os
 import sys
 
 import torch
 
 from tests.trainer.ppo_runs import batch, make_trainer, value_model
-from tests.trainer.sharded_worker import DEEPSPEED, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import DEEPSPEED, use_deepspeed_on_cpu, use_fsdp_on_cpu
 
 KINDS = ("fsdp2", "zero2", "zero3")
 STEPS = {"ppo_epochs": 2, "whiten_rewards": True, "use_score_scaling": True, "max_grad_norm": 0.5}
@@ -62,11 +61,11 @@ def deepspeed_plugin(stage: int):
 
 
 def main(folder: str, how: str) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
     options: dict = {}
     if how == "fsdp2":
         use_fsdp_on_cpu()
     else:
+        use_deepspeed_on_cpu()
         options["deepspeed_plugin"] = deepspeed_plugin(int(how[-1]))
     from trl.models.distributed import is_sharded
 
