@@ -74,7 +74,7 @@ def test_flat_and_padded_rows_agree_in_bfloat16(architecture):
     mask = torch.stack([(torch.arange(40) < n).long() for n in lengths]).cuda()
     ids = torch.randint(3, 60, (3, 40), device="cuda") * mask
     batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-    exact = Scorer(model, flat=False).score(model, batch).logps
+    exact = Scorer(model, packed=False).score(model, batch).logps
     with torch.autocast("cuda", dtype=torch.bfloat16):
         half = Scorer(model).score(model, batch).logps
     single = Scorer(model).score(model, batch).logps

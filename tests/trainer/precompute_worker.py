@@ -67,10 +67,10 @@ class Counted:
     """A frozen reference with its pass, and how many rows it was asked for."""
 
     def __init__(
-        self, *, seed: int = 1, dtype: torch.dtype = torch.float32, flat: bool | None = None
+        self, *, seed: int = 1, dtype: torch.dtype = torch.float32, packed: bool | None = None
     ) -> None:
         model = tiny_model("llama", seed=seed, dtype=dtype)
-        self.reference = FrozenModel(model, Scorer(model, flat=flat))
+        self.reference = FrozenModel(model, Scorer(model, packed=packed))
         self.rows = 0
 
     def score(self, batch) -> dict[str, torch.Tensor]:
