@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trl.models.peft import get_peft_config as get_peft_config
     from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
     from trl.models.quantization import get_quantization_config as get_quantization_config
-    from trl.models.reference_copies import create_reference_model as create_reference_model
+    from trl.models.reference_weights import create_reference_model as create_reference_model
     from trl.models.value_head import SUPPORTED_ARCHITECTURES as SUPPORTED_ARCHITECTURES
     from trl.models.value_head import AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead
     from trl.models.value_head import AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead

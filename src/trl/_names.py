@@ -28,7 +28,7 @@ _TRAINERS: Row = {**{f"trl.trainer.{name}_config": f"{method}Config" for name, m
 _VALUE_HEADS: Row = {
     "trl.models.value_head": "AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead",
     "trl.models.value_wrapper": "PreTrainedModelWrapper",
-    "trl.models.reference_copies": "create_reference_model"}
+    "trl.models.reference_weights": "create_reference_model"}
 _MODEL_SETUP: Row = {"trl.models.chat_setup": "clone_chat_template setup_chat_format",
     "trl.models.distributed": "prepare_deepspeed prepare_fsdp unwrap_model_for_generation",
     "trl.models.peft": "prepare_model_for_kbit_training prepare_peft_model"}
@@ -72,7 +72,7 @@ NAMES: dict[str, Row] = {
     "trl.core": {"trl.collators.rows": "build_bert_batch_from_txt",
         "trl.generation.transformers.stopping": "LengthSampler",
         "trl.generation.transformers.padded_queries": "respond_to_batch top_k_top_p_filtering",
-        "trl.models.device_cache": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING "
+        "trl.models.switches": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING "
         "add_suffix average_torch_dicts convert_to_scalar flatten_dict stack_dicts stats_to_np",
         "trl.tensors.padding": "listify_batch pad_to_size", "trl.tensors.statistics": "clip_by_value "
         "entropy_from_logits logprobs_from_logits masked_mean masked_var masked_whiten randn_tensor whiten",
@@ -125,7 +125,7 @@ NAMES: dict[str, Row] = {
         "trl.models.geometric_mixture": "GeometricMixtureWrapper",
         "trl.options.packages": "is_diffusers_available"},
     "trl.models.modeling_base": {"trl.models.geometric_mixture": "GeometricMixtureWrapper",
-        "trl.models.reference_copies": "LAYER_PATTERNS create_reference_model",
+        "trl.models.reference_weights": "LAYER_PATTERNS create_reference_model",
         "trl.models.value_wrapper": "PreTrainedModelWrapper"},
     "trl.models.modeling_value_head": {"trl.models.value_head": "AutoModelForCausalLMWithValueHead "
         "AutoModelForSeq2SeqLMWithValueHead ValueHead"},
@@ -154,7 +154,7 @@ NAMES: dict[str, Row] = {
         "trl.scripts.env": "get_git_commit_hash"},
     "trl.trainer": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_MODEL_OPTIONS,
         "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
-        "trl.models.device_cache": "empty_cache", "trl.models.switches": "disable_dropout_in_model",
+        "trl.models.switches": "disable_dropout_in_model empty_cache",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
         "trl.legacy.constant_length": "ConstantLengthDataset",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
@@ -192,14 +192,13 @@ NAMES: dict[str, Row] = {
         "trl.data.training_templates": "SIMPLE_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE",
         "trl.data.truncation": "truncate_with_protected_tokens",
         "trl.generation.transformers.padded_queries": "batch_generation decode_and_strip_padding generate",
-        "trl.models.device_cache": "empty_cache", "trl.models.switches": "disable_dropout_in_model",
+        "trl.models.switches": "disable_dropout_in_model empty_cache",
         "transformers.integrations.neftune": "neftune_post_forward_hook",
-        "trl.models.frozen_deepspeed": "prepare_deepspeed",
+        "trl.models.distributed": "ensure_master_addr_port prepare_deepspeed=prepare_frozen_deepspeed",
         "trl.models.loading": "create_model_from_path get_config_model_id",
         "trl.models.padded_queries": "forward get_reward",
         "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
         "trl.models.quantization": "get_kbit_device_map get_quantization_config",
-        "trl.models.distributed": "ensure_master_addr_port",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
         "trl.reporting.accuracy": "compute_accuracy",
         "trl.reporting.model_card": "generate_model_card trl_sanitze_kwargs_for_tagging",

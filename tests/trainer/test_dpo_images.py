@@ -12,7 +12,7 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_processor, tiny_vision_model
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
-from trl.collators.vision_pairs import DataCollatorForVisionPreference
+from trl.collators.vision import DataCollatorForVisionPreference
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import ImagePairSets, collator_for_image_pairs
 from trl.trainer.dpo_trainer import DPOTrainer

@@ -20,7 +20,7 @@ from tests.trainer.ppo_runs import QUERIES, SCORES, batch, make_trainer, tensors
 from tests.two_processes import launch
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
 from trl.models.lending import without_adapter
-from trl.models.reference_copies import create_reference_model
+from trl.models.reference_weights import create_reference_model
 
 DOUBLE = {"dtype": torch.float64}
 

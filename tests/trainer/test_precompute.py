@@ -40,7 +40,9 @@ def test_they_are_the_live_ones_bit_for_bit():
 @pytest.mark.parametrize("packed", [None, False])
 def test_the_batch_size_does_not_matter(packed, monkeypatch):
     monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
-    found = [Counted(dtype=torch.float64, packed=packed).run(rows(), batch_size=size) for size in (1, 3, 7, 100)]
+    found = [
+        Counted(dtype=torch.float64, packed=packed).run(rows(), batch_size=size) for size in (1, 3, 7, 100)
+    ]
     for other in found[1:]:
         for name in COLUMNS:
             assert list(other[name]) == pytest.approx(list(found[0][name]), abs=1e-10, rel=0)

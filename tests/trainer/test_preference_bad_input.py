@@ -174,27 +174,27 @@ BAD: dict[str, Bad] = {
         of_trainer={"ref_model": lambda: tiny_model("llama")},
     ),
     "reference adapter that does not exist": Bad(
-        UNPAIRED, ValueError, ("ref_adapter_name='judge' is no adapter of the model, which has ['default']", "Choose one"),
+        UNPAIRED, ValueError, ("ref_adapter_name='judge' must name a PEFT adapter", "Load it"),
         of_trainer={"model": adapted, "ref_adapter_name": "judge"},
     ),
     "policy adapter that does not exist": Bad(
-        UNPAIRED, ValueError, ("model_adapter_name='judge' is no adapter of the model, which has ['default']", "Choose one"),
+        UNPAIRED, ValueError, ("model_adapter_name='judge' must name a PEFT adapter", "Load it"),
         of_trainer={"model": adapted, "model_adapter_name": "judge"},
     ),
     "DPO's reference adapter that does not exist": Bad(
-        ("dpo",), ValueError, ("ref_adapter_name='judge' is no adapter of the model, which has ['default']", "Choose one"),
+        ("dpo",), ValueError, ("ref_adapter_name='judge' must name a PEFT adapter", "Load it"),
         of_trainer={"model": adapted}, settings={"ref_adapter_name": "judge"},
     ),
     "DPO's policy adapter that does not exist": Bad(
-        ("dpo",), ValueError, ("model_adapter_name='judge' is no adapter of the model", "Choose one"),
+        ("dpo",), ValueError, ("model_adapter_name='judge' must name a PEFT adapter", "Load it"),
         of_trainer={"model": adapted}, settings={"model_adapter_name": "judge"},
     ),
     "adapter name of a model without adapters": Bad(
-        UNPAIRED, ValueError, ("ref_adapter_name='judge' names a PEFT adapter, and the model has none", "Wrap it"),
+        UNPAIRED, ValueError, ("ref_adapter_name='judge' must name a PEFT adapter", "Load it"),
         of_trainer={"ref_adapter_name": "judge"},
     ),
     "adapter that does not exist, without a reference": Bad(
-        ("dpo",), ValueError, ("model_adapter_name='judge' is no adapter of the model", "Choose one"),
+        ("dpo",), ValueError, ("model_adapter_name='judge' must name a PEFT adapter", "Load it"),
         of_trainer={"model": adapted}, settings={"model_adapter_name": "judge", "reference_free": True},
     ),
     "one of the reference's two columns": Bad(

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
+from trl.collators.rows import IGNORED, Row, as_ids, pad_rows, pad_with_mask
 from trl.data.formats import common_prefix_length
 from trl.data.rendering import Chat, TemplateRefusal, split_rendering
 from trl.data.tokenization import encode
@@ -66,13 +65,11 @@ class DataCollatorForChatML:
         labels = [row.clone() for row in ids]
         for row_labels, (_, boundary) in zip(labels, rows, strict=True):
             row_labels[:boundary] = self.ignore_index
-        return {
-            "input_ids": pad_rows(ids, pad, side="left"),
-            "attention_mask": pad_rows([torch.ones_like(row) for row in ids], 0, side="left"),
-            "labels": pad_rows(labels, self.ignore_index, side="left"),
-            "prompts": pad_rows(prompts, pad, side="left"),
-            "prompt_attention_mask": pad_rows([torch.ones_like(row) for row in prompts], 0, side="left"),
-        }
+        padded, mask = pad_with_mask(ids, pad, side="left")
+        labelled = pad_rows(labels, self.ignore_index, side="left")
+        batch = {"input_ids": padded, "attention_mask": mask, "labels": labelled}
+        batch["prompts"], batch["prompt_attention_mask"] = pad_with_mask(prompts, pad, side="left")
+        return batch
 
     def _encode(self, index: int, row: Row) -> tuple[Tensor, int]:
         """Token ids `(T,)` of a row, and how many of them are its prompt."""

@@ -16,8 +16,10 @@ from trl.collators.rows import (
     as_ids,
     as_rows,
     check_multiple,
+    check_not_empty,
     pack_sequences,
     pad_rows,
+    pad_with_mask,
     read_column,
 )
 
@@ -64,8 +66,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
-        if not examples:
-            raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+        check_not_empty(examples)
         examples = as_rows(examples)
         if examples[0].get("input_ids") is None:
             raise ValueError(
@@ -77,8 +78,17 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         if visible is not None:
             ids, labels = _only_visible(ids, visible), _only_visible(labels, visible)
         if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
-            return self._packed(examples, ids, labels)
-        return self._padded(ids, labels)
+            return pack_sequences(
+                torch.cat(ids),
+                torch.cat(labels),
+                _sequence_lengths(examples, ids),
+                pad_token_id=self.pad_token_id,
+                multiple=self.pad_to_multiple_of,
+            )
+        side, multiple = self.padding_side, self.pad_to_multiple_of
+        padded, mask = pad_with_mask(ids, self.pad_token_id, side=side, multiple=multiple)
+        labelled = pad_rows(labels, IGNORED, side=side, multiple=multiple)
+        return {"input_ids": padded, "attention_mask": mask, "labels": labelled}
 
     def _labels(self, rows: Sequence[Row], ids: list[Tensor]) -> list[Tensor]:
         labels = [row.clone() for row in read_column(rows, "labels") or ids]
@@ -91,27 +101,6 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
                 for row_labels, mask in zip(labels, column, strict=True):
                     row_labels[mask == 0] = IGNORED
         return labels
-
-    def _padded(self, ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:
-        ones = [torch.ones_like(row) for row in ids]
-        columns = {
-            "input_ids": (ids, self.pad_token_id),
-            "attention_mask": (ones, 0),
-            "labels": (labels, IGNORED),
-        }
-        return {
-            name: pad_rows(rows, value, side=self.padding_side, multiple=self.pad_to_multiple_of)
-            for name, (rows, value) in columns.items()
-        }
-
-    def _packed(self, rows: Sequence[Row], ids: list[Tensor], labels: list[Tensor]) -> dict[str, Tensor]:
-        return pack_sequences(
-            torch.cat(ids),
-            torch.cat(labels),
-            _sequence_lengths(rows, ids),
-            pad_token_id=self.pad_token_id,
-            multiple=self.pad_to_multiple_of,
-        )
 
 
 def _sequence_lengths(rows: Sequence[Row], ids: list[Tensor]) -> list[int]:

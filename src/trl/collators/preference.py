@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import IGNORED, Row, as_ids, pack_sequences, pad_rows
+from trl.collators.rows import (
+    IGNORED,
+    Row,
+    as_ids,
+    check_not_empty,
+    mask_of,
+    pack_sequences,
+    pad_with_mask,
+    real_tokens,
+)
 from trl.data.preference import OWN_PROMPT
 from trl.tensors.padding import pad
 from trl.tensors.segments import Segments
@@ -96,8 +105,7 @@ def pack_prefix_groups(rows: Sequence[Prompted]) -> dict[str, Tensor]:
 
 
 def _check(groups: list[tuple[Tensor, list[Tensor]]]) -> None:
-    if not groups:
-        raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+    check_not_empty(groups)
     for row, (prompt, branches) in enumerate(groups):
         if not len(prompt) or not branches:
             raise ValueError(
@@ -182,11 +190,11 @@ class DPODataCollatorWithPadding:
             values = [feature[name] for feature in features]
             if suffix is not None:
                 side = "left" if name.startswith("prompt") else "right"
-                rows = [as_ids(value) for value in values]
-                batch[name] = pad_rows(rows, fill[suffix], side=side)
-                mask = name.removesuffix(suffix) + "_attention_mask"
-                if suffix == "_input_ids" and mask not in features[0]:
-                    batch[mask] = pad_rows([torch.ones_like(row) for row in rows], 0, side=side)
+                batch[name], mask = pad_with_mask(
+                    [as_ids(value) for value in values], fill[suffix], side=side
+                )
+                if suffix == "_input_ids" and mask_of(name) not in features[0]:
+                    batch[mask_of(name)] = mask
             elif name.endswith("_logps"):
                 batch[name] = torch.tensor(values)
             else:
@@ -234,7 +242,7 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     if "chosen_labels" in batch:
         pairs = _cut_by_labels(batch)
     elif all(mask_of(name) in batch for name in PAIR_COLUMNS):
-        prompts, chosen, rejected = (_real_tokens(batch, name) for name in PAIR_COLUMNS)
+        prompts, chosen, rejected = (real_tokens(batch, name) for name in PAIR_COLUMNS)
         pairs = [((p, c), (p, r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
     else:
         raise ValueError(
@@ -251,15 +259,6 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     if REFERENCE_COLUMNS[0] in batch:
         found["ref_logps"] = torch.stack([batch[name] for name in REFERENCE_COLUMNS], dim=1).flatten()
     return {name: value.to(batch["chosen_input_ids"].device) for name, value in found.items()}
-
-
-def mask_of(name: str) -> str:
-    """The column of the attention mask that belongs to one of token ids."""
-    return f"{name.removesuffix('_input_ids')}_attention_mask"
-
-
-def _real_tokens(batch: Mapping[str, Any], name: str) -> list[Tensor]:
-    return [ids[mask] for ids, mask in zip(batch[name], batch[mask_of(name)].bool(), strict=True)]
 
 
 def _cut_by_labels(batch: Mapping[str, Any]) -> list[tuple[Split, Split]]:

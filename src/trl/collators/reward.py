@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import Row, as_ids, check_multiple, pad_rows, round_up
+from trl.collators.rows import Row, as_ids, check_multiple, mask_of, pad_with_mask, real_tokens, round_up
 from trl.tensors.segments import Segments
 
 Pair = tuple[Tensor, Tensor]
@@ -144,11 +144,8 @@ class RewardCollator:
             )
         _check_pairs(pairs)
         sequences = [sequence for pair in pairs for sequence in pair]
-        return {
-            "rows": torch.arange(len(pairs)),
-            "input_ids": pad_rows(sequences, self.pad_token_id, multiple=multiple),
-            "attention_mask": pad_rows([torch.ones_like(ids) for ids in sequences], 0, multiple=multiple),
-        }
+        ids, mask = pad_with_mask(sequences, self.pad_token_id, multiple=multiple)
+        return {"rows": torch.arange(len(pairs)), "input_ids": ids, "attention_mask": mask}
 
 
 @dataclass
@@ -179,20 +176,17 @@ class RewardDataCollatorWithPadding:
         """
         batch: dict[str, Any] = {"return_loss": True}
         for older, column in zip(OLDER_COLUMNS, REWARD_COLUMNS, strict=True):
-            padded = self._padded([_side(row, older, column) for row in features])
+            padded: Any = self.tokenizer.pad(
+                [_side(row, older, column) for row in features],
+                padding=self.padding,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                return_tensors=self.return_tensors,
+            )
             batch[older] = padded["input_ids"]
-            batch[_mask_of(older)] = padded["attention_mask"]
+            batch[mask_of(older)] = padded["attention_mask"]
         if features[0].get("margin") is not None:
             batch["margin"] = torch.tensor([float(row["margin"]) for row in features])
         return batch
-
-    def _padded(self, rows: list[dict[str, Any]]) -> Any:
-        return self.tokenizer.pad(
-            rows,
-            padding=self.padding,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=self.return_tensors,
-        )
 
 
 @dataclass
@@ -214,19 +208,11 @@ class DataCollatorForPreference(DataCollatorMixin):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The padded batch."""
         ids = [as_ids(row[column]) for column in REWARD_COLUMNS for row in examples]
-        batch: dict[str, Any] = {
-            "input_ids": pad_rows(ids, self.pad_token_id, multiple=self.pad_to_multiple_of),
-            "attention_mask": pad_rows(
-                [torch.ones_like(row) for row in ids], 0, multiple=self.pad_to_multiple_of
-            ),
-        }
+        padded, mask = pad_with_mask(ids, self.pad_token_id, multiple=self.pad_to_multiple_of)
+        batch: dict[str, Any] = {"input_ids": padded, "attention_mask": mask}
         if "margin" in examples[0]:
             batch["margin"] = torch.tensor([float(row["margin"]) for row in examples])
         return batch
-
-
-def _mask_of(column: str) -> str:
-    return column.replace("input_ids", "attention_mask")
 
 
 def _side(row: Mapping[str, Any], older: str, column: str) -> dict[str, Any]:
@@ -236,7 +222,7 @@ def _side(row: Mapping[str, Any], older: str, column: str) -> dict[str, Any]:
             f"a row has {sorted(row)}, expected {' and '.join(map(repr, OLDER_COLUMNS))}. Tokenize the data set first, and "
             "set remove_unused_columns=False."
         )
-    mask = row.get(_mask_of(older))
+    mask = row.get(mask_of(older))
     return {"input_ids": row[name], "attention_mask": [1] * len(row[name]) if mask is None else mask}
 
 
@@ -256,7 +242,7 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
             f"a batch has {sorted(batch)}, expected {' and '.join(map(repr, OLDER_COLUMNS))}, each with its attention mask. "
             "Let the data_collator add them, or leave it out."
         )
-    chosen, rejected = (_real_tokens(batch, column) for column in columns)
+    chosen, rejected = (real_tokens(batch, column) for column in columns)
     found = pair_batch(list(zip(chosen, rejected, strict=True)), prefix_sharing=prefix_sharing)
     found = {name: value.to(batch[columns[0]].device) for name, value in found.items()}
     return {**found, "margin": batch["margin"]} if batch.get("margin") is not None else found
@@ -273,8 +259,3 @@ def _in_turn(batch: Mapping[str, Any]) -> dict[str, Any]:
     order = torch.arange(rows, device=batch["input_ids"].device).view(2, -1).T.flatten()
     padded = {name: batch[name][order] for name in ("input_ids", "attention_mask") if name in batch}
     return {**batch, **padded, "rows": torch.arange(rows // 2, device=order.device)}
-
-
-def _real_tokens(batch: Mapping[str, Any], column: str) -> list[Tensor]:
-    mask = batch.get(_mask_of(column))
-    return list(batch[column]) if mask is None else [ids[real] for ids, real in zip(batch[column], mask.bool(), strict=True)]  # fmt: skip

@@ -100,6 +100,43 @@ def pack_sequences(
     }
 
 
+def pad_with_mask(
+    rows: Sequence[Tensor],
+    value: int,
+    *,
+    side: Literal["left", "right"] = "right",
+    multiple: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`pad_rows`, and the mask of the real tokens, `(B, T)` each."""
+    ones = [torch.ones_like(row) for row in rows]
+    return pad_rows(rows, value, side=side, multiple=multiple), pad_rows(
+        ones, 0, side=side, multiple=multiple
+    )
+
+
+def real_tokens(batch: Mapping[str, Any], column: str, *, labels: Tensor | None = None) -> list[Tensor]:
+    """The tokens of each row of a padded column that its mask, if the batch has one, and `labels`, if given, keep."""
+    ids = batch[column]
+    shown = batch.get(mask_of(column), torch.ones_like(ids)).bool()
+    shown = shown if labels is None else shown & labels.ne(IGNORED)
+    return [row[own] for row, own in zip(ids, shown, strict=True)]
+
+
+def mask_of(column: str) -> str:
+    """The attention mask's column that belongs to a column of token ids.
+
+    >>> mask_of("chosen_input_ids"), mask_of("input_ids_chosen")
+    ('chosen_attention_mask', 'attention_mask_chosen')
+    """
+    return column.replace("input_ids", "attention_mask")
+
+
+def check_not_empty(rows: Sequence[Any]) -> None:
+    """Raise ValueError for a batch without rows."""
+    if not rows:
+        raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+
+
 def check_multiple(multiple: int | None) -> None:
     """Raises ValueError for a `pad_to_multiple_of` below 1."""
     if multiple is not None and multiple < 1:
@@ -110,6 +147,5 @@ def build_bert_batch_from_txt(
     text_list: Sequence[str], tokenizer: PreTrainedTokenizerBase, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """Texts as token ids and attention mask, `(B, T)` each, padded on the right with 0, on `device`."""
-    rows = [as_ids(tokenizer.encode(text)) for text in text_list]
-    mask = pad_rows([torch.ones_like(row) for row in rows], 0)
-    return pad_rows(rows, 0).to(device), mask.to(device)
+    ids, mask = pad_with_mask([as_ids(tokenizer.encode(text)) for text in text_list], 0)
+    return ids.to(device), mask.to(device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trl.collators.preference import reference_logps
-from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
+from trl.collators.rows import IGNORED, Row, as_ids, check_not_empty, pad_rows, pad_with_mask
 
 PAIR = ("chosen_input_ids", "rejected_input_ids")
 
@@ -29,13 +29,13 @@ def seq2seq_batch(
     >>> batch["decoder_labels"].tolist(), batch["decoder_prompt"].tolist()
     ([[7, 1], [1, -100]], [0, 0])
     """
-    if not rows:
-        raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+    check_not_empty(rows)
     prompts = [_tokens(row, number, "prompt_input_ids") for number, row in enumerate(rows)]
     labels = [_tokens(row, number, name) for number, row in enumerate(rows) for name in completions]
+    input_ids, mask = pad_with_mask(prompts, pad_token_id)
     return {
-        "input_ids": pad_rows(prompts, pad_token_id),
-        "attention_mask": pad_rows([torch.ones_like(prompt) for prompt in prompts], 0),
+        "input_ids": input_ids,
+        "attention_mask": mask,
         "decoder_labels": pad_rows(labels, IGNORED),
         "decoder_prompt": torch.arange(len(rows)).repeat_interleave(len(completions)),
     }

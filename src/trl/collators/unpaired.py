@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl.collators.preference import Prompted, completion_batch, mask_of
-from trl.collators.rows import IGNORED, Row, as_ids, pad_rows
+from trl.collators.preference import Prompted, completion_batch
+from trl.collators.rows import Row, as_ids, mask_of, pad_with_mask, real_tokens
 from trl.collators.seq2seq import seq2seq_batch
 from trl.data.unpaired import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
 from trl.tensors.segments import Segments
@@ -83,8 +83,7 @@ def _row_values(rows: Sequence[Row]) -> dict[str, Tensor]:
             values[name] = torch.tensor([float(row[column]) for row in rows], dtype=torch.float64)
     if rows[0].get(EMBEDDING_COLUMN) is not None:
         prompts = [as_ids(row[EMBEDDING_COLUMN]) for row in rows]
-        values[EMBEDDING_COLUMN] = pad_rows(prompts, 0)
-        values[EMBEDDING_MASK] = pad_rows([torch.ones_like(prompt) for prompt in prompts], 0)
+        values[EMBEDDING_COLUMN], values[EMBEDDING_MASK] = pad_with_mask(prompts, 0)
     return values
 
 
@@ -137,7 +136,10 @@ def as_unpaired_batch(
         raise ValueError(
             f"a batch has {sorted(batch)}, expected {', '.join(wanted)}. Let the data_collator add them, or leave it out."
         )
-    parts = [_real_tokens(batch, name) for name in names]
+    labels = [
+        batch.get(name.replace("_input_ids", "_labels")) for name in names
+    ]  # -100 on the prompt, if given
+    parts = [real_tokens(batch, name, labels=own) for name, own in zip(names, labels, strict=True)]
     prompted = [(prompt, completions) for prompt, *completions in zip(*parts, strict=True)]
     found = completion_batch(prompted, prefix_sharing=prefix_sharing)
     found["label"] = torch.as_tensor(batch["label"]).bool()
@@ -146,12 +148,3 @@ def as_unpaired_batch(
             found[name] = torch.as_tensor(batch[column])
     device = batch["prompt_input_ids"].device
     return {name: value.to(device) for name, value in found.items()}
-
-
-def _real_tokens(batch: Mapping[str, Any], name: str) -> list[Tensor]:
-    """The tokens of each row of a padded column, without its prompt where labels mark one."""
-    mask = batch[mask_of(name)].bool()
-    labels = batch.get(f"{name.removesuffix('_input_ids')}_labels")
-    if labels is not None:
-        mask = mask & labels.ne(IGNORED)
-    return [ids[own] for ids, own in zip(batch[name], mask, strict=True)]

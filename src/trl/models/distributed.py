@@ -1,27 +1,48 @@
-"""Models under DeepSpeed, FSDP and DDP: wrapping a frozen one beside the policy, and taking wrappers off to generate."""
+"""Models under DeepSpeed, FSDP and DDP: preparing frozen models, gathering sharded weights, unwrapping to generate."""
 
 import copy
 import itertools
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
 
 from trl.models.peft import is_peft_model
 from trl.models.switches import disable_gradient_checkpointing
 
 
-def prepare_deepspeed(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
+def prepare_deepspeed(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Wrap a frozen model (a reference, a reward model, a teacher) with the run's DeepSpeed config, in eval mode.
 
     Under ZeRO-3 its weights are sharded like the policy's. Below stage 3 there is no optimiser to shard, so it runs
     at stage 0.
     """
     return frozen_engine(model, deepspeed_config(accelerator.state))
+
+
+def prepare_frozen_deepspeed(
+    model: nn.Module, per_device_train_batch_size: int, fp16: bool = False, bf16: bool = False
+) -> nn.Module:
+    """Wrap a frozen model with the DeepSpeed config of this process's accelerate state, in eval mode.
+
+    `per_device_train_batch_size` is in rows. Weights are cast where `fp16` or `bf16` is set, and are sharded under ZeRO-3 only.
+    Raises: ValueError for a run without DeepSpeed.
+    """
+    config = deepspeed_config(AcceleratorState())
+    config.pop("train_batch_size", None)
+    config |= {
+        "train_micro_batch_size_per_gpu": per_device_train_batch_size,
+        "gradient_accumulation_steps": 1,
+        "fp16": {"enabled": fp16},
+        "bf16": {"enabled": bf16},
+    }
+    return frozen_engine(model, config)
 
 
 def deepspeed_config(state: Any) -> dict[str, Any]:
@@ -34,7 +55,7 @@ def deepspeed_config(state: Any) -> dict[str, Any]:
     return copy.deepcopy(plugin.deepspeed_config)
 
 
-def frozen_engine(model: torch.nn.Module, config: dict[str, Any]) -> torch.nn.Module:
+def frozen_engine(model: nn.Module, config: dict[str, Any]) -> nn.Module:
     """A frozen model under DeepSpeed, of whose `config` that of the optimiser is taken out."""
     import deepspeed
 
@@ -50,7 +71,7 @@ def frozen_engine(model: torch.nn.Module, config: dict[str, Any]) -> torch.nn.Mo
     return engine
 
 
-def _zero3_buckets(model: torch.nn.Module) -> dict[str, float]:
+def _zero3_buckets(model: nn.Module) -> dict[str, float]:
     """Bucket sizes in elements, from the hidden size, by DeepSpeed's own rule for transformers (its "auto" values)."""
     config: Any = getattr(model, "config", None)
     sizes: list[int] = getattr(config, "hidden_sizes", None) or [getattr(config, "hidden_size", 0)]
@@ -64,7 +85,7 @@ def _zero3_buckets(model: torch.nn.Module) -> dict[str, float]:
     }
 
 
-def prepare_fsdp(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
+def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard a frozen model with the run's FSDP plugin (version 1 or 2), in eval mode; a sharded one passes through."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
@@ -78,7 +99,7 @@ def prepare_fsdp(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.M
     return model.eval()
 
 
-def _wrap_fsdp1(model: torch.nn.Module, plugin: Any, device: torch.device) -> torch.nn.Module:
+def _wrap_fsdp1(model: nn.Module, plugin: Any, device: torch.device) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     plugin.set_auto_wrap_policy(model)
@@ -106,7 +127,7 @@ def is_fsdp1(model: Any) -> bool:
     return isinstance(model, FullyShardedDataParallel)
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether a process holds a part of the model's weights only (ZeRO-3, FSDP of either version)."""
     from torch.distributed.tensor import DTensor
 
@@ -115,7 +136,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def gathered_parameters(
-    parameters: Iterable[torch.nn.Parameter], modifier_rank: int | None = None
+    parameters: Iterable[nn.Parameter], modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
     """A block in which ZeRO-3 parameters are whole on every rank; nothing happens for other parameters.
 
@@ -129,7 +150,7 @@ def gathered_parameters(
     return deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank)
 
 
-def fsdp2_modules(model: torch.nn.Module) -> list[Any]:
+def fsdp2_modules(model: nn.Module) -> list[Any]:
     """The modules that FSDP2 shards, the outermost first, which can gather their weights before a first forward too."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -139,7 +160,7 @@ def fsdp2_modules(model: torch.nn.Module) -> list[Any]:
     return found
 
 
-def reshard(model: torch.nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Give up the whole weights that FSDP2 modules keep after a forward, so that parameters are their shards again.
 
     Writing into the whole weights would be lost at the next gathering. Nothing happens for other models.
@@ -151,9 +172,74 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+def fsdp2_units(model: nn.Module) -> dict[nn.Module, Any]:
+    """The FSDP2 module that shards the parameters of each module itself; modules that none shards are left out."""
+    sharding = set(fsdp2_modules(model))
+    found: dict[nn.Module, Any] = {}
+
+    def visit(module: nn.Module, unit: Any) -> None:
+        unit = module if module in sharding else unit
+        if unit is not None:
+            found.setdefault(module, unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, None)
+    return found
+
+
+@contextmanager
+def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) -> Iterator[None]:
+    """A block in which the parameters of these modules, and all of these FSDP2 `units`, are whole on every rank.
+
+    All ranks must enter it together. What was whole before stays so; nothing that is written inside is kept.
+    """
+    parameters = {
+        parameter: None
+        for module in modules
+        for parameter in module.parameters()
+        if _is_partitioned(parameter)
+    }
+    own = [unit for unit in units if _is_resharded(unit)]
+    with torch.no_grad(), gathered_parameters(parameters):
+        for unit in own:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in own:
+                unit.reshard()
+
+
+def whole_shape(parameter: Tensor, unit: Any | None = None) -> Tensor:
+    """A tensor without data, with the shape and the dtype that a parameter has once it is gathered (by this FSDP2 unit)."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # a DTensor's is that of the whole
+    dtype = parameter.dtype
+    if unit is not None and dtype.is_floating_point and isinstance(parameter, nn.Parameter):
+        dtype = unit._get_fsdp_state()._mp_policy.param_dtype or dtype  # gathered in it (torch 2.13)
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 holds a part of it only; those that persist, or that somebody else gathered, are whole."""
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and status.name == "NOT_AVAILABLE"
+
+
+def _is_resharded(unit: nn.Module) -> bool:
+    """Whether what an FSDP2 module shards itself is not whole now."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(parameter, DTensor) for parameter in unit.parameters(recurse=False)):
+        return True
+    inner = [child for child in unit.children() if not isinstance(child, FSDPModule)]
+    return any(_is_resharded(child) for child in inner)
+
+
 @contextmanager
 def unwrap_model_for_generation(
-    model: torch.nn.Module,
+    model: nn.Module,
     accelerator: Accelerator,
     gather_deepspeed3_params: bool = True,
     generation_kwargs: dict[str, Any] | None = None,
@@ -241,15 +327,13 @@ def _parameter_offload(model: Any) -> Any | None:
     return getattr(optimizer, "parameter_offload", optimizer)
 
 
-def get_all_parameters(
-    sub_module: torch.nn.Module, recurse: bool = False
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def get_all_parameters(sub_module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Named parameters of a module, and those that DeepSpeed registered as used by it from outside."""
     external: Any = getattr(sub_module, "ds_external_parameters", tuple)
     return itertools.chain(sub_module.named_parameters(recurse=recurse), external())
 
 
-def iter_params(module: torch.nn.Module, recurse: bool = False) -> list[torch.nn.Parameter]:
+def iter_params(module: nn.Module, recurse: bool = False) -> list[nn.Parameter]:
     """The parameters of `get_all_parameters`, without their names."""
     return [parameter for _, parameter in get_all_parameters(module, recurse)]
 

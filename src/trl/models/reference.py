@@ -1,7 +1,7 @@
-"""References: what a policy is held against, asked in one way whatever it is made of.
+"""Reference policies behind one interface: `reference.score(policy, batch, forward)`.
 
-`make_reference` chooses once: a frozen model of its own, the policy with its adapter switched off, or the policy with
-another adapter switched on. After that everybody says `reference.score(policy, batch, forward)`.
+`make_reference` chooses once between a frozen model, the policy with its adapter disabled, and the policy with another
+adapter.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -24,56 +24,51 @@ from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.quantization import forbid_inference_packing, is_quantized
-from trl.models.reference_state import (
-    adapter_weights,
-    hash_weights,
-    load_parameters,
-    save_parameters,
-)
+from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Forward = Callable[[Any, nn.Module, Mapping[str, Any]], T]
-"""(scorer, model, batch) -> whatever is wanted of the reference, such as its log-probs."""
+"""(scorer, model, batch) -> what is computed with the reference, such as its log-probs."""
 
 REFERENCE_FILE = "reference.safetensors"
 
 
 class Reference(Protocol):
-    """A policy that does not learn: the same weights that answer for it, or a model of its own."""
+    """A policy that is not trained."""
 
     scorer: Any
 
     def active(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
-        """A block in which the module it yields *is* the reference, without dropout; the policy is put back after."""
+        """A block that yields the reference as a module in eval mode; the policy is restored afterwards."""
         ...
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Bring a model of its own to the device, or shard it as the run shards the policy."""
+        """Move a separate model to the device, or shard it like the policy."""
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Hold the weights of a model of its own in another precision."""
+        """Cast the weights of a separate model."""
 
     def fingerprint(self, policy: nn.Module) -> str:
-        """A hash of the weights and settings that its log-probs depend on; all processes must ask."""
+        """A hash of the weights and settings that its log-probs depend on. All processes must call it."""
         ...
 
     def score(self, policy: nn.Module, batch: Mapping[str, Any], forward: Forward[T]) -> T:
         """`forward(scorer, model, batch)` of the reference, without gradient.
 
-        `policy` may be wrapped (DDP, FSDP2, DeepSpeed). Its train or eval mode, `requires_grad` and random streams are
-        afterwards what they were.
+        `policy` may be wrapped (DDP, FSDP2, DeepSpeed). Its train or eval mode, `requires_grad` and the random number
+        generators are restored.
         """
         with torch.no_grad(), self.active(policy) as model:
             return forward(self.scorer, model, batch)
 
 
 class FrozenModel(Reference):
-    """A model of its own: given, loaded, or a copy of the policy as it was at the start.
+    """A separate model: given, loaded, or a copy of the initial policy.
 
-    `module` holds the weights (callbacks that move the reference write into it), `model` is what is called: the same,
-    or its DeepSpeed engine.
+    `module` holds the weights (callbacks that move the reference write into it); `model` is called: the same module or
+    its DeepSpeed engine.
     """
 
     def __init__(self, model: nn.Module, scorer: Any) -> None:
@@ -88,7 +83,7 @@ class FrozenModel(Reference):
             yield self.model
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Shard it under FSDP and ZeRO-3, else move it to the device; a quantised or spread-out one stays as it is."""
+        """Shard it under FSDP and ZeRO-3, else move it to the device. A quantised or dispatched model is left alone."""
         if is_quantized(self.module) or hasattr(self.module, "hf_device_map"):
             return
         if accelerator.state.deepspeed_plugin is not None:
@@ -99,12 +94,12 @@ class FrozenModel(Reference):
             self.module.to(accelerator.device)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast its weights; quantised ones, and those that an engine of DeepSpeed's holds, stay as they are."""
+        """Cast its weights, unless they are quantised or held by a DeepSpeed engine."""
         if self.model is self.module and not is_quantized(self.module):
             self.module.to(dtype)
 
     def fingerprint(self, policy: nn.Module) -> str:
-        """Of all its weights and its config; of adapters also how they are added, and which of them are active."""
+        """Of its weights and config; of adapters also their configs and which are active."""
         settings = causal_core(self.module).config.to_dict()
         if is_peft_model(self.module):
             adapted: Any = self.module
@@ -113,20 +108,20 @@ class FrozenModel(Reference):
         return hash_weights(self.module, settings=settings)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write its weights into a checkpoint, for a run that moves them (TR-DPO, BEMA). All processes must call it."""
+        """Write its weights into a checkpoint (TR-DPO, BEMA). All processes must call it."""
         save_parameters(self.module, os.path.join(folder, REFERENCE_FILE))
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Take its weights from a checkpoint, bit for bit; one without them is said, and leaves it as it is."""
+        """Load its weights from a checkpoint, bit for bit; warns if the checkpoint has none."""
         file = os.path.join(folder, REFERENCE_FILE)
         if os.path.isfile(file):
             load_parameters(self.module, file)
         else:
-            logger.warning("%s is missing: the reference starts anew from its first weights.", file)
+            logger.warning("%s is missing: the reference restarts from its initial weights.", file)
 
 
 class InitialPolicy(Reference):
-    """The policy itself, before its first optimiser step: enough where log-probs are computed in advance."""
+    """The policy before its first optimiser step, for log-probs that are computed in advance."""
 
     def __init__(self, policy: nn.Module, scorer: Any) -> None:
         self.policy, self.scorer = policy, scorer
@@ -139,17 +134,17 @@ class InitialPolicy(Reference):
             yield model
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Move the policy to the device, where DeepSpeed would bring it later."""
+        """Move the policy to the device, which DeepSpeed would do later."""
         if not (is_quantized(self.policy) or hasattr(self.policy, "hf_device_map")):
             self.policy.to(accelerator.device)
 
     def fingerprint(self, policy: nn.Module) -> str:
-        """Of all weights of the policy and its config."""
+        """Of the policy's weights and config."""
         return hash_weights(self.policy, settings=causal_core(self.policy).config.to_dict())
 
 
 class DisabledAdapter(Reference):
-    """The policy with its adapter switched off; modules trained as a whole are the original ones."""
+    """The policy with its adapter disabled; modules in `modules_to_save` are the original ones."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
@@ -163,21 +158,21 @@ class DisabledAdapter(Reference):
             yield model
 
     def fingerprint(self, policy: nn.Module) -> str:
-        """Of the base's weights and config; the adapter has no part in it."""
+        """Of the base's weights and config."""
         model = peft_model_in(policy)
         left_out = frozenset(adapter_weights(model))
         return hash_weights(model, settings=causal_core(model).config.to_dict(), left_out=left_out)
 
 
 class NamedAdapter(Reference):
-    """The policy's base with another adapter; `policy_adapter` is the one that trains."""
+    """The policy's base with the adapter `ref_adapter`; `policy_adapter` is the trained one."""
 
     def __init__(self, scorer: Any, ref_adapter: str, policy_adapter: str) -> None:
         self.scorer, self.ref_adapter, self.policy_adapter = scorer, ref_adapter, policy_adapter
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """The policy with the reference's adapter in the place of its own, in eval mode."""
+        """The policy with the reference's adapter, in eval mode."""
         model, adapted = without_ddp(policy), peft_model_in(policy)
         with undisturbed(model), same_trainable(model) as put_back:
             try:
@@ -190,13 +185,9 @@ class NamedAdapter(Reference):
     def fingerprint(self, policy: nn.Module) -> str:
         """Of the base's and the reference adapter's weights and configs."""
         model = peft_model_in(policy)
-        left_out = frozenset(
-            name for name, adapter in adapter_weights(model).items() if adapter != self.ref_adapter
-        )
-        settings = {
-            **causal_core(model).config.to_dict(),
-            "adapter": model.peft_config[self.ref_adapter].to_dict(),
-        }
+        left_out = {name for name, adapter in adapter_weights(model).items() if adapter != self.ref_adapter}
+        adapter = model.peft_config[self.ref_adapter].to_dict()
+        settings = {**causal_core(model).config.to_dict(), "adapter": adapter}
         return hash_weights(model, settings=settings, left_out=left_out)
 
 
@@ -216,35 +207,49 @@ def make_reference(
 ) -> Reference:
     """The reference of a policy that is loaded and, with PEFT, wrapped, but not yet prepared by accelerate.
 
-    `ref_model` is taken, or loaded with `ref_model_init_kwargs`. Without it a `PeftModel` is its own reference, with the
-    adapter `ref_adapter_name` or with none, and any other model is copied. A policy whose weights are sharded already
-    (ZeRO-3) is loaded again from `model_path` with `model_init_kwargs` instead, so give these where the trainer loaded it.
-    With `precompute` the reference is only asked before training, and the copy is saved.
+    `ref_model` is used as given, or loaded with `ref_model_init_kwargs`. Without it the reference of a `PeftModel` is its
+    base with the adapter `ref_adapter_name` or none, and that of any other model a copy. A policy whose weights are
+    already sharded (ZeRO-3) is loaded again from `model_path` with `model_init_kwargs`. `precompute`: the reference is
+    used before training only, and nothing is copied. Activates `model_adapter_name` and freezes `ref_adapter_name`, in
+    place. `scorer` scores the policy, `make_scorer(model)` makes one for a separate model.
 
-    `scorer` scores the policy, `make_scorer(model)` makes one for a model of the reference's own. Switches the policy to
-    `model_adapter_name`, and freezes `ref_adapter_name`, in place.
-
-    Raises: ValueError for settings that exclude each other or would not do what they say; FileNotFoundError, TypeError
-    for what is no model.
+    Raises: ValueError for settings that exclude each other or have no effect; FileNotFoundError, TypeError for what is
+    no model.
     """
     _check_settings(ref_model, ref_model_init_kwargs, ref_adapter_name)
     if ref_model is None and force_use_ref_model:
         logger.warning("force_use_ref_model=True has no effect without a ref_model.")
     trained = _choose_adapters(policy, model_adapter_name, ref_adapter_name)
-    if trained is not None:
-        _check_adapter_is_reference(ref_model, force_use_ref_model)
-        if ref_model is None:
-            _check_adapter_is_whole(policy, precompute)
-            named = ref_adapter_name is not None
-            return NamedAdapter(scorer, ref_adapter_name, trained) if named else DisabledAdapter(scorer)
-    if ref_model is None and precompute and not _shards(policy):
+    is_fsdp_run = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    shards = is_fsdp_run or is_deepspeed_zero3_enabled() or is_sharded(policy)
+    if trained is not None and ref_model is not None and not force_use_ref_model:
+        raise ValueError(
+            "ref_model was given with a PEFT model, whose base (the adapter disabled) is a reference that takes no "
+            "memory. Leave ref_model out, or set force_use_ref_model=True if it is another model."
+        )
+    if trained is not None and ref_model is None:
+        if precompute and shards:
+            raise ValueError(
+                "precompute_ref_log_probs=True with an adapter needs unsharded weights before training, got ZeRO-3 or "
+                "FSDP. Set precompute_ref_log_probs=False: a disabled adapter takes no extra memory."
+            )
+        named = ref_adapter_name is not None
+        return NamedAdapter(scorer, ref_adapter_name, trained) if named else DisabledAdapter(scorer)
+    if ref_model is None and precompute and not shards:
         return InitialPolicy(policy, scorer)
-    if ref_model is None:
-        model = _frozen_copy(policy, model_path, model_init_kwargs)
-    elif isinstance(ref_model, nn.Module):
+    if isinstance(ref_model, nn.Module):
         model = ref_model
-    else:
+    elif ref_model is not None:
         model = create_model_from_path(os.fspath(ref_model), **(ref_model_init_kwargs or {}))
+    elif not is_sharded(policy):
+        model = copy.deepcopy(policy)
+    elif model_path is not None:
+        model = create_model_from_path(model_path, **(model_init_kwargs or {}))
+    else:
+        raise ValueError(
+            "the model's weights are already sharded (ZeRO-3 or FSDP) and cannot be copied for the reference. Pass "
+            "ref_model, or pass model as a name or path, from which the reference is loaded too."
+        )
     _check_fits(policy, model)
     return FrozenModel(model, make_scorer(model))
 
@@ -255,15 +260,9 @@ def do_without_reference(
     ref_model_init_kwargs: dict[str, Any] | None = None,
     model_adapter_name: str | None = None,
 ) -> None:
-    """What `make_reference` does to a policy that is held against nothing: `model_adapter_name` is the adapter that trains.
-
-    Raises: ValueError as `make_reference` does.
-    """
+    """The checks and the choice of the adapter of `make_reference`, for a method without reference."""
     _check_settings(None, ref_model_init_kwargs, None)
     _choose_adapters(policy, model_adapter_name)
-
-
-# ---- the rules
 
 
 def _check_settings(
@@ -272,50 +271,40 @@ def _check_settings(
     if ref_model_init_kwargs and not isinstance(ref_model, (str, os.PathLike)):
         given = "no ref_model" if ref_model is None else "a ref_model that is loaded already"
         raise ValueError(
-            f"ref_model_init_kwargs={ref_model_init_kwargs!r} was given with {given}, expected a name or path. Pass "
-            "ref_model as one, or load it with these arguments yourself."
+            f"ref_model_init_kwargs={ref_model_init_kwargs!r} was given with {given}, expected a name or path. Pass one, "
+            "or load the reference with these arguments yourself."
         )
     if ref_model is not None and not isinstance(ref_model, (nn.Module, str, os.PathLike)):
         raise TypeError(
-            f"ref_model must be a model, or its name or path, got {type(ref_model).__name__}. Leave it out to use the model as "
-            "it is now."
+            f"ref_model must be a model, or its name or path, got {type(ref_model).__name__}. Leave it out to use the "
+            "initial model."
         )
     if ref_model is not None and ref_adapter_name is not None:
-        raise ValueError(
-            f"ref_model and ref_adapter_name={ref_adapter_name!r} are two references, one is allowed. Leave one out."
-        )
-
-
-def _check_adapter_names(policy: Any, **names: str | None) -> None:
-    known = sorted(policy.peft_config) if is_peft_model(policy) else []
-    for field, name in names.items():
-        if name is not None and not known:
-            raise ValueError(
-                f"{field}={name!r} names a PEFT adapter, and the model has none. Wrap it with "
-                "`PeftModel.from_pretrained(model, path, adapter_name=...)`, or leave the name out."
-            )
-        if name is not None and name not in known:
-            raise ValueError(
-                f"{field}={name!r} is no adapter of the model, which has {known}. Choose one of them, or load it with "
-                f"`model.load_adapter(path, adapter_name={name!r})`."
-            )
+        raise ValueError(f"ref_model and ref_adapter_name={ref_adapter_name!r} cannot be combined; set one.")
 
 
 def _choose_adapters(
     policy: Any, model_adapter_name: str | None, ref_adapter_name: str | None = None
 ) -> str | None:
-    """Let `model_adapter_name` be the active adapter and freeze the reference's; returns the name of the active one.
+    """Activate `model_adapter_name` and freeze the reference's adapter; returns the active adapter's name.
 
-    None for a policy that has no adapters; then neither may be named.
+    None for a policy without adapters.
     """
-    _check_adapter_names(policy, model_adapter_name=model_adapter_name, ref_adapter_name=ref_adapter_name)
-    if not is_peft_model(policy):
+    known = sorted(policy.peft_config) if is_peft_model(policy) else []
+    for field, name in (("model_adapter_name", model_adapter_name), ("ref_adapter_name", ref_adapter_name)):
+        if name is not None and name not in known:
+            has = f"has {known}" if known else "has none"
+            raise ValueError(
+                f"{field}={name!r} must name a PEFT adapter of the model, which {has}. Load it with "
+                f"`PeftModel.from_pretrained` or `load_adapter(path, adapter_name={name!r})`."
+            )
+    if not known:
         return None
     trained = model_adapter_name or policy.active_adapter
     if trained == ref_adapter_name:
         raise ValueError(
             f"ref_adapter_name={ref_adapter_name!r} is the adapter that trains, expected another one. Load the adapter a "
-            f"second time under another name, with `model.load_adapter(path, adapter_name='reference')`."
+            "second time with `model.load_adapter(path, adapter_name='reference')`."
         )
     if policy.active_adapter != trained:
         policy.set_adapter(trained)
@@ -327,59 +316,79 @@ def _choose_adapters(
     return trained
 
 
-def _check_adapter_is_reference(ref_model: Any, force_use_ref_model: bool) -> None:
-    if ref_model is not None and not force_use_ref_model:
-        raise ValueError(
-            "ref_model was given with a PEFT model, whose base (the adapter switched off) is a reference that takes no "
-            "memory. Leave ref_model out, or set force_use_ref_model=True if it is another model."
-        )
-
-
-def _check_adapter_is_whole(policy: nn.Module, precompute: bool) -> None:
-    if precompute and _shards(policy):
-        raise ValueError(
-            "precompute_ref_log_probs=True with an adapter needs whole weights before training, and ZeRO-3 or FSDP "
-            "shards them. Set precompute_ref_log_probs=False: a switched-off adapter takes no extra memory."
-        )
-
-
-def _frozen_copy(
-    policy: nn.Module, model_path: str | None, model_init_kwargs: dict[str, Any] | None
-) -> nn.Module:
-    if not is_sharded(policy):
-        return copy.deepcopy(policy)
-    if model_path is None:
-        raise ValueError(
-            "The model's weights are sharded already (ZeRO-3 or FSDP) and cannot be copied for the reference. Pass "
-            "ref_model, or pass model as a name or path, so that the reference is loaded from it too."
-        )
-    return create_model_from_path(model_path, **(model_init_kwargs or {}))
-
-
 def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
-    """Raise ValueError for a reference that is the policy, or that does not read and write the same tokens."""
+    """Raise ValueError for a reference that shares trained weights, or has another vocabulary or architecture kind."""
     trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
     if reference is policy or any(id(parameter) in trained for parameter in reference.parameters()):
         raise ValueError(
-            "ref_model and model share weights that train, expected a model of its own. Leave ref_model out to use a "
-            "frozen copy of the model as it is now, or load it a second time."
+            "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
+            "frozen copy of the initial model, or load it a second time."
         )
     core, other = causal_core(policy), causal_core(reference)
     ours, theirs = embedded_tokens(core), embedded_tokens(other)
     if ours != theirs:
         raise ValueError(
-            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be the same. Choose a "
-            "reference of the same family, or grow its embeddings with `ref_model.resize_token_embeddings`."
+            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be equal. Choose a "
+            "reference of the same family, or use `ref_model.resize_token_embeddings`."
         )
     if core.config.is_encoder_decoder != other.config.is_encoder_decoder:
-        kinds = ("a decoder alone", "an encoder-decoder")
         raise ValueError(
-            f"ref_model is {kinds[other.config.is_encoder_decoder]} and the model {kinds[core.config.is_encoder_decoder]}; "
-            "they must be of one kind. Choose a reference of the same kind."
+            f"ref_model has is_encoder_decoder={other.config.is_encoder_decoder}, the model "
+            f"{core.config.is_encoder_decoder}; they must be equal. Choose a reference of the same kind."
         )
 
 
-def _shards(policy: nn.Module) -> bool:
-    """Whether the policy's weights are sharded, or will be before training."""
-    is_fsdp_run = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return is_fsdp_run or is_deepspeed_zero3_enabled() or is_sharded(policy)
+# ---- callbacks that move the reference
+
+
+@runtime_checkable
+class MovesReference(Protocol):
+    """A callback that writes into the reference's weights, which the trainer gives to it."""
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether it is configured to do so."""
+        ...
+
+    def use_reference(self, reference: torch.nn.Module) -> None:
+        """Take the module to write into."""
+
+
+def lend_reference(
+    callbacks: Iterable[Any], reference: Reference | None, policy: Any = None
+) -> FrozenModel | None:
+    """Give the frozen copy to the callback that moves it, and return it; None without such a callback.
+
+    What is returned must be part of every checkpoint (`save`, `load`). Call it before the reference or the `policy` (None:
+    not compared) is sharded or wrapped.
+
+    Raises: ValueError for a reference that cannot move, for two such callbacks, or parameters that differ from the policy's.
+    """
+    movers = [each for each in callbacks if isinstance(each, MovesReference) and each.moves_reference]
+    if not movers:
+        return None
+    names = " and ".join(type(callback).__name__ for callback in movers)
+    if len(movers) > 1:
+        raise ValueError(
+            f"{names} move the reference's weights, one callback may. Leave out sync_ref_model or one of the "
+            "callbacks (BEMACallback with update_ref_model=False moves nothing)."
+        )
+    if not isinstance(reference, FrozenModel):
+        kind = "none" if reference is None else f"a {type(reference).__name__}"
+        raise ValueError(
+            f"{names} moves the reference's weights, and this run has {kind}, expected a separate model. Train without an "
+            "adapter and without precomputed reference, or leave the callback (sync_ref_model) out."
+        )
+    ours, theirs = (
+        {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+        for model in (policy or reference.module, reference.module)
+    )
+    different = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    if different:
+        raise ValueError(
+            f"{names} moves the reference's weights and needs the same parameters in both models, {len(different)} differ in "
+            f"name or shape, such as {different[:3]}. Choose a ref_model of the model's architecture, train without an "
+            "adapter, or leave the callback (sync_ref_model) out."
+        )
+    movers[0].use_reference(reference.module)
+    return reference

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from trl.models.value_head_saving import PREFIX
-from trl.models.value_wrapper import PreTrainedModelWrapper
+from trl.models.value_wrapper import PREFIX, PreTrainedModelWrapper, last_hidden
 
 INIT_STRATEGIES = (None, "normal")
 _WIDTHS = ("word_embed_proj_dim", "hidden_size", "d_model", "n_embd")
@@ -21,10 +20,8 @@ class ValueHead(nn.Module):
 
     def __init__(self, config: Any, summary_dropout_prob: float | None = None) -> None:
         super().__init__()
-        if summary_dropout_prob is None:
-            self.dropout = nn.Dropout(getattr(config, "summary_dropout_prob", 0.1))
-        else:
-            self.dropout = nn.Dropout(summary_dropout_prob)
+        default = getattr(config, "summary_dropout_prob", 0.1)
+        self.dropout = nn.Dropout(default if summary_dropout_prob is None else summary_dropout_prob)
         self.summary = nn.Linear(hidden_width(config), 1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -50,7 +47,7 @@ def hidden_width(config: Any) -> int:
 
 
 class _WithValueHead(PreTrainedModelWrapper):
-    """What both kinds share. `forward` returns logits, the loss where labels are given, and values `(B, T)`."""
+    """Base of both kinds. `forward` returns logits, the loss where labels are given, and values `(B, T)`."""
 
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
     supported_modules = ("v_head",)
@@ -61,10 +58,18 @@ class _WithValueHead(PreTrainedModelWrapper):
         super().__init__(pretrained_model, **kwargs)
         _check_language_model(pretrained_model, self.transformers_parent_class)
         self.v_head = ValueHead(self.config, settings.get("summary_dropout_prob"))
-        self._init_weights(
-            settings.get("v_head_init_strategy"), settings.get("v_head_initializer_range", 0.2)
-        )
-        self.v_head.to(_head_device(self))
+        strategy, spread = settings.get("v_head_init_strategy"), settings.get("v_head_initializer_range", 0.2)
+        if strategy not in INIT_STRATEGIES:
+            raise ValueError(
+                f"v_head_init_strategy must be None or 'normal', got {strategy!r}. 'normal' draws the head's weight with "
+                "standard deviation v_head_initializer_range."
+            )
+        if strategy == "normal":
+            nn.init.normal_(self.v_head.summary.weight, std=spread)
+            nn.init.zeros_(self.v_head.summary.bias)
+        head = self.get_output_embeddings()
+        device = next(head.parameters()).device if head is not None else self.device
+        self.v_head.to(self.device if device.type == "meta" else device)
 
     def forward(
         self,
@@ -88,7 +93,7 @@ class _WithValueHead(PreTrainedModelWrapper):
         return (*found, outputs.past_key_values) if return_past_key_values else found
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the head's weights, `v_head.*`, out of a checkpoint's; without any it keeps its initial ones.
+        """Load the head's weights, `v_head.*`, from those of a checkpoint, if it has any.
 
         Raises: ValueError for a head of another width.
         """
@@ -108,16 +113,6 @@ class _WithValueHead(PreTrainedModelWrapper):
     def added_weights(self) -> dict[str, Tensor]:
         """The head's weights as `v_head.*`."""
         return {f"{PREFIX}{name}": weight for name, weight in self.v_head.state_dict().items()}
-
-    def _init_weights(self, strategy: str | None, spread: float) -> None:
-        if strategy not in INIT_STRATEGIES:
-            raise ValueError(
-                f"v_head_init_strategy must be None or 'normal', got {strategy!r}. 'normal' draws the head's weight with "
-                "standard deviation v_head_initializer_range."
-            )
-        if strategy == "normal":
-            nn.init.normal_(self.v_head.summary.weight, std=spread)
-            nn.init.zeros_(self.v_head.summary.bias)
 
 
 class AutoModelForCausalLMWithValueHead(_WithValueHead):
@@ -145,17 +140,6 @@ ModelWithValueHead = AutoModelForCausalLMWithValueHead | AutoModelForSeq2SeqLMWi
 SUPPORTED_ARCHITECTURES = (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)
 
 
-def last_hidden(outputs: Any) -> Tensor:
-    """The last hidden states `(B, T, H)` of a language model's outputs: its decoder's, where it has an encoder too."""
-    states = getattr(outputs, "decoder_hidden_states", None) or getattr(outputs, "hidden_states", None)
-    if states is None:
-        raise ValueError(
-            f"the model must return its hidden states, got {type(outputs).__name__} without any. Use a transformers language "
-            "model that takes output_hidden_states=True."
-        )
-    return states[-1]
-
-
 def _check_language_model(model: Any, auto_class: Any) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     seq2seq = bool(getattr(base.config, "is_encoder_decoder", False))
@@ -164,9 +148,3 @@ def _check_language_model(model: Any, auto_class: Any) -> None:
             f"model is a {type(base).__name__}, expected one of {auto_class.__name__}. Decoders take "
             "AutoModelForCausalLMWithValueHead, encoder-decoders AutoModelForSeq2SeqLMWithValueHead."
         )
-
-
-def _head_device(model: PreTrainedModelWrapper) -> torch.device:
-    head = model.get_output_embeddings()
-    device = next(head.parameters()).device if head is not None else model.device
-    return model.device if device.type == "meta" else device

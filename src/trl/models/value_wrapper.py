@@ -1,39 +1,57 @@
-"""A language model with something added: loading it by name or from a model, adapters, saving, sharing."""
+"""Language models with additional modules: loading, adapters (also of a reward model), saving."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.utils import PushToHubMixin
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    PushToHubMixin,
+)
+from transformers.utils.hub import cached_file
 
 from trl.data.hub import loading_from_hub
+from trl.models.lending import same_trainable, undisturbed
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, merge_adapter, prepare_model_for_kbit_training, require_peft
 from trl.models.quantization import is_quantized
-from trl.models.reward_adapters import adapter_scores, add_reward_adapter
-from trl.models.value_head_saving import (
-    PREFIX,
-    expected_value_head,
-    load_value_head,
-    remove_value_head,
-    save_value_head,
-)
 
+logger = logging.getLogger(__name__)
+
+PREFIX = "v_head."
+SEPARATE_FILE = "value_head.safetensors"
+_SAFE_FILES = (SEPARATE_FILE, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)
+_PICKLED_FILES = (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _BASE = "pretrained_model."
+# Attributes that are those of the model inside the wrapper and PEFT.
+_OF_BASE = (
+    "config", "device", "dtype", "get_input_embeddings", "get_output_embeddings", "gradient_checkpointing_enable",
+    "gradient_checkpointing_disable", "enable_input_require_grads",
+)  # fmt: skip
 
 
 class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
-    """A transformers model, maybe inside PEFT, as `pretrained_model`, with modules of its own beside it.
+    """A transformers model, optionally inside PEFT, as `pretrained_model`, with additional modules.
 
-    Subclasses name the auto class that loads the model (`transformers_parent_class`) and the arguments of their own
+    Subclasses name the auto class that loads the model (`transformers_parent_class`) and their own arguments
     (`supported_args`). `score_module` is the head of a reward adapter named `rm_adapter_name`.
     """
 
@@ -63,6 +81,11 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         if score_module is not None:
             self.score = score_module
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_BASE:
+            return getattr(self.get_base_model(), name)
+        return super().__getattr__(name)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -70,16 +93,17 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         *model_args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A wrapper around a model given by Hub name or folder, or around a model that exists.
+        """A wrapper around a model given by Hub name or folder, or around a loaded model.
 
-        `peft_config` wraps it with a new adapter (one that is there is merged into the base); a folder with an adapter loads it over its base, ready to be trained
-        unless `is_trainable=False`. `reward_adapter` (folder or name) adds a reward model's adapter under
-        `reward_adapter_name`. `load_in_8bit` and `load_in_4bit` quantise. Other keyword arguments go to the model's
-        `from_pretrained`, or are the wrapper's own (`supported_args`). The added modules' weights load where the
-        checkpoint has them: from safetensors, and with `pickled_value_head=True` (or `use_safetensors=False`) from TRL's
-        `pytorch_model.bin` too.
+        `peft_config` adds a new adapter (an existing one is merged into the base). A folder with an adapter is loaded over
+        its base, trainable unless `is_trainable=False`. `reward_adapter` (folder or name) adds a reward model's adapter
+        under `reward_adapter_name`. `load_in_8bit` and `load_in_4bit` quantise. Other keyword arguments go to the model's
+        `from_pretrained`, or are the wrapper's own (`supported_args`). The added modules' weights are loaded if the
+        checkpoint has them: from safetensors, and with `pickled_value_head=True` (or `use_safetensors=False`) also from
+        TRL's `pytorch_model.bin`.
 
-        Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError where there is no such model.
+        Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError if there is
+        no such model.
         """
         own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         peft_config = kwargs.pop("peft_config", None)
@@ -87,17 +111,24 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         reward_name = kwargs.pop("reward_adapter_name", "reward_adapter")
         is_trainable = kwargs.pop("is_trainable", True)
         pickled = kwargs.pop("pickled_value_head", kwargs.get("use_safetensors") is False)
-        weights = None
-        if isinstance(pretrained_model_name_or_path, str | os.PathLike):
-            path = os.fspath(pretrained_model_name_or_path)
+        bits = {name: kwargs.pop(name, False) for name in ("load_in_8bit", "load_in_4bit")}
+        if any(bits.values()):
+            kwargs["quantization_config"] = BitsAndBytesConfig(**bits)
+        given, weights = pretrained_model_name_or_path, None
+        if isinstance(given, str | os.PathLike):
+            path = os.fspath(given)
             with loading_from_hub(path, "model"):
-                with expected_value_head():
-                    model = create_model_from_path(path, cls.transformers_parent_class, **_quantised(kwargs))
+                with _expected_value_head():
+                    model = create_model_from_path(path, cls.transformers_parent_class, **kwargs)
                 weights = load_value_head(path, pickled=pickled, **kwargs)
+        elif isinstance(given, PreTrainedModel) or is_peft_model(given):
+            model = given
         else:
-            model = _checked(pretrained_model_name_or_path)
+            raise TypeError(
+                f"the model must be a Hub name, a folder, a PreTrainedModel or a PeftModel, got {type(given).__name__}. Load "
+                "it with a transformers auto class first."
+            )
         model = _with_adapter(model, peft_config, trainable=is_trainable)
-        score = None
         if reward_adapter is not None:
             score = add_reward_adapter(model, reward_adapter, name=reward_name, token=kwargs.get("token"))
             own |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_name}
@@ -116,27 +147,36 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """Load a reward adapter into a `PeftModel`, frozen and not active, and return its score head."""
         return add_reward_adapter(pretrained_model, adapter_model_id, name=adapter_name, token=token)
 
+    @torch.no_grad()
     def compute_reward_score(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """Scores of the reward adapter at every position, `(B, T) -> (B, T, C)`, without gradient.
 
-        `ppo_adapter_name` is the adapter that is active afterwards (by default the policy's). Raises ValueError without a
-        reward adapter.
+        The score of a sequence is that of its last token. `ppo_adapter_name` is the adapter that is active afterwards (by
+        default the policy's). Raises ValueError without a reward adapter.
         """
         if not self.supports_rm_adapter or self.rm_adapter_name is None:
             raise ValueError(
                 "compute_reward_score needs a reward adapter, got none. Load the model with "
                 "from_pretrained(..., peft_config=..., reward_adapter=...)."
             )
-        back_to = kwargs.pop("ppo_adapter_name", self.policy_adapter_name)
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
-        return adapter_scores(
-            self.pretrained_model, self.score, inputs, adapter=self.rm_adapter_name, policy_adapter=back_to
+        model, policy_adapter = (
+            self.pretrained_model,
+            kwargs.pop("ppo_adapter_name", self.policy_adapter_name),
         )
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
+        with undisturbed(model), same_trainable(model) as put_back:
+            try:
+                model.set_adapter(self.rm_adapter_name, inference_mode=True)
+                put_back()
+                outputs = model(**inputs, output_hidden_states=True, use_cache=False)
+            finally:
+                model.set_adapter(policy_adapter)
+            return self.score(last_hidden(outputs).to(next(self.score.parameters()).dtype))
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the added modules' weights out of a checkpoint's; nothing is added here."""
+        """Load the added modules' weights from those of a checkpoint; here there are none."""
 
     def added_weights(self) -> dict[str, Tensor]:
         """The weights of the added modules, by their names in a checkpoint."""
@@ -146,6 +186,10 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """`generate` of the wrapped model."""
         return self.pretrained_model.generate(*args, **kwargs)
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments of the wrapped model's forward at a step of generation."""
+        return self.pretrained_model.prepare_inputs_for_generation(*args, **kwargs)
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
@@ -153,31 +197,36 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         state_dict: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save as a checkpoint of the wrapped model (safetensors, sharded by `max_shard_size`) with the added weights.
+        """Save a checkpoint of the wrapped model (safetensors, sharded by `max_shard_size`) with the added weights.
 
-        An adapter is saved alone, the added weights in a file beside it. `state_dict` may have names of either form.
+        An adapter is saved alone, with the added weights in a separate file. `state_dict` may use either naming.
         """
         given = {key.removeprefix(_BASE): weight for key, weight in (state_dict or {}).items()}
-        added = {
-            key: weight for key, weight in given.items() if key.startswith(PREFIX)
-        } or self.added_weights()
-        model = self.pretrained_model
-        if self.is_peft_model or is_quantized(model):
-            given = {key: weight for key, weight in given.items() if key not in added}
-            model.save_pretrained(save_directory, **({"state_dict": given} if given else {}), **kwargs)
-            if kwargs.get("is_main_process", True) and added:
-                save_value_head(added, save_directory)
+        added = {key: weight for key, weight in given.items() if key.startswith(PREFIX)}
+        added = added or self.added_weights()
+        model, is_main, file = (
+            self.pretrained_model,
+            kwargs.get("is_main_process", True),
+            Path(save_directory, SEPARATE_FILE),
+        )
+        if not (self.is_peft_model or is_quantized(model)):
+            if is_main:
+                file.unlink(missing_ok=True)  # an adapter's, which would be read instead of what is saved now
+            whole = given or dict(model.state_dict())
+            model.save_pretrained(save_directory, state_dict={**whole, **added}, **kwargs)
             return
-        if kwargs.get("is_main_process", True):
-            remove_value_head(save_directory)
-        whole = given or dict(model.state_dict())
-        model.save_pretrained(save_directory, state_dict={**whole, **added}, **kwargs)
+        given = {key: weight for key, weight in given.items() if key not in added}
+        model.save_pretrained(save_directory, **({"state_dict": given} if given else {}), **kwargs)
+        if is_main and added:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tensors = {name: weight.detach().cpu().contiguous() for name, weight in added.items()}
+            save_file(tensors, file, metadata={"format": "pt"})
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         """The wrapped model's weights under its own names, and the added ones under theirs (`v_head.*`)."""
-        del args  # torch's older form by position is not used by anything that saves models
+        del args  # torch's older positional form; nothing that saves models uses it
         whole = self.pretrained_model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         for name, module in self.named_children():
             if name != "pretrained_model":
@@ -185,24 +234,19 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return whole
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take weights under the names that `state_dict` gives them, or under the modules' own."""
+        """Load weights under the names of `state_dict`, or under the modules' own."""
         children = tuple(f"{prefix}{name}." for name, _ in self.named_children())
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(children)]:
             state_dict[f"{prefix}{_BASE}{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_base_model(self) -> PreTrainedModel:
-        """The transformers model inside of this wrapper and PEFT's."""
+        """The transformers model inside this wrapper and PEFT's."""
         return causal_core(self.pretrained_model)
 
     @property
-    def config(self) -> Any:
-        """The wrapped model's config."""
-        return self.pretrained_model.config
-
-    @property
     def generation_config(self) -> Any:
-        """The wrapped model's settings of generation."""
+        """The wrapped model's generation config."""
         return self.get_base_model().generation_config
 
     @generation_config.setter
@@ -210,67 +254,24 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         self.get_base_model().generation_config = value
 
     @property
-    def device(self) -> torch.device:
-        """Where the wrapped model's first parameter is."""
-        return next(self.pretrained_model.parameters()).device
-
-    @property
     def current_device(self) -> torch.device:
         """`device`, by its name in older programs."""
         return self.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The wrapped model's dtype."""
-        return self.get_base_model().dtype
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The wrapped model's table of token embeddings."""
-        return self.get_base_model().get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """The wrapped model's language modelling head."""
-        return self.get_base_model().get_output_embeddings()
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """What the wrapped model's forward takes at a step of generation."""
-        return self.pretrained_model.prepare_inputs_for_generation(*args, **kwargs)
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Recompute the wrapped model's activations in the backward pass."""
-        self.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keep the wrapped model's activations for the backward pass."""
-        self.get_base_model().gradient_checkpointing_disable()
-
-    def enable_input_require_grads(self) -> None:
-        """Let gradients through a frozen embedding."""
-        self.get_base_model().enable_input_require_grads()
-
-
-def _quantised(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`load_in_8bit` and `load_in_4bit` of older programs as the quantisation config that they stand for."""
-    kwargs = dict(kwargs)
-    asked = {name: kwargs.pop(name, False) for name in ("load_in_8bit", "load_in_4bit")}
-    if any(asked.values()):
-        kwargs["quantization_config"] = BitsAndBytesConfig(**asked)
-    return kwargs
-
-
-def _checked(model: Any) -> Any:
-    if isinstance(model, PreTrainedModel) or is_peft_model(model):
-        return model
-    raise TypeError(
-        f"the model must be a Hub name, a folder, a PreTrainedModel or a PeftModel, got {type(model).__name__}. Load it with "
-        "a transformers auto class first."
-    )
+def last_hidden(outputs: Any) -> Tensor:
+    """The last hidden states `(B, T, H)` of a language model's outputs; the decoder's, if it has an encoder too."""
+    states = getattr(outputs, "decoder_hidden_states", None) or getattr(outputs, "hidden_states", None)
+    if states is None:
+        raise ValueError(
+            f"the model must return its hidden states, got {type(outputs).__name__} without any. Use a transformers language "
+            "model that takes output_hidden_states=True."
+        )
+    return states[-1]
 
 
 def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
-    """The model with a new adapter where one is asked for, and its own adapter frozen unless `trainable`."""
+    """The model with a new adapter if there is a `peft_config`; its own adapter is frozen unless `trainable`."""
     if peft_config is None:
         if is_peft_model(model) and not trainable:
             model.requires_grad_(False)
@@ -289,8 +290,7 @@ def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
 def under_module_names(accelerator: Any) -> Iterator[None]:
     """A block in which, under FSDP, the `state_dict` of prepared models names weights as `named_parameters` does.
 
-    `torch.distributed.checkpoint`, through which FSDP2's weights and optimiser states come and go, takes both for one list
-    of names.
+    `torch.distributed.checkpoint`, which saves and loads FSDP2's weights and optimiser states, needs equal names.
     """
     sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
     models: list[Any] = [accelerator.unwrap_model(model) for model in accelerator._models] if sharded else []
@@ -301,3 +301,123 @@ def under_module_names(accelerator: Any) -> Iterator[None]:
     finally:
         for model in models:
             del model.state_dict
+
+
+# ---- the adapter of a reward model
+
+
+def add_reward_adapter(model: Any, adapter: str, *, name: str, token: str | bool | None = None) -> nn.Linear:
+    """Load a reward model's adapter into a `PeftModel` under `name`, frozen, and return its score head, frozen.
+
+    `adapter` is a folder or Hub name that PEFT saved from a sequence classifier over the same base model. The active adapter
+    stays active. Raises TypeError for a model without adapters, ValueError if the name is taken or the adapter has no score
+    head.
+    """
+    require_peft()
+    from peft import PeftConfig, set_peft_model_state_dict
+    from peft.utils.save_and_load import load_peft_weights
+
+    if not is_peft_model(model):
+        raise TypeError(
+            f"a reward adapter needs a policy that is a PeftModel, got {type(model).__name__}. Give peft_config too."
+        )
+    if name in model.peft_config:
+        raise ValueError(
+            f"the model has an adapter named {name!r} already ({', '.join(model.peft_config)}). Choose another "
+            "reward_adapter_name."
+        )
+    options: dict[str, Any] = {} if token is None else {"token": token}
+    with loading_from_hub(adapter, "adapter"):
+        config: Any = PeftConfig.from_pretrained(adapter, **options)
+        weights = load_peft_weights(adapter, device="cpu", **options)
+    config.modules_to_save, config.inference_mode = None, True  # the head is not in a language model
+    head, rest = _split_head(weights, adapter)
+    active = model.active_adapter
+    with same_trainable(model):
+        model.add_adapter(name, config)
+        set_peft_model_state_dict(model, rest, adapter_name=name)
+        model.set_adapter(active)
+    for key, parameter in model.named_parameters():
+        if f".{name}." in key:
+            parameter.requires_grad_(False)
+    return head.to(next(model.parameters()).device).requires_grad_(False).eval()
+
+
+def _split_head(weights: dict[str, Tensor], adapter: str) -> tuple[nn.Linear, dict[str, Tensor]]:
+    """The score head and the adapter's other weights."""
+    parts = {key: key.rpartition(".")[2] for key in weights if ".score." in f".{key}"}
+    found = {part: weights[key] for key, part in parts.items()}
+    if "weight" not in found:
+        raise ValueError(
+            f"'{adapter}' has no score head (it holds {len(weights)} weights, none named score.weight). Train it with "
+            "RewardTrainer and a LoRA config of task_type='SEQ_CLS', which saves the head too."
+        )
+    head = nn.Linear(found["weight"].shape[1], found["weight"].shape[0], bias="bias" in found)
+    head.load_state_dict(found)
+    return head.to(found["weight"].dtype), {key: value for key, value in weights.items() if key not in parts}
+
+
+# ---- the value head's files
+
+
+def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> dict[str, Tensor] | None:
+    """The `v_head.*` weights of a checkpoint, by their names there; None if it has no value head.
+
+    `model_id` is a folder or a Hub name; of `options` only those that locate files on the Hub are used. `pickled` also
+    reads `pytorch_model.bin`, in which older TRL saves value heads, with `weights_only=True`.
+    """
+    options = {name: value for name, value in options.items() if name in _HUB_OPTIONS}
+    for names in (_SAFE_FILES, _PICKLED_FILES) if pickled else (_SAFE_FILES,):
+        found = ((name, file) for name in names if (file := _find(model_id, name, options)))
+        name, file = next(found, ("", None))
+        weights = {} if file is None else _weights_of(file, name, model_id, options)
+        if weights or (file is not None and not pickled):
+            return weights or None
+    if not pickled and _find(model_id, WEIGHTS_NAME, options) is not None:
+        logger.warning(
+            "'%s' has pickled weights (%s): a value head in them is not loaded, and starts anew. If you trust the file, "
+            "pass pickled_value_head=True.",
+            model_id,
+            WEIGHTS_NAME,
+        )
+    return None
+
+
+def _weights_of(file: str, name: str, model_id: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The head's weights in a file, or in the shards that an index names."""
+    if name not in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        return _read(file)
+    with open(file, encoding="utf-8") as index:
+        shards = {shard for key, shard in json.load(index)["weight_map"].items() if key.startswith(PREFIX)}
+    files = [_find(model_id, shard, options) for shard in sorted(shards)]
+    return {key: weight for found in files if found for key, weight in _read(found).items()}
+
+
+def _find(model_id: str, name: str, options: dict[str, Any]) -> str | None:
+    causes = ("gated_repo", "missing_entries", "connection_errors")
+    return cached_file(model_id, name, **{f"_raise_exceptions_for_{each}": False for each in causes}, **options)  # fmt: skip
+
+
+def _read(file: str) -> dict[str, Tensor]:
+    if not file.endswith(".safetensors"):
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        return {key: weight for key, weight in found.items() if key.startswith(PREFIX)}
+    with safe_open(file, framework="pt") as weights:
+        return {key: weights.get_tensor(key) for key in weights.keys() if key.startswith(PREFIX)}  # noqa: SIM118
+
+
+@contextmanager
+def _expected_value_head() -> Iterator[None]:
+    """Drop transformers' loading report if it lists nothing but the value head."""
+    reports = logging.getLogger("transformers.modeling_utils")
+
+    def keeps(record: logging.LogRecord) -> bool:
+        pattern = r"^(\S+)\s+\|.*(?:UNEXPECTED|MISSING|MISMATCH|CONVERSION)"
+        rows = re.findall(pattern, record.getMessage(), re.MULTILINE)
+        return not rows or any(not name.startswith(PREFIX) for name in rows)
+
+    reports.addFilter(keeps)
+    try:
+        yield
+    finally:
+        reports.removeFilter(keeps)

@@ -39,8 +39,7 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.head_precision import tied_where_equal
 from trl.models.loading import load_saved_weights
 from trl.models.packed.layout import count_scored, count_sequence_tokens, count_tokens
-from trl.models.reference import FrozenModel
-from trl.models.reference_moves import check_moves, lend_reference
+from trl.models.reference import FrozenModel, lend_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
@@ -124,10 +123,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         elif not any(isinstance(each, SyncRefModelCallback) for each in self.callback_handler.callbacks):
             reason = "with sync_ref_model=False. Set sync_ref_model=True, or leave it out"
             warn_unread(self.args, SYNC_SETTINGS, reason)
-        check_moves(self.callback_handler.callbacks, self.reference, self.model)
+        self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference, self.model)
         if self.reference is not None:
             self.reference.prepare(self.accelerator)
-        self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference)
 
     # ---- one optimiser step
 

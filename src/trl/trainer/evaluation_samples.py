@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from datasets import Dataset
 
-from trl.collators.vision_pairs import DataCollatorForVisionPreference
+from trl.collators.vision import DataCollatorForVisionPreference
 from trl.data.rendering import text_tokenizer
 from trl.models.packed.layout import IGNORED, ROW_KEYS
 from trl.reporting.tables import print_rich_table

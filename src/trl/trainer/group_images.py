@@ -15,8 +15,14 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from torch import Tensor
 
-from trl.collators.image_prompts import PromptText, as_read, image_tokens, prompt_inputs, prompt_tokens
-from trl.collators.images import check_processor
+from trl.collators.images import (
+    PromptText,
+    as_read,
+    check_processor,
+    image_tokens,
+    prompt_inputs,
+    prompt_tokens,
+)
 from trl.data.image_prompts import ImagePrompts, check_image_prompts
 from trl.data.image_rows import read_images
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, check_prompt_ids

@@ -27,9 +27,9 @@ from trl.collators.rows import IGNORED
 from trl.collators.step_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.data.rendering import text_tokenizer
 from trl.legacy import ITERATIVE_SFT_ARGUMENTS, Older
-from trl.models.device_cache import empty_cache
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
+from trl.models.switches import empty_cache
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer

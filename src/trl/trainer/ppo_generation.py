@@ -15,9 +15,9 @@ from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.transformers.phase import generating
 from trl.generation.transformers.requests import fresh_seed
 from trl.generation.transformers.stopping import end_tokens
-from trl.models.device_cache import empty_cache
 from trl.models.parts import causal_core
 from trl.models.reference import Reference
+from trl.models.switches import empty_cache
 from trl.trainer.ppo_config import PPOConfig
 
 # What transformers assumes where neither the call nor the model's generation config says.

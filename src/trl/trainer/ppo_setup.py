@@ -19,7 +19,7 @@ from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.policy import make_scorer, report_fallbacks
 from trl.models.reference import FrozenModel, Reference, make_reference
-from trl.models.reference_copies import create_reference_model
+from trl.models.reference_weights import create_reference_model
 from trl.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,

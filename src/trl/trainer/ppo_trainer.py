@@ -14,8 +14,8 @@ from transformers import set_seed
 from trl._lazy import attach
 from trl.data.query_loader import QueryLoader, make_loader
 from trl.data.step_inputs import StepInputs, check_step_inputs
-from trl.models.device_cache import empty_cache
 from trl.models.step_state import load_step_state, moments_state, save_step_state
+from trl.models.switches import empty_cache
 from trl.objectives.advantages import scale_scores
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
 from trl.reporting.divergence_watch import DivergenceWatch, mean_over_rows

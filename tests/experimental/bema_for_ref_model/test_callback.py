@@ -11,8 +11,7 @@ import torch
 from tests.trainer.callbacks.runs import trainer
 from tests.two_processes import launch
 from trl.experimental.bema_for_ref_model import BEMACallback
-from trl.models.reference import FrozenModel
-from trl.models.reference_moves import lend_reference
+from trl.models.reference import FrozenModel, lend_reference
 from trl.trainer.callbacks import BEMACallback as PlainBEMACallback
 
 BY_HAND = {"update_freq": 1, "ema_power": 1.0, "bias_power": 1.0, "lag": 1}

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from trl.experimental.bema_for_ref_model import BEMACallback
-from trl.models.reference import DisabledAdapter, FrozenModel
-from trl.models.reference_moves import lend_reference
+from trl.models.reference import DisabledAdapter, FrozenModel, lend_reference
 from trl.trainer.callbacks import SyncRefModelCallback
 
 

@@ -15,9 +15,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trl.generation.transformers.decoders import has_readable_weight, readable_weight
 from trl.generation.transformers.phase import without_wrappers
-from trl.models.distributed import is_sharded
+from trl.models.distributed import fsdp2_units, gathered_modules, is_sharded, whole_shape
 from trl.models.head_precision import was_untied
-from trl.models.part_gathering import fsdp2_units, gathered_modules, whole_shape
 from trl.models.parts import causal_core, prompt_learning_unsupported
 from trl.models.quantization import is_quantized
 

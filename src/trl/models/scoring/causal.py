@@ -39,7 +39,8 @@ from trl.models.scoring.head import (
     router_loss,
     score_hidden,
 )
-from trl.models.value_head import SUPPORTED_ARCHITECTURES, last_hidden
+from trl.models.value_head import SUPPORTED_ARCHITECTURES
+from trl.models.value_wrapper import last_hidden
 from trl.tensors.reduce import Weighted
 from trl.tensors.softmax_rows import LogitRule
 from trl.tensors.vocabulary_loss import LogitsOf, LossOfLogits, VocabularyLoss, vocabulary_loss

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model, tiny_seq2seq
-from trl.models.reference_copies import create_reference_model
+from trl.models.reference_weights import create_reference_model
 from trl.models.value_head import AutoModelForCausalLMWithValueHead
 
 IDS = torch.tensor([[5, 6, 7, 8]])

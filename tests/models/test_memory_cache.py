@@ -2,14 +2,14 @@
 
 import pytest
 
-from trl.models import device_cache
-from trl.models.device_cache import PPODecorators
+from trl.models import switches
+from trl.models.switches import PPODecorators
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_switch_decides(monkeypatch, asked):
     emptied = []
-    monkeypatch.setattr(device_cache, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(switches, "empty_cache", lambda: emptied.append(1))
     monkeypatch.setattr(PPODecorators, "optimize_device_cache", asked)
 
     @PPODecorators.empty_device_cache()

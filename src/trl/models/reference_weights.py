@@ -1,0 +1,194 @@
+"""The weights of references: copies, hashes, and files in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Container, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trl.models.distributed import gathered_parameters, is_fsdp1, is_sharded, reshard
+from trl.models.parts import causal_core
+from trl.models.peft import is_peft_model
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Names of a layer's parameters in common models: values for `pattern`.
+LAYER_PATTERNS = [
+    "transformer.h.{layer}",
+    "model.decoder.layers.{layer}",
+    "gpt_neox.layers.{layer}",
+    "model.layers.{layer}",
+]
+# Settings that do not change what a model computes.
+_NOT_HASHED = (
+    "_name_or_path", "transformers_version", "_attn_implementation", "attn_implementation", "architectures",
+    "base_model_name_or_path", "inference_mode", "use_cache",
+)  # fmt: skip
+
+
+def create_reference_model(
+    model: Model, num_shared_layers: int | None = None, pattern: str | None = None
+) -> Model:
+    """A frozen copy of a model, in eval mode.
+
+    With `num_shared_layers` the parameters before that layer (embeddings, an encoder, the first layers) are shared
+    instead of copied, and frozen in the policy too. `pattern` is the prefix of the names of a layer's parameters, with
+    `{layer}` for its number; by default the decoder's list of layers is found.
+
+    Raises: ValueError for a sharded model, and for a layer or pattern that does not exist.
+    """
+    if is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is sharded (ZeRO-3 or FSDP) and cannot be copied. Make the reference before, or pass "
+            "it as ref_model."
+        )
+    shared = [] if num_shared_layers is None else _before_layer(model, num_shared_layers, pattern)
+    for parameter in shared:
+        parameter.requires_grad_(False)
+    # A deep copy does not copy what is in its memo.
+    reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
+    return reference.requires_grad_(False).eval()
+
+
+def _before_layer(model: nn.Module, layer: int, pattern: str | None) -> list[nn.Parameter]:
+    """The parameters before those of a layer, in the model's own order."""
+    wanted = f".{(pattern or _layer_pattern(model)).format(layer=layer)}."
+    parameters = list(model.named_parameters())
+    first = next((i for i, (name, _) in enumerate(parameters) if wanted in f".{name}"), None)
+    if first is None:
+        raise ValueError(
+            f"num_shared_layers is {layer}, and {type(model).__name__} has no parameters named {wanted[1:]}* . Share fewer "
+            "layers than the model has, or give their pattern, such as 'model.layers.{layer}'."
+        )
+    return [parameter for _, parameter in parameters[:first]]
+
+
+def _layer_pattern(model: nn.Module) -> str:
+    core: Any = causal_core(model)
+    count = core.config.get_text_config(decoder=True).num_hidden_layers
+    inside = list((core.get_decoder() or core.base_model).children())
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and len(module) == count
+        if is_list and any(module is child for child in inside):
+            return f"{name}.{{layer}}"
+    raise ValueError(
+        f"the layers of {type(core).__name__} were not found. Give the pattern of their parameters' names, such as "
+        "'model.layers.{layer}'."
+    )
+
+
+def adapter_weights(model: nn.Module) -> dict[str, str]:
+    """Parameters and buffers that belong to PEFT adapters: names to adapter names."""
+    owners: dict[int, str] = {}
+    for module in model.modules():
+        layers = [attrgetter(name)(module) for name in getattr(module, "adapter_layer_names", ())]
+        if is_peft_model(module):
+            layers.append(getattr(module, "prompt_encoder", {}))
+        for layer in layers:
+            for adapter, part in layer.items():
+                tensors = [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else [part]
+                owners.update({id(tensor): adapter for tensor in tensors})
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: owners[id(tensor)] for name, tensor in named if id(tensor) in owners}
+
+
+def hash_weights(module: nn.Module, *, settings: Mapping[str, Any], left_out: Container[str] = ()) -> str:
+    """A hash of the names, types, shapes and bytes of a module's state and of its settings, 32 hex digits.
+
+    `left_out` names state entries to skip. Sharded weights are gathered one at a time, so all processes must call it;
+    all get the main process's result.
+    """
+    hasher: Any = xxhash.xxh3_128(json.dumps(_plain(settings), sort_keys=True, default=str).encode())
+    for name, value in _whole_state(module):
+        if name not in left_out:
+            hasher.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            if not value.is_meta and value.numel():  # meta tensors: the main process will broadcast them
+                hasher.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return broadcast_object_list([hasher.hexdigest()])[0]
+
+
+def save_parameters(module: nn.Module, file: str) -> None:
+    """Write a module's parameters, gathered, into a safetensors file on the main process. All processes must call it."""
+    _prepare_to_read(module)
+    is_main, kept = PartialState().is_main_process, {}
+    for name, parameter in module.named_parameters():
+        with gathered_parameters([parameter]):
+            whole = _whole(parameter)
+            if is_main:
+                kept[name] = whole.to("cpu", copy=True).contiguous()
+    if is_main:
+        save_file(kept, f"{file}.incomplete")
+        os.replace(f"{file}.incomplete", file)
+
+
+@torch.no_grad()
+def load_parameters(module: nn.Module, file: str) -> None:
+    """Copy what `save_parameters` wrote into a module, bit for bit. Raises ValueError if names or shapes differ."""
+    _prepare_to_read(module)
+    advice = "Resume with the reference that the run was started with."
+    saved, parameters = load_file(file), dict(module.named_parameters())
+    if saved.keys() != parameters.keys():
+        raise ValueError(
+            f"'{file}' must hold the reference's {len(parameters)} parameters, these are in one only: "
+            f"{sorted(saved.keys() ^ parameters.keys())[:3]}. {advice}"
+        )
+    for name, parameter in parameters.items():
+        with gathered_parameters([parameter], modifier_rank=0):
+            value, shape = saved[name], tuple(parameter.shape)
+            if value.shape != shape:
+                raise ValueError(
+                    f"'{file}': {name} has shape {tuple(value.shape)}, expected {shape}. {advice}"
+                )
+            if isinstance(parameter.data, DTensor):
+                value = value.to(parameter.device, parameter.dtype)
+                shards = distribute_tensor(value, parameter.data.device_mesh, parameter.data.placements)
+                parameter.data.to_local().copy_(shards.to_local())
+            else:
+                parameter.data.copy_(value)
+
+
+def _whole_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    _prepare_to_read(module)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            continue
+        parameter = parameters.get(name)
+        if parameter is None or isinstance(value, DTensor):
+            yield name, _whole(value)
+            continue
+        with gathered_parameters([parameter]):
+            yield name, _whole(parameter)
+
+
+def _whole(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if key not in _NOT_HASHED}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _prepare_to_read(module: nn.Module) -> None:
+    if any(is_fsdp1(part) for part in module.modules()):
+        raise ValueError(
+            "FSDP version 1 flattens weights, and a reference that is hashed or saved needs them by name. Use "
+            "fsdp_version: 2 in the accelerate config."
+        )
+    reshard(module)
