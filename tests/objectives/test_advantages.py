@@ -167,3 +167,11 @@ def test_whitened_rewards_do_not_depend_on_the_padding(padding):
     wide = [torch.nn.functional.pad(tensor, (0, padding)) for tensor in (rewards, values, torch.ones(1, 3))]
     found = gae(masked_whiten(wide[0], wide[2], shift_mean=False), wide[1], wide[2])
     torch.testing.assert_close(found.returns[:, :3], expected.returns, **CLOSE)
+
+
+def test_a_deviation_that_is_rounding_scales_nothing():
+    """Beside 1e8 a float32 rounds by 12: a deviation of 2 is that of equal scores."""
+    scores = torch.tensor([0.0, 1e8])
+    assert scale_scores(scores, std=2.0).tolist() == [0.0, 1e8]
+    assert scale_scores(scores, std=100.0)[1].item() == pytest.approx(1e6)
+    assert scale_scores(torch.zeros(0)).shape == (0,)

@@ -8,6 +8,8 @@ import torch
 from trl.objectives.group_advantages import (
     ADVANTAGES,
     SMALLEST_STD,
+    batch_deviation,
+    best_of_groups,
     check_group_size,
     check_scale,
     clipped_rewards,
@@ -151,3 +153,18 @@ def test_bad_input_is_named():
         check_scale("all")
     with pytest.raises(ValueError, match="num_generations must be >= 2, got 1"):
         check_group_size(1)
+
+
+def test_deviation_of_few_rewards():
+    assert batch_deviation(torch.tensor([1.0, NAN, 3.0])).item() == pytest.approx(math.sqrt(2))
+    assert batch_deviation(torch.tensor([NAN, 3.0])).item() == 0
+
+
+def test_normalized_is_centred():
+    std = math.sqrt(2)
+    close(normalized(torch.tensor([4.0, 6.0], dtype=torch.float64)), [-1 / (std + 1e-4), 1 / (std + 1e-4)])
+
+
+def test_best_of_groups_names_rows_without_a_score():
+    with pytest.raises(ValueError, match=r"NaN in rows \[1, 2\]"):
+        best_of_groups(torch.tensor([0.0, NAN, NAN, 1.0]), 2, 1)

@@ -551,3 +551,34 @@ def test_bad_tensors_are_named():
     with pytest.raises(ValueError, match=r"top_entropy_quantile must be in \[0, 1\], got 1.5"):
         entropy_threshold(logps, tokens.mask, 1.5)
     assert set(get_args(RatioLevel)) == set(RATIOS)
+
+
+def kernels(loss_type, advantage):
+    tokens = GroupTokens(torch.zeros(1), torch.tensor([advantage]), torch.ones(1), torch.tensor([0]), 1)
+    options = GroupOptions(
+        loss_type, sapo_temperature_pos=1.0, sapo_temperature_neg=2.0, vespo_k_pos=1.0, vespo_lambda_pos=0.5,
+        vespo_k_neg=2.0, vespo_lambda_neg=1.0,
+    )  # fmt: skip
+    return group_policy_loss(torch.log(torch.tensor([2.0])), tokens, options).values.item()
+
+
+def test_every_positive_advantage_has_the_settings_of_positive_ones():
+    """Also one below 1. At a ratio of 2: SAPO's 4 s(1) and 2 s(2); VESPO's 2 exp(-1/2) and 4 exp(-1), times log 2."""
+    assert kernels("sapo", 0.5) == pytest.approx(-0.5 * 4 / (1 + math.exp(-1)))
+    assert kernels("sapo", -0.5) == pytest.approx(0.5 * 2 / (1 + math.exp(-2)))
+    assert kernels("vespo", 0.5) == pytest.approx(-0.5 * 2 * math.exp(-0.5) * math.log(2), rel=1e-6)
+    assert kernels("vespo", -0.5) == pytest.approx(0.5 * 4 * math.exp(-1) * math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
+def test_a_token_without_advantage_is_not_clipped(loss_type):
+    tokens = GroupTokens(torch.zeros(2), torch.tensor([0.0, 1.0]), torch.ones(2), torch.tensor([0, 1]), 2)
+    options = GroupOptions(loss_type, **({"epsilon_high": 1.5} if loss_type == "cispo" else {}))
+    metrics = group_policy_loss(torch.log(torch.tensor([9.0, 9.0])), tokens, options).metrics
+    shares = [value.mean.item() for name, value in metrics.items() if "ratio" in name]
+    assert max(shares) == 0.5
+
+
+def test_a_sequence_of_one_token_has_its_advantage():
+    tokens = GroupTokens(torch.zeros(1), torch.tensor([2.0]), torch.ones(1), torch.tensor([0]), 1)
+    assert sequence_policy_loss(torch.zeros(1), tokens, GroupOptions()).values.tolist() == [-2.0]

@@ -1,9 +1,10 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trl.objectives.language_modelling import LOSS_TYPES, dft, nll
+from trl.objectives.language_modelling import LOSS_TYPES, dft, dft_loss, nll
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import count_units, reduce_terms
 
@@ -62,3 +63,14 @@ def test_unknown_names_list_the_known_ones():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"logps and mask must have one shape, got \(3,\) and \(2,\)"):
         nll(logps(), MASK[:2])
+
+
+@pytest.mark.parametrize(("count", "divisor"), [(None, 2), (5, 5)])
+def test_dft_loss_of_a_models_outputs(count, divisor):
+    """The logits at a position score the next label; -100 is not trained, nor is the first label."""
+    labels = torch.tensor([[1, 0, -100, 2]])
+    leaf = torch.randn(1, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logps = leaf.log_softmax(-1)
+    each = torch.stack([logps[0, 0, 0], logps[0, 2, 2]])
+    found = dft_loss(SimpleNamespace(logits=leaf), labels, count)
+    assert found.item() == pytest.approx(-(each.exp() * each).sum().item() / divisor, rel=1e-12)

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from tests.objectives.pair_cases import one_pair, s, scores_of, tensor
-from trl.objectives.pairs import F_DIVERGENCES, PairOptions, PairScores, log_loss, margin, power_ratio
+from trl.objectives.pairs import (
+    F_DIVERGENCES,
+    PairOptions,
+    PairScores,
+    log_loss,
+    margin,
+    pair_metrics,
+    power_ratio,
+)
 
 
 def test_margins_by_hand():
@@ -98,3 +106,16 @@ def test_shapes_must_agree():
         PairScores(tensor([1.0, 2.0]), tensor([1.0]), tensor([1.0]), tensor([1.0]))
     with pytest.raises(ValueError, match="Sum the token log-probs"):
         PairScores.without_reference(tensor([[1.0]]), tensor([[1.0]]))
+
+
+def test_metrics_of_pairs():
+    """Equal rewards are no success; margins are differences."""
+    zero = torch.zeros(3)
+    found = pair_metrics(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 0.0, 3.0]), chosen_logps=zero, rejected_logps=zero)  # fmt: skip
+    assert found["rewards/accuracies"].mean.item() == pytest.approx(1 / 3)
+    assert found["rewards/margins"].mean.item() == pytest.approx(-1 / 3)
+
+
+def test_without_a_reference_its_log_probs_are_zero():
+    chosen, rejected = torch.tensor([-1.0]), torch.tensor([-3.0])
+    assert PairScores.without_reference(chosen, rejected).ratios == (chosen, rejected)

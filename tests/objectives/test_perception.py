@@ -70,3 +70,9 @@ def test_bad_weights_and_missing_entropies():
         PerceptionOptions(der_loss_weight2=-1)
     with pytest.raises(ValueError, match=r"an entropy weight of 0.03 needs entropies, got None"):
         perception_loss(LOGPS, MASKED, tokens(), PerceptionOptions(), loss_type="dapo")
+
+
+@pytest.mark.parametrize(("weights", "expected"), [((0, 0), False), ((0.5, 0), True), ((0, 0.5), True)])
+def test_entropies_are_needed_where_one_weighs(weights, expected):
+    first, second = weights
+    assert PerceptionOptions(der_loss_weight1=first, der_loss_weight2=second).needs_entropies is expected

@@ -345,3 +345,10 @@ def test_what_does_not_go_together(losses, weights, options, message):
 @pytest.mark.parametrize("name", sorted(ON_MARGIN))
 def test_losses_of_the_margin_take_other_divergences(name):
     check_losses([name], None, PairOptions(f_divergence="js_divergence"))
+
+
+def test_sppo_and_hinge_at_another_beta():
+    """beta = 0.25: the goal of SPPO is 2; a margin of 8 is beyond the hinge."""
+    options = PairOptions(beta=0.25)
+    assert PAIR_LOSSES["sppo_hard"](one_pair(3.0, 1.0), options).item() == pytest.approx(1 + 9)
+    assert PAIR_LOSSES["hinge"](one_pair(9.0, 1.0), options).item() == 0.0

@@ -130,3 +130,11 @@ def test_errors():
         ReferenceFreeOptions(label_smoothing=0.5)
     with pytest.raises(ValueError, match="beta must be >= 0, got -1"):
         orpo_terms(pair(), beta=-1)
+
+
+def test_orpo_rewards_and_weights_of_pairs():
+    scores = PairScores.without_reference(torch.tensor([-1.0]), torch.tensor([-3.0]))
+    terms = orpo_terms(scores, beta=0.5)
+    assert terms.metrics["rewards/chosen"].mean == -0.5 and terms.metrics["rewards/rejected"].mean == -1.5
+    assert terms.weights.tolist() == [1.0]
+    assert cpo_terms(scores, "sigmoid", ReferenceFreeOptions()).weights.tolist() == [1.0]

@@ -87,3 +87,8 @@ def test_errors():
         bradley_terry(tensor([1.0]), tensor([1.0]), center_coefficient=-0.1)
     with pytest.raises(ValueError, match=r"got \(2,\) for logits of \(3, 2\)"):
         step_classification(torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64))
+
+
+def test_equal_rewards_are_no_success():
+    metrics = bradley_terry(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])).metrics
+    assert metrics["accuracy"].mean.item() == 0.5

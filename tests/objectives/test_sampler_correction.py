@@ -81,3 +81,13 @@ def test_bad_input_is_named():
         correction(one, one, one, row, 1, cap=0)
     with pytest.raises(ValueError, match="sampling_logps must have the shape of its mask"):
         correction(one, torch.zeros(2), one, row, 1)
+
+
+def test_a_ratio_at_the_cap_is_kept_and_one_trained_token_counts():
+    old = torch.zeros(2, dtype=torch.float64)
+    new = torch.log(torch.tensor([2.0, 4.0], dtype=torch.float64))
+    both, mask = torch.tensor([0, 1]), torch.ones(2)
+    cap = new.exp()[0].item()
+    assert correction(new, old, mask, both, 2, mode="token_mask", cap=cap).factors.tolist() == [cap, 0.0]
+    found = correction(new, old, mask, both, 2, mode="sequence_truncate", cap=9.0)
+    assert found.counted.tolist() == [True, True]

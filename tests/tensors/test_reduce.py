@@ -68,3 +68,9 @@ def test_weighted_metrics_by_hand():
     assert (both.total.item(), both.count.item(), both.mean.item()) == (9.0, 5.0, pytest.approx(1.8))
     assert math.isnan(Weighted(torch.tensor(0.0), torch.tensor(0.0)).mean.item())
     assert not weighted(torch.ones(2, requires_grad=True)).total.requires_grad
+
+
+def test_sums_keep_their_precision_and_units_of_weight_one_count():
+    assert weighted(torch.ones(2, dtype=torch.float64)).total.dtype == torch.float64
+    assert weighted(torch.tensor([True, False])).total.dtype == torch.float32
+    assert count_units(torch.tensor([1.0, 1.0, 0.0])).item() == 2

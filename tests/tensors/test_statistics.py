@@ -88,3 +88,15 @@ def test_capped_exp_never_overflows(dtype):
 
 def test_older_import_path():
     assert trl.core.masked_mean is statistics.masked_mean
+
+
+def test_a_variance_below_the_added_constant():
+    """Variance 0.5e-8, to which 1e-8 is added: 5e-5 / sqrt(1.5e-8)."""
+    found = masked_whiten(torch.tensor([0.0, 1e-4], dtype=torch.float64), torch.ones(2))
+    assert found.tolist() == pytest.approx([-0.4082482904638631, 0.4082482904638631])
+
+
+def test_largest_exponents():
+    assert get_exp_cap(torch.ones(1, dtype=torch.float64)).item() == 709.7827
+    assert torch.equal(get_exp_cap(torch.ones(1)), torch.tensor([88.7228]))
+    assert get_exp_cap(torch.ones(1, dtype=torch.float16)).exp().isfinite().all()
