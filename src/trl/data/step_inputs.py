@@ -1,4 +1,4 @@
-"""What a step of PPO is given, looked at before anything changes: queries, responses, scores, masks."""
+"""The inputs of a step of PPO, checked before anything changes: queries, responses, scores, masks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """What a model can read: `vocabulary` token ids, and a `window` of that many tokens (None: no limit).
+    """The number of token ids (`vocabulary`) and of tokens (`window`, None: no limit) that a model takes.
 
     `start` is the token that an encoder-decoder's completions begin with; None for a decoder, whose queries and responses
-    stand in one window.
+    share the window.
     """
 
     vocabulary: int
@@ -54,38 +54,53 @@ def check_step_inputs(
 ) -> StepInputs:
     """The inputs of `PPOTrainer.step` in their final form, on a device.
 
-    A start token in front of an encoder-decoder's responses, as `generate` gives them, is taken off.
+    The start token of an encoder-decoder's responses, as `generate` gives them, is removed.
 
-    Raises: TypeError, ValueError naming what is wrong and in which row.
+    Raises: TypeError or ValueError, naming the row.
     """
     for name, rows in (("queries", queries), ("responses", responses), ("response_masks", masks)):
-        if rows is not None:
-            _check_count(name, rows, batch_size)
+        if rows is not None and not isinstance(rows, (list, tuple)):
+            raise TypeError(
+                f"{name} must be a list of tensors, got {type(rows).__name__}. Use list(tensor) for one."
+            )
+        if rows is not None and len(rows) != batch_size:
+            raise ValueError(
+                f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True in a loader, or set "
+                "PPOConfig.batch_size."
+            )
     found = [_token_ids(f"queries[{i}]", row, limits.vocabulary, device) for i, row in enumerate(queries)]
     answers = [
         _token_ids(f"responses[{i}]", row, limits.vocabulary, device) for i, row in enumerate(responses)
     ]
-    if masks is None:
-        kept = [torch.ones_like(answer) for answer in answers]
-    else:
-        kept = [_mask(i, row, answers[i]) for i, row in enumerate(masks)]
+    kept = [_mask(i, None if masks is None else masks[i], answer) for i, answer in enumerate(answers)]
     if limits.start is not None:
-        begun = [len(answer) > 0 and int(answer[0]) == limits.start for answer in answers]
-        answers = [answer[1:] if starts else answer for answer, starts in zip(answers, begun, strict=True)]
-        kept = [mask[1:] if starts else mask for mask, starts in zip(kept, begun, strict=True)]
+        begins = [int(answer[0] == limits.start) for answer in answers]
+        answers = [answer[begin:] for answer, begin in zip(answers, begins, strict=True)]
+        kept = [mask[begin:] for mask, begin in zip(kept, begins, strict=True)]
     for index, (query, answer, mask) in enumerate(zip(found, answers, kept, strict=True)):
-        _check_row(index, query, answer, mask, limits)
+        if not len(answer):
+            raise ValueError(f"responses[{index}] has only the start token, expected at least 1 token more.")
+        if not mask.any():
+            raise ValueError(
+                f"response_masks[{index}] is 0 everywhere, expected at least one 1. Leave the row out."
+            )
+        length = len(query) + len(answer) if limits.start is None else max(len(query), len(answer))
+        if limits.window is not None and length > limits.window:
+            raise ValueError(
+                f"queries[{index}] and responses[{index}] have {len(query)} and {len(answer)} tokens, the model's window is "
+                f"{limits.window}. Truncate the query, or generate fewer tokens."
+            )
     if sum(int(mask.sum()) for mask in kept) < 2:
         raise ValueError(
             "responses must have at least 2 tokens together, got 1: advantages are whitened over a batch. Raise batch_size."
         )
-    return StepInputs(found, answers, kept, check_scores(scores, len(found), device))
+    return StepInputs(found, answers, kept, _scores(scores, len(found), device))
 
 
 def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
     """Queries to generate from, as int64 `(length,)` on the devices where they are.
 
-    Raises: TypeError, ValueError for one that is empty, holds no token ids of the model's, or leaves no room in its window.
+    Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its window.
     """
     found = []
     for index, row in enumerate(queries):
@@ -101,19 +116,25 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
     return found
 
 
-def check_scores(scores: Any, count: int, device: torch.device) -> Tensor:
-    """Scores as float32 `(count,)`: numbers, tensors of shape () or (1,), or one tensor of all.
-
-    Raises: TypeError, ValueError for a wrong count or shape, and for one that is not finite.
-    """
+def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
+    """Scores as float32 `(count,)`: numbers, tensors of one element, or one tensor of all."""
     if not isinstance(scores, (Tensor, Sequence)) or isinstance(scores, str):
-        raise TypeError(
-            f"scores must be a list of tensors or numbers, got {type(scores).__name__}. Give one per response."
-        )
+        raise TypeError(f"scores must be a list of tensors or numbers, got {type(scores).__name__}.")
     if len(scores) != count:
         raise ValueError(f"scores must be {count}, one per response, got {len(scores)}.")
-    found = [_score(index, score) for index, score in enumerate(scores)]
-    table = torch.stack([score.detach().reshape(()).to(device, torch.float32) for score in found])
+    found = []
+    for index, score in enumerate(scores):
+        is_number = isinstance(score, (int, float, Tensor)) or hasattr(score, "item")
+        if isinstance(score, bool) or not is_number:
+            raise TypeError(f"scores[{index}] must be a tensor or a number, got {type(score).__name__}.")
+        tensor = torch.as_tensor(score)
+        if tensor.ndim > 1 or tensor.numel() != 1:
+            raise ValueError(
+                f"scores[{index}] must be one number, of shape () or (1,), got a tensor of shape {tuple(tensor.shape)}. Take "
+                "one label's score, a mean, or score.squeeze()."
+            )
+        found.append(tensor.detach().reshape(()).to(device, torch.float32))
+    table = torch.stack(found)
     wrong = (~torch.isfinite(table)).nonzero()[:, 0].tolist()
     if wrong:
         raise ValueError(
@@ -121,34 +142,6 @@ def check_scores(scores: Any, count: int, device: torch.device) -> Tensor:
             "those responses out."
         )
     return table
-
-
-def _score(index: int, score: Any) -> Tensor:
-    if isinstance(score, bool) or (
-        not isinstance(score, (int, float, Tensor)) and not hasattr(score, "item")
-    ):
-        raise TypeError(
-            f"scores[{index}] must be a tensor or a number, got {type(score).__name__}. Give one number per response."
-        )
-    tensor = torch.as_tensor(score)
-    if tensor.ndim > 1 or tensor.numel() != 1:
-        raise ValueError(
-            f"scores[{index}] must be one number, of shape () or (1,), got a tensor of shape {tuple(tensor.shape)}. Take one "
-            "label's score, a mean, or score.squeeze()."
-        )
-    return tensor
-
-
-def _check_count(name: str, rows: Any, batch_size: int) -> None:
-    if not isinstance(rows, (list, tuple)):
-        raise TypeError(
-            f"{name} must be a list of tensors, got {type(rows).__name__}. Use list(tensor) for the rows of one."
-        )
-    if len(rows) != batch_size:
-        raise ValueError(
-            f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Give a whole batch (drop_last=True in a loader), "
-            "or set PPOConfig.batch_size."
-        )
 
 
 def _token_ids(name: str, row: Any, vocabulary: int, device: torch.device) -> Tensor:
@@ -164,9 +157,7 @@ def _token_ids(name: str, row: Any, vocabulary: int, device: torch.device) -> Te
             f"{name} must have one dimension, got shape {tuple(ids.shape)}. Give one tensor per row."
         )
     if not len(ids):
-        raise ValueError(
-            f"{name} is empty, expected at least 1 token. Leave the row out, or generate with min_length."
-        )
+        raise ValueError(f"{name} is empty, expected at least 1 token. Leave the row out, or set min_length.")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}.")
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
@@ -178,7 +169,8 @@ def _token_ids(name: str, row: Any, vocabulary: int, device: torch.device) -> Te
 
 
 def _mask(index: int, row: Any, response: Tensor) -> Tensor:
-    mask = torch.as_tensor(row).flatten()
+    """The mask of a response, ones where none is given."""
+    mask = torch.ones_like(response) if row is None else torch.as_tensor(row).flatten()
     if len(mask) != len(response):
         raise ValueError(
             f"response_masks[{index}] must have one entry per token of its response ({len(response)}), got {len(mask)}."
@@ -186,18 +178,3 @@ def _mask(index: int, row: Any, response: Tensor) -> Tensor:
     if not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"response_masks[{index}] must be 0 or 1, got {sorted(set(mask.tolist()))}.")
     return mask.detach().to(response.device, torch.int64)
-
-
-def _check_row(index: int, query: Tensor, response: Tensor, mask: Tensor, limits: TokenLimits) -> None:
-    if not len(response):
-        raise ValueError(f"responses[{index}] has only the start token, expected at least 1 token more.")
-    if not mask.any():
-        raise ValueError(
-            f"response_masks[{index}] is 0 everywhere, expected a token that the policy chose. Leave the row out."
-        )
-    length = len(query) + len(response) if limits.start is None else max(len(query), len(response))
-    if limits.window is not None and length > limits.window:
-        raise ValueError(
-            f"queries[{index}] and responses[{index}] have {len(query)} and {len(response)} tokens, the model's window is "
-            f"{limits.window}. Truncate the query, or generate fewer tokens."
-        )
