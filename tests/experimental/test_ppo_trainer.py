@@ -137,7 +137,7 @@ def test_prompts_that_cannot_be_completed():
         make(data=Dataset.from_list([{"prompt": "w3"}, {"prompt": None}]))
     with pytest.raises(TypeError, match="train dataset is of type IterableDataset, expected a stored"):
         make(data=IterableDataset.from_generator(lambda: iter([{"input_ids": [3]}])))
-    with pytest.raises(TypeError, match=r"train dataset is None, expected a datasets\.Dataset"):
+    with pytest.raises(TypeError, match=r"train dataset is None, expected a stored datasets\.Dataset"):
         PPOTrainer(
             PPOConfig("unused", use_cpu=True),
             tokenizer(),

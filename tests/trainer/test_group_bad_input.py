@@ -81,9 +81,9 @@ OF_PROMPTS: dict[str, Bad] = {
         BOTH, ValueError, ("row 0, column 'prompt', message 0: unknown role 'robot'",), rows({"prompt": [{**ASK, "role": "robot"}]})
     ),
     "no prompts": Bad(BOTH, ValueError, ("has columns ['text'], expected 'prompt'", "Rename"), rows({"text": "Why?"})),
-    "no rows": Bad(BOTH, ValueError, ("train dataset has no rows", "how it was filtered"), Dataset.from_dict({"prompt": []})),
+    "no rows": Bad(BOTH, ValueError, ("train dataset has no rows", "Check its filters"), Dataset.from_dict({"prompt": []})),
     "a stream without an end": Bad(
-        BOTH, ValueError, ("a stream, whose length nobody knows, and max_steps is -1", "Set max_steps"),
+        BOTH, ValueError, ("a stream of unknown length, and max_steps is -1", "Set max_steps"),
         IterableDataset.from_generator(lambda: iter([TEXT])), {"max_steps": -1},
     ),
     "a column that a reward function misses": Bad(
@@ -171,7 +171,7 @@ def test_prompts_and_rewards_are_refused_by_the_constructor(method, bad):
 @pytest.mark.parametrize("method", BOTH)
 def test_a_trainer_without_prompts_is_told_what_to_pass(method):
     config, trainer = TRAINERS[method]
-    with pytest.raises(TypeError, match=r"train dataset is None, expected a datasets\.Dataset .*Pass one"):
+    with pytest.raises(TypeError, match=r"train dataset is None, expected a stored datasets\.Dataset"):
         trainer(reward_funcs=even_tokens, args=config("out", use_cpu=True), **of_words())
 
 
@@ -199,7 +199,7 @@ def test_a_prompt_that_leaves_little_room_is_said_and_its_completions_are_short(
         trainer, _ = run(
             method, data=Dataset.from_dict({"input_ids": ids}), max_completion_length=7, max_steps=1
         )
-    said = "2 of 2 prompts leave less than max_completion_length=7 tokens of the model's window of 256"
+    said = "2 of 2 prompts leave less than max_completion_length=7 tokens"
     assert sum(said in record.getMessage() for record in caplog.records) == 1
     assert logs(trainer)[0]["completions/max_length"] <= 4
 

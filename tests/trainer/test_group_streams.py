@@ -9,8 +9,8 @@ from datasets import Dataset, IterableDataset
 from tests.experimental.group_runs import assert_same_steps
 from tests.trainer import image_prompt_runs
 from tests.trainer.grpo_runs import logs, make, prompts, run
+from trl.data import prompts as prompt_rows
 from trl.data.streams import RepeatedStream
-from trl.trainer import prompt_sets
 
 SETTINGS = {"max_steps": 5, "steps_per_generation": 2, "num_iterations": 1, "max_completion_length": 5}
 
@@ -46,7 +46,7 @@ def test_a_stream_in_order_is_learned_from_as_stored_rows_are(method):
 
 
 def test_a_shuffled_stream_has_every_row_in_every_pass_in_another_order(monkeypatch):
-    monkeypatch.setattr(prompt_sets, "SHUFFLED_ROWS", 5)
+    monkeypatch.setattr(prompt_rows, "SHUFFLED_ROWS", 5)
     orders = []
     for seed in (0, 0, 1):
         trainer, _ = make(data=stream(shards=3), seed=seed, reward_funcs=near, **SETTINGS)
@@ -98,8 +98,8 @@ def bad_later():
 @pytest.mark.parametrize(
     ("data", "settings", "words"),
     [
-        (stream(), {"max_steps": -1}, "a stream, whose length nobody knows, and max_steps is -1.*Set max_steps"),
-        (stream(), {"dynamic_sampling": True}, "a stream, and dynamic_sampling=True draws from all rows"),
+        (stream(), {"max_steps": -1}, "a stream of unknown length, and max_steps is -1.*Set max_steps"),
+        (stream(), {"dynamic_sampling": True}, "a stream, but dynamic_sampling=True draws from all rows"),
         (IterableDataset.from_generator(lambda: iter([{"input_ids": []}])), {}, "row 0, column 'input_ids': a prompt without"),
         (IterableDataset.from_generator(lambda: iter([{"text": "a"}])), {}, r"columns \['text'\], expected 'prompt'"),
         (stream(), {"reward_funcs": lambda missing, **_: [0.0]}, "missing"),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import Dataset, List, Value
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset, List, Value
 
 from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
-from trl.data.pipeline import RowKind, map_rows
+from trl.data.image_rows import has_images, refuse_images
+from trl.data.pipeline import STREAM_BATCH, RowKind, map_rows
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
+from trl.data.streams import RowStream
 from trl.data.tokenization import encode_open, read_chat, rows_of
 from trl.data.validation import Place, check_text, check_tokenizer
 
+logger = logging.getLogger(__name__)
+
+SHUFFLED_ROWS = 1000  # rows of a stream among which the next one is drawn
 PROMPT_IDS = "input_ids"
 IMAGE_KEY = "image_key"  # of a prompt with images: where they are found again
 _MASKS = ("attention_mask", "token_type_ids")
@@ -156,3 +163,105 @@ def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Plac
         raise place.error(
             f"a prompt of {len(prompt)} tokens", expected, "Shorten or filter out such prompts."
         )
+
+
+class PromptSets:
+    """The training and evaluation sets of one trainer that completes prompts.
+
+    `context_length` is the most tokens of prompt and completion (None: unknown), `room` the longest completion under the
+    name that its config has.
+    """
+
+    def __init__(
+        self,
+        processing_class: ProcessingClass,
+        settings: PromptPreparation,
+        *,
+        context_length: int | None,
+        room: tuple[str, int | None],
+    ) -> None:
+        longest = None if context_length is None else context_length - 1
+        self.processing_class, self.settings = processing_class, replace(settings, longest=longest)
+        self.context_length, (self._name, self._room) = context_length, room
+
+    def __call__(self, dataset: Any, name: str) -> Dataset:
+        """A set with its prompts tokenised; a stream for evaluation is read whole first.
+
+        Raises: TypeError for a stream to train on and for what is no data set.
+        """
+        if isinstance(dataset, IterableDataset) and name != "train":
+            dataset = _stored(dataset)
+        if isinstance(dataset, list):
+            _check_one_format(dataset, name)
+            dataset = Dataset.from_list(dataset)
+        if not isinstance(dataset, Dataset):
+            given = "None" if dataset is None else f"of type {type(dataset).__name__}"
+            raise TypeError(
+                f"{name} dataset is {given}, expected a stored datasets.Dataset with a column 'prompt' (GRPO and RLOO train on "
+                "a datasets.IterableDataset, too). Load it without streaming, or use Dataset.from_list(rows)."
+            )
+        with PartialState().main_process_first():
+            prepared = self.prepared(dataset, name)
+        self._warn_of_short_room(prepared, name)
+        return prepared
+
+    def stream(self, dataset: IterableDataset, *, shuffle_seed: int | None) -> RowStream:
+        """A training set whose rows are read and tokenised as they are needed; the first ones are checked now.
+
+        `shuffle_seed` shuffles it in a buffer of `SHUFFLED_ROWS`, anew in each pass; None keeps its order.
+
+        Raises: ValueError for images, and what `__call__` raises for the first rows.
+        """
+        if has_images(dataset):
+            raise ValueError(
+                "train dataset is a stream with a column of images, expected a stored datasets.Dataset: they are found again by the "
+                "number of their row. Load it without streaming."
+            )
+        head = _stored(dataset.take(STREAM_BATCH))
+        prepared = self(head, "train")
+        tokenize = prompt_tokenizer(head, self.processing_class, self.settings, name="train")
+        rows = dataset.with_format(None)
+        if shuffle_seed is not None:
+            rows = rows.shuffle(seed=shuffle_seed, buffer_size=SHUFFLED_ROWS)
+        return RowStream(rows, head.column_names, prepared.column_names, tokenize)
+
+    def prepared(self, dataset: Dataset, name: str) -> Dataset:
+        """The data set with a column of each prompt's tokens.
+
+        Raises: ValueError for a set with images.
+        """
+        refuse_images(dataset, name=name)
+        return prepare_prompts(dataset, self.processing_class, self.settings, name=name)
+
+    def every(self, given: Any) -> Any:
+        """An evaluation set, or each of several by name; None for none."""
+        if isinstance(given, dict):
+            return {name: self(part, name) for name, part in given.items()}
+        return None if given is None else self(given, "eval")
+
+    def _warn_of_short_room(self, dataset: Dataset, name: str) -> None:
+        if self.context_length is None or self._room is None:
+            return
+        short = sum(len(ids) > self.context_length - self._room for ids in dataset[PROMPT_IDS])
+        if short:
+            logger.warning(
+                "%s dataset: %d of %d prompts leave less than %s=%d tokens, so their completions will be truncated (context length "
+                "%d). Shorten the prompts, or lower %s.",
+                name, short, len(dataset), self._name, self._room, self.context_length, self._name,
+            )  # fmt: skip
+
+
+def _stored(stream: IterableDataset) -> Dataset:
+    """All rows of a stream, in memory."""
+    return Dataset.from_list([dict(row) for row in stream.with_format(None)], features=stream.features)
+
+
+def _check_one_format(rows: list[Any], name: str) -> None:
+    """Raise TypeError for rows of which some have text and some messages: a stored data set has a column of one kind."""
+    kinds = ["messages" if isinstance(row.get("prompt"), list) else "text" for row in rows]
+    for index, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise TypeError(
+                f"{Place(name, index, 'prompt')}: {kind}, expected {kinds[0]} as in row 0. Do not mix the standard and the "
+                "conversational format; convert one into the other."
+            )

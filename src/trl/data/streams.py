@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -68,3 +68,50 @@ def _is_spare_worker() -> bool:
     """Whether this is a data loader's worker beyond the first: a stream of fewer shards leaves it without rows."""
     worker = get_worker_info()
     return worker is not None and worker.id > 0
+
+
+ReadRows = Callable[[dict[str, list], list[int]], dict[str, list]]
+"""(columns of some rows, their positions) -> columns made of them."""
+
+
+class RowStream:
+    """Rows of a stream by position, and the columns that `read` makes of them; the stream repeats at its end.
+
+    A position has the same row in every process and after every restart, if the stream gives the same rows in the same order.
+    Positions are read in ascending order; a smaller one reads the stream from its beginning. `columns` are read of each row,
+    `column_names` are those of the result.
+
+    >>> from datasets import Dataset
+    >>> stream = Dataset.from_dict({"prompt": ["a", "b", "c"]}).to_iterable_dataset()
+    >>> def read(batch, _):
+    ...     return {"length": [len(text) for text in batch["prompt"]]}
+    >>> RowStream(stream, ["prompt"], ["prompt", "length"], read)[[1, 1, 3]]
+    {'prompt': ['b', 'b', 'a'], 'length': [1, 1, 1]}
+    """
+
+    def __init__(
+        self, stream: Any, columns: Sequence[str], column_names: Sequence[str], read: ReadRows
+    ) -> None:
+        self._stream, self._columns, self._read = RepeatedStream(stream), list(columns), read
+        self.column_names = list(column_names)
+        self._rows: Iterator[Mapping[str, Any]] = iter(self._stream)
+        self._next = 0  # the position of the row that comes next
+
+    def __getitem__(self, positions: Sequence[int]) -> dict[str, list]:
+        wanted = sorted(set(positions))
+        if wanted[0] < self._next:
+            self._rows, self._next = iter(self._stream), 0
+        rows = [self._row(position) for position in wanted]
+        batch = {name: [row.get(name) for row in rows] for name in self._columns}
+        columns = {**batch, **self._read(batch, wanted)}
+        places = {position: place for place, position in enumerate(wanted)}
+        return {
+            name: [columns[name][places[position]] for position in positions] for name in self.column_names
+        }
+
+    def _row(self, position: int) -> Mapping[str, Any]:
+        while self._next < position:
+            next(self._rows)
+            self._next += 1
+        self._next += 1
+        return next(self._rows)

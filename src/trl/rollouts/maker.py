@@ -10,12 +10,12 @@ from datasets import Dataset
 from torch import Tensor
 
 from trl.data.prompts import PROMPT_IDS, columns_for_rewards
+from trl.data.streams import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.result import source_columns
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import Experience
-from trl.rollouts.prompt_stream import PromptStream
 from trl.rollouts.sampling import reward_inputs, sample, with_begun
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
 
@@ -27,14 +27,14 @@ Rows = Mapping[str, Sequence[Any]]
 class Prompts:
     """The prompts of a run: tokenised rows, `per_batch` of them in each rollout batch, drawn by the seed alone."""
 
-    rows: Dataset | PromptStream
+    rows: Dataset | RowStream
     per_batch: int
     seed: int
     shuffle: bool = True
 
     def of_batch(self, number: int) -> list[int]:
         """The rows of a data set, or the positions in a stream, of rollout batch `number`."""
-        if isinstance(self.rows, PromptStream):
+        if isinstance(self.rows, RowStream):
             return list(range(number * self.per_batch, (number + 1) * self.per_batch))
         return rollout_rows(
             number, self.per_batch, dataset=len(self.rows), seed=self.seed, shuffle=self.shuffle

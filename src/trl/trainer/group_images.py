@@ -25,7 +25,7 @@ from trl.collators.images import (
 )
 from trl.data.image_prompts import ImagePrompts, check_image_prompts
 from trl.data.image_rows import read_images
-from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, check_prompt_ids
+from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, PromptSets, check_prompt_ids
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.packed.layout import IGNORED, padded_rows
 from trl.models.parts import causal_core
@@ -34,7 +34,6 @@ from trl.models.setup import pad_token_id
 from trl.rollouts.experience import Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.prompt_sets import PromptSets
 from trl.trainer.sft_images import check_image_token, check_parts
 
 ROWS_KEPT = 64  # rows of the data set whose decoded images stay in memory
@@ -121,15 +120,15 @@ class ImagePromptSets(PromptSets):
     Raises: ImportError, TypeError or ValueError for what these prompts cannot be trained with, saying what to change.
     """
 
-    def __init__(self, policy: Policy, room: tuple[str, int | None], **settings: Any) -> None:
-        super().__init__(policy, room, **settings)
+    def __init__(self, policy: Policy, settings: PromptPreparation, **limits: Any) -> None:
+        super().__init__(policy.processing_class, settings, **limits)
         check_parts(policy.processing_class, policy.model)
         check_processor(policy.processing_class)
-        self.images = PromptImages(policy)
+        self.images, self._config = PromptImages(policy), causal_core(policy.model).config
 
-    def prepared(self, dataset: Dataset, settings: PromptPreparation, name: str) -> Dataset:
+    def prepared(self, dataset: Dataset, name: str) -> Dataset:
         """With the tokens of each prompt, those of its images among them, and its key."""
-        processor: Any = self.policy.processing_class
+        processor, settings = self.images.processor, self.settings
         prompts = check_image_prompts(dataset, processor, name=name, template_kwargs=settings.template_kwargs)
         rows = dataset.with_format(None)
         tokens = rows.map(
@@ -152,7 +151,7 @@ class ImagePromptSets(PromptSets):
         ids, key = dataset[0][PROMPT_IDS], dataset[0][IMAGE_KEY]
         seen = self.images.model_inputs([(key, len(ids))], [len(ids)], len(ids))
         batch = {**seen, "input_ids": torch.tensor([ids])}
-        check_image_token(batch, causal_core(self.policy.model).config, name)
+        check_image_token(batch, self._config, name)
 
 
 class _Tokens:

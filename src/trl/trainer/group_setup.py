@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from datasets import Dataset, IterableDataset
+
 from trl.data.image_rows import has_images
+from trl.data.prompts import PromptPreparation, PromptSets
+from trl.data.streams import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.stopping import end_tokens
 from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 from trl.generation.vllm.served import Served, check_served, served_of, server_engine
-from trl.models.parts import causal_core
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
 from trl.options.checks import warn_unread
@@ -23,7 +27,6 @@ from trl.rollouts.tool_completer import ToolCompleter
 from trl.rollouts.tool_schemas import tools_of
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.prompt_sets import PromptSets
 
 
 def prompt_sets(
@@ -34,17 +37,38 @@ def prompt_sets(
 
     Raises: ImportError, TypeError or ValueError for what rows with images cannot be trained with.
     """
-    kind = ImagePromptSets if has_images(*datasets) else PromptSets
-    sets = kind(
-        policy,
-        ("max_completion_length", args.max_completion_length),
+    settings = PromptPreparation(
+        vocabulary=embedded_tokens(policy.model),
         keep=args.max_prompt_length,
-        template_kwargs=args.chat_template_kwargs,
+        template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
         tools=tools,
     )
-    if own:
-        sets.window = rollout_window(args, policy)
-    return sets
+    length = rollout_window(args, policy) if own else context_length_of(policy.model)
+    limits: Any = {"context_length": length, "room": ("max_completion_length", args.max_completion_length)}
+    if has_images(*datasets):
+        return ImagePromptSets(policy, settings, **limits)
+    return PromptSets(policy.processing_class, settings, **limits)
+
+
+def training_prompts(sets: PromptSets, dataset: Any, args: GroupTraining) -> Dataset | RowStream:
+    """The rows that a trainer of groups draws its prompts from.
+
+    Raises: TypeError or ValueError for what is no data set of prompts, and for a stream with settings that need its length.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return sets(dataset, "train")
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"train dataset is a stream of unknown length, and max_steps is {args.max_steps}, expected the number of optimiser "
+            "steps. Set max_steps, or load the data set without streaming."
+        )
+    if args.dynamic_sampling:
+        raise ValueError(
+            "train dataset is a stream, but dynamic_sampling=True draws from all rows at random. Load the data set without "
+            "streaming, or leave dynamic_sampling out."
+        )
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return sets.stream(dataset, shuffle_seed=seed if args.shuffle_dataset else None)
 
 
 def rollout_window(args: GroupTraining, policy: Policy) -> int | None:

@@ -55,6 +55,7 @@ from trl.trainer.group_setup import (
     reward_sources,
     sampling_of,
     tool_completer,
+    training_prompts,
     with_served_window,
 )
 from trl.trainer.grpo_config import GroupTraining
@@ -62,7 +63,6 @@ from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.legacy_interface import NOT_CALLED_OF_GROUPS
 from trl.trainer.method import LOSS_PARTS, Outcome
 from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
-from trl.trainer.prompt_sets import training_prompts
 
 AnyDataset = Dataset | IterableDataset
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -128,7 +128,10 @@ class GroupTrainer(OnlineTrainer):
         )
         completer: Completer | None = self.images or asks
         if rollout_func is not None:
-            known = {"vocabulary": self._sets.vocabulary, "context_length": self._sets.window}
+            known = {
+                "vocabulary": self._sets.settings.vocabulary,
+                "context_length": self._sets.context_length,
+            }
             completer = RolloutFunction(rollout_func, self, **known)
         refill = Refill(args.max_resampling_rounds, lacks_variance=self.lacks_variance, discard=self.discard)
         self.begin_rollouts(

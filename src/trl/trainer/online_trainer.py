@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trl.data.rendering import text_tokenizer
+from trl.data.streams import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.policy_copy import PolicyCopy
 from trl.models.lending import undisturbed
@@ -25,7 +26,6 @@ from trl.rewards.source import RewardSources
 from trl.rollouts.columns import OLD, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.experience import Experience, load_rollout_batch, save_rollout_batch
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker, Rows
-from trl.rollouts.prompt_stream import PromptStream
 from trl.rollouts.refill import Refill
 from trl.rollouts.schedule import RolloutSizes, step_rows
 from trl.tensors.reduce import LossTerms, Unit, Weighted
@@ -122,7 +122,7 @@ class OnlineTrainer(BaseTrainer):
     ) -> None:
         """Make `rollouts`, at the end of the constructor."""
         rows: Any = self.train_dataset
-        assert isinstance(rows, (Dataset, PromptStream))
+        assert isinstance(rows, (Dataset, RowStream))
         self.rollouts = RolloutMaker(
             Prompts(rows, self.sizes.prompts, self._data_seed(), shuffle),
             self.sizes,
@@ -191,7 +191,7 @@ class OnlineTrainer(BaseTrainer):
         The epoch of a stream is the whole run.
         """
         rows = self.rollouts.prompts.rows
-        if isinstance(rows, PromptStream):
+        if isinstance(rows, RowStream):
             steps = self.args.max_steps
         else:
             steps = max(1, round(len(rows) / self.sizes.prompts)) * self.sizes.steps

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from trl._lazy import attach
+from trl.data.prompts import PromptPreparation, PromptSets
 from trl.experimental.ppo.estimates import (
     RATIO_SQUARE,
     REF,
@@ -45,10 +46,11 @@ from trl.experimental.ppo.setup import (
     value_and_policy,
 )
 from trl.generation.engine import Sampling
-from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
 from trl.models.lending import without_ddp
 from trl.models.pairs import shares_prefix
+from trl.models.parts import embedded_tokens
 from trl.models.policy import make_scorer
 from trl.models.reference import make_reference
 from trl.models.scoring.causal import Scored
@@ -62,7 +64,6 @@ from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.prompt_sets import PromptSets
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -137,8 +138,13 @@ class PPOTrainer(SavesBoth):
         self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
         rewards = reward_sources(reward_model, reward_funcs, reward_processing_classes, args, parts)
         self._end = end_token(args, parts.policy.tokenizer)
-        room = ("response_length", args.response_length)
-        self._sets = PromptSets(parts.policy, room, num_proc=args.dataset_num_proc)
+        policy_model = parts.policy.model
+        self._sets = PromptSets(
+            parts.policy.processing_class,
+            PromptPreparation(vocabulary=embedded_tokens(policy_model), num_proc=args.dataset_num_proc),
+            context_length=context_length_of(policy_model),
+            room=("response_length", args.response_length),
+        )
         train_dataset = self._sets(train_dataset, "train")
         eval_dataset = self._sets.every(eval_dataset)
         fill_in_sizes(args, self.sizes, len(train_dataset))
