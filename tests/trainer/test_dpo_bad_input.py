@@ -59,34 +59,6 @@ def without_template():
 
 CASES: dict[str, Bad] = {
     # rows
-    "empty chosen": Bad(ValueError, ("train dataset, row 1, column 'chosen'", "empty"), [GOOD, {**GOOD, "chosen": ""}]),
-    "None": Bad(ValueError, ("row 1, column 'rejected'", "None"), [GOOD, {**GOOD, "rejected": None}]),
-    "no messages": Bad(ValueError, ("row 1, column 'chosen'", "empty list"), [CHAT, {**CHAT, "chosen": []}]),
-    "numbers": Bad(TypeError, ("column 'chosen'", "expected a string"), [{"prompt": "a", "chosen": 1, "rejected": 2}]),
-    "formats that differ": Bad(
-        TypeError, ("row 0, column 'rejected'", "expected"), [{"prompt": [ASK], "chosen": [UP], "rejected": "Next."}]
-    ),
-    "prompt that is no prefix": Bad(
-        ValueError,
-        ("row 0, column 'chosen'", "'prompt' is not how this one begins"),
-        [{"prompt": [ASK], "chosen": [{**ASK, "content": "Why?"}, UP], "rejected": [{**ASK, "content": "Why?"}, NEXT]}],
-    ),
-    "nothing in common": Bad(
-        ValueError, ("row 0, column 'chosen'", "begin differently", "column 'prompt'"),
-        [{"chosen": "It is blue.", "rejected": "Seven apples."}],
-    ),
-    "unpaired": Bad(
-        ValueError, ("unpaired: train with KTOTrainer or BCOTrainer",),
-        [{"prompt": "a", "completion": "b", "label": True}],
-    ),
-    "language modelling": Bad(ValueError, ("SFTTrainer",), [{"text": "a"}]),
-    "token that the model lacks": Bad(
-        ValueError, ("row 0", "500"),
-        [{"prompt_input_ids": [5], "chosen_input_ids": [500], "rejected_input_ids": [8]}],
-    ),
-    "no rows": Bad(ValueError, ("train dataset: no rows",), Dataset.from_dict({"chosen": [], "rejected": []})),
-    "a list": Bad(TypeError, ("train_dataset must be a datasets.Dataset",), lazily(lambda: (GOOD,))),
-    "no template": Bad(ValueError, ("chat template",), [CHAT], {"processing_class": lazily(without_template)}),
     "positions": Bad(
         ValueError, ("positions",), [{**GOOD, "chosen": " blue" * 300}],
         {"max_length": None, "max_prompt_length": None, "model": lazily(lambda: tiny_model("gpt2", vocab_size=400))},

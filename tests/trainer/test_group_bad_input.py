@@ -48,12 +48,6 @@ OF_PROMPTS: dict[str, Bad] = {
     "too long in tokens": Bad(
         BOTH, ValueError, ("row 0, column 'input_ids': a prompt of 300 tokens", "at most 255"), rows({"input_ids": [5] * 300})
     ),
-    "empty": Bad(
-        BOTH, ValueError, ("train dataset, row 1, column 'prompt': an empty string", "Filter the row out"), rows(TEXT, {"prompt": ""})
-    ),
-    "missing": Bad(
-        BOTH, ValueError, ("row 1, column 'prompt': None, expected text", "filter the row out"), rows(TEXT, {"prompt": None})
-    ),
     "no messages": Bad(
         BOTH, ValueError, ("row 1, column 'prompt': an empty list, expected at least one message", "Filter"),
         rows({"prompt": [ASK]}, {"prompt": []}),
@@ -76,12 +70,9 @@ OF_PROMPTS: dict[str, Bad] = {
         BOTH, TypeError, ("train dataset, row 1, column 'prompt': messages, expected text as in row 0", "Do not mix"),
         [TEXT, {"prompt": [ASK]}],
     ),
-    "a number": Bad(BOTH, TypeError, ("row 0, column 'prompt': 3 is of type int, expected a string",), rows({"prompt": 3})),
     "a role of its own": Bad(
         BOTH, ValueError, ("row 0, column 'prompt', message 0: unknown role 'robot'",), rows({"prompt": [{**ASK, "role": "robot"}]})
     ),
-    "no prompts": Bad(BOTH, ValueError, ("has columns ['text'], expected 'prompt'", "Rename"), rows({"text": "Why?"})),
-    "no rows": Bad(BOTH, ValueError, ("train dataset has no rows", "Check its filters"), Dataset.from_dict({"prompt": []})),
     "a stream without an end": Bad(
         BOTH, ValueError, ("a stream of unknown length, and max_steps is -1", "Set max_steps"),
         IterableDataset.from_generator(lambda: iter([TEXT])), {"max_steps": -1},

@@ -415,12 +415,6 @@ def test_one_row_at_a_time_is_enough_for_apo():
     assert [len(batch["label"]) for batch in trainer.get_train_dataloader()] == [1] * len(LABELS)
 
 
-@pytest.mark.parametrize("column", ["label", "completion_input_ids"])
-def test_missing_columns(column):
-    with pytest.raises(ValueError, match=column):
-        make(train_dataset=Dataset.from_list(rows()).remove_columns(column))
-
-
 def test_rows_in_blocks_are_said(caplog):
     ordered = sorted(rows(), key=lambda row: not row["label"])
     with caplog.at_level(logging.WARNING, logger="trl"):

@@ -93,14 +93,6 @@ class Bad:
 
 
 BAD: dict[str, Bad] = {
-    "empty completion of a pair": Bad(
-        OF_PAIRS, ValueError, ("train dataset, row 1, column 'chosen': an empty string", "Filter the row out"),
-        [PAIR, {**PAIR, "chosen": ""}],
-    ),
-    "empty list of messages": Bad(
-        OF_PAIRS, ValueError, ("train dataset, row 1, column 'rejected': an empty list", "Filter the row"),
-        [CHAT, {**CHAT, "rejected": []}],
-    ),
     "empty message": Bad(
         OF_PAIRS, ValueError, ("row 1, column 'rejected': the last message is an empty answer (content '')", "Filter the row out"),
         [CHAT, {**CHAT, "rejected": [{**NEXT, "content": ""}]}],
@@ -112,50 +104,6 @@ BAD: dict[str, Bad] = {
     "empty message alone": Bad(
         UNPAIRED, ValueError, ("row 0, column 'completion': the last message is an empty answer", "Filter the row out"),
         [{"prompt": [ASK], "completion": [{**UP, "content": ""}], "label": True}] * 2,
-    ),
-    "empty completion": Bad(
-        UNPAIRED, ValueError, ("train dataset, row 1, column 'completion': an empty string", "Filter the row out"),
-        [RATED, {**RATED, "completion": ""}],
-    ),
-    "empty step": Bad(
-        ("prm",), ValueError, ("train dataset, row 1, column 'completions[1]': an empty string", "Filter the row out"),
-        [STEPS, {**STEPS, "completions": ["Seven apples.", ""]}],
-    ),
-    "prompt that is no prefix of the conversation": Bad(
-        OF_PAIRS, ValueError, ("row 0, column 'chosen', message 0", "'prompt' is not how this one begins", "Give the answer"),
-        [{"prompt": [ASK], "chosen": [WHY, UP], "rejected": [WHY, NEXT]}],
-    ),
-    "prompt of text before messages": Bad(
-        OF_PAIRS, ValueError, ("row 0, column 'prompt': 'Why?' is not what the conversations", "Write it as messages"),
-        [{**CHAT, "prompt": "Why?"}],
-    ),
-    "chosen messages, rejected text": Bad(
-        OF_PAIRS, TypeError, ("row 0, column 'rejected': 'Next.' is of type str, expected a list of messages", "Write it as"),
-        [{**CHAT, "rejected": "Next."}],
-    ),
-    "chosen text, rejected messages": Bad(
-        OF_PAIRS, TypeError, ("row 0, column 'rejected': a list, expected a string", "Do not mix"),
-        [{"prompt": "Why?", "chosen": "Next.", "rejected": [NEXT]}],
-    ),
-    "label that is a word": Bad(
-        UNPAIRED, TypeError, ("row 0, column 'label': 'yes' is of type str, expected true or false", "Map it to True"),
-        [{**RATED, "label": "yes"}] * 2,
-    ),
-    "label that is a number": Bad(
-        UNPAIRED, TypeError, ("row 0, column 'label': 1 is of type int, expected true or false", "cast_column"),
-        [{**RATED, "label": 1}] * 2,
-    ),
-    "label that is missing": Bad(
-        UNPAIRED, ValueError, ("row 1, column 'label': None, expected true or false", "filter the row out"),
-        [RATED, {**RATED, "label": None}],
-    ),
-    "step labels that are words": Bad(
-        ("prm",), TypeError, ("row 0, column 'labels[0]': 'right' is of type str, expected true or false", "Map it"),
-        [{**STEPS, "labels": ["right", "wrong"]}],
-    ),
-    "steps and labels of different lengths": Bad(
-        ("prm",), ValueError, ("row 1, column 'labels': 1 labels for 2 steps in 'completions'", "Give each step its label"),
-        [STEPS, {**STEPS, "labels": [True]}],
     ),
     "images": Bad(
         tuple(m for m in OF_TEXT if m != "prm"), ValueError,

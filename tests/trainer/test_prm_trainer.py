@@ -291,27 +291,9 @@ def test_settings_that_cannot_be():
         PRMConfig("unused", max_prompt_length=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"labels": [True]}, ValueError, r"row 1.*1 labels for 2 steps"),
-        ({"labels": [True, None]}, (TypeError, ValueError), r"row 1.*labels\[1\]"),
-        ({"completions": [], "labels": []}, ValueError, r"row 1.*empty list"),
-    ],
-)
-def test_rows_that_are_no_solutions(change, error, message):
-    with pytest.raises(error, match=message):
-        text_trainer([SOLUTIONS[0], {**SOLUTIONS[1], **change}])
-
-
 def test_classes_that_the_model_does_not_have():
     with pytest.raises(ValueError, match=r"row 1.*: 2, expected a class \(0 to 1\)"):
         make(train_dataset=Dataset.from_list([rows()[0], {"input_ids": [5, 6], "labels": [-100, 2]}]))
-
-
-def test_columns_that_are_missing():
-    with pytest.raises(ValueError, match=r"expected .*'completions'"):
-        text_trainer([{"prompt": "What is 2 + 3?", "completion": "5"}])
 
 
 def test_a_batch_without_labels():

@@ -119,7 +119,6 @@ CASES: dict[str, Bad] = {
         make=lambda: given(model=model_for(architecture="opt", max_position_embeddings=64), eval_dataset=data(LONG)),
     ),
     # the data sets
-    "a list": Bad(TypeError, ("train_dataset must be a datasets.Dataset or IterableDataset", "got a list", "Dataset.from_list"), {}, {"train_dataset": TEXTS}),
     "a path": Bad(TypeError, ("train_dataset must be", "got a str", "load_dataset('train.jsonl'"), {}, {"train_dataset": "train.jsonl"}),
     "all splits": Bad(
         TypeError, ("got a DatasetDict", "one of its splits: train_dataset=dataset[name]", "['test', 'train']"), {},
@@ -130,25 +129,12 @@ CASES: dict[str, Bad] = {
     ),
     "a list to evaluate": Bad(TypeError, ("eval_dataset must be", "got a list"), {}, {"eval_dataset": TEXTS}),
     "a list among several to evaluate": Bad(TypeError, ("eval_dataset['b'] must be", "got a list"), {}, {"eval_dataset": {"a": data(), "b": TEXTS}}),
-    "no rows": Bad(ValueError, ("train dataset: no rows", "expected at least one", "Check its file"), {}, {"train_dataset": Dataset.from_dict({"text": []})}),
     "no rows in a stream": Bad(ValueError, ("train dataset: no rows", "Check its file"), {}, make=lambda: given(train_dataset=stream([]))),
     "no rows to evaluate": Bad(ValueError, ("small dataset: no rows",), {}, {"eval_dataset": {"small": Dataset.from_dict({"text": []})}}),
-    "prompts alone": Bad(ValueError, ("row 0, has columns", "add 'completion'"), {}, {"train_dataset": data([{"prompt": "a"}])}),
-    "preferences": Bad(ValueError, ("row 0, has columns", "DPOTrainer"), {}, {"train_dataset": data([{"prompt": "a", "chosen": "b", "rejected": "c"}])}),
     "no data set": Bad(ValueError, ("train_dataset",), {}, {"train_dataset": None}),
-    "nothing trained": Bad(
-        ValueError, ("train dataset, row 0", "none of the row's", "Raise max_length"), {"max_length": 3},
-        {"train_dataset": data([{"prompt": "Q: How many apples are left? A:", "completion": " Seven"}])},
-    ),
     "evaluation without a set": Bad(ValueError, ("eval_strategy", "eval_dataset"), {"eval_strategy": "steps"}),
     "a stream without max_steps": Bad(ValueError, ("max_steps",), {"max_steps": -1}, make=lambda: given(train_dataset=stream(TEXTS))),
     # tokenizer and template
-    "no eos token": Bad(
-        ValueError, ("no eos token", "learn to stop", "Set eos_token"), {}, make=lambda: given(processing_class=tiny_tokenizer(eos_token=None)),
-    ),
-    "no chat template": Bad(
-        ValueError, ("no chat template", "chat_template_path"), {}, make=lambda: given(processing_class=tiny_tokenizer("none"), train_dataset=data(CHATS)),
-    ),
     "eos token of another vocabulary": Bad(ValueError, ("eos_token '</s>' is not in the vocabulary", "Choose a token"), {"eos_token": "</s>"}),
     "pad token of another vocabulary": Bad(ValueError, ("pad_token '[PAD]' is not in the vocabulary", "Choose a token"), {"pad_token": "[PAD]"}),
     "no such template file": Bad(FileNotFoundError, ("chat_template_path='missing.jinja'", "no such file"), {"chat_template_path": "missing.jinja"}),
@@ -156,8 +142,6 @@ CASES: dict[str, Bad] = {
         FileNotFoundError, ("chat_template_path='./missing'", "neither a Jinja file nor", "Check the path"), {"chat_template_path": "./missing"},
     ),
     # settings
-    "assistant_only_loss of text": Bad(ValueError, ("assistant_only_loss=True",), {"assistant_only_loss": True}),
-    "completion_only_loss of text": Bad(ValueError, ("completion_only_loss=True",), {"completion_only_loss": True}),
     "unknown dataset_kwargs": Bad(ValueError, ("dataset_kwargs has unknown keys ['shuffle']", "Known are"), {"dataset_kwargs": {"shuffle": True}}),
     "dft and label smoothing": Bad(
         ValueError, ("label_smoothing_factor=0.1 and loss_type='dft'", "expected one", "Leave out"), {"loss_type": "dft", "label_smoothing_factor": 0.1},
@@ -168,9 +152,6 @@ CASES: dict[str, Bad] = {
     "a collator that mixes packed rows": Bad(
         ValueError, ("packing=True", "data_collator function", "they would see each other", "packing=False"), {"packing": True, "max_length": 24},
         {"data_collator": padded},
-    ),
-    "a formatting function that gives no text": Bad(
-        TypeError, ("row 0", "formatting_func returned '3' of type int", "returns its text"), {}, {"formatting_func": lambda row: 3},
     ),
 }  # fmt: skip
 
