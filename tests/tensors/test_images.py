@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trl.tensors.images import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+from trl.tensors.padding import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 BATCH = {
     "pixel_values": torch.arange(18.0).view(9, 2),

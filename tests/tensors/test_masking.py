@@ -1,6 +1,6 @@
 import torch
 
-from trl.tensors.masking import first_true_indices, truncate_response, truncate_right
+from trl.tensors.padding import first_true_indices, truncate_response, truncate_right
 
 
 def test_first_true_indices():

@@ -72,13 +72,15 @@ def trainer_of(
     return trainer
 
 
-def run(model: Any = None, data: Any = None, **settings: Any) -> tuple[SFTTrainer, KeepGradients]:
+def run(
+    model: Any = None, data: Any = None, *, trainer_class: type[SFTTrainer] = SFTTrainer, **settings: Any
+) -> tuple[SFTTrainer, KeepGradients]:
     """Train with `settings` over the defaults above; the trainer, and the gradients of every step."""
     keep = KeepGradients()
     model = tiny_model("gpt2", dtype=torch.float64) if model is None else model
     args = SFTConfig(tempfile.mkdtemp(), **{**SETTINGS, **settings})
     data = Dataset.from_list(fixed_rows()) if data is None else data
-    trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer(), callbacks=[keep])
+    trainer = trainer_class(model, args, train_dataset=data, processing_class=tokenizer(), callbacks=[keep])
     trainer.train()
     return trainer, keep
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 KINDS = ("fsdp2", "zero3")
-METHODS = ("sft", "kto")
+METHODS = ("sft", "kto", "distillation")
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": True,
@@ -54,11 +54,13 @@ def use_deepspeed_on_cpu() -> None:
 
 
 def models_of(method: str) -> dict:
-    """A tiny Llama in float32, and for KTO a reference from which its KL is above 0."""
+    """A tiny Llama in float32, for KTO a reference from which its KL is above 0, for distillation a teacher."""
     from tests.tiny import tiny_model
 
     if method == "sft":
         return {"model": tiny_model("llama")}
+    if method == "distillation":
+        return {"model": tiny_model("llama"), "teacher": tiny_model("llama", seed=1, hidden_size=48)}
     return {"model": tiny_model("llama", seed=1), "ref_model": tiny_model("llama")}
 
 
@@ -69,12 +71,41 @@ def three_steps(method: str, models: dict, **settings):
 
     if method == "sft":
         return run(**models, **{**STEPS, **settings})[0]
+    if method == "distillation":
+        return run(
+            models["model"], trainer_class=distillation_from(models["teacher"]), **{**STEPS, **settings}
+        )[0]
     # KTO's policy runs twice in each step, the second time behind the keys of the first.
     own = {"beta": 0.1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
     trainer = kto_runs.make(**models, **{**STEPS, **own, **settings})
     trainer.remove_callback(trainer.keep)  # it asks for whole gradients
     trainer.train()
     return trainer
+
+
+def distillation_from(teacher):
+    """A trainer that learns the teacher's distributions, with `Scorer.over_chunks`."""
+    from trl import SFTTrainer
+    from trl.models.reference import FrozenModel
+    from trl.models.scoring.causal import Scorer
+
+    class Distillation(SFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.teacher = FrozenModel(teacher, Scorer(teacher))
+            self.teacher.prepare(self.accelerator)
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            teacher = (self.teacher.scorer, self.teacher.model)
+            found = self.scorer.over_chunks(model, inputs, forward_kl, other=teacher)
+            return self.scale(found.total / num_items_in_batch)
+
+    return Distillation
+
+
+def forward_kl(logits, teacher, rows):
+    """KL(teacher, student) of each token."""
+    return (teacher.softmax(-1) * (teacher.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
 
 
 def main(out: str, how: str) -> None:

@@ -19,7 +19,6 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.ppo_runs import QUERIES, SCORES, batch, make_trainer, tensors, value_model
 from tests.two_processes import launch
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
-from trl.models.lending import without_adapter
 from trl.models.reference_weights import create_reference_model
 
 DOUBLE = {"dtype": torch.float64}
@@ -279,7 +278,7 @@ def test_adapters_are_their_own_reference_and_alone_train():
     assert trainer.config.is_peft_model
     before = weights(trainer)
     expected = []
-    with without_adapter(model.pretrained_model), torch.no_grad():
+    with model.pretrained_model.disable_adapter(), torch.no_grad():
         for logps, _ in responses_of(model, *batch()[:2]):
             expected.append(logps)
     stats = trainer.step(*batch())

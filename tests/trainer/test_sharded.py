@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT and KTO of two processes equal those of one, to 1e-5."""
+"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT, KTO and distillation of two processes equal those of one, to 1e-5."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ def test_three_steps_equal_those_of_one_process(how, tmp_path):
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.trainer.sharded_worker", str(tmp_path), how, own=True)
 
-    for method, batch_size in (("sft", 4), ("kto", 8)):
+    for method, batch_size in (("sft", 4), ("kto", 8), ("distillation", 4)):
         single = three_steps(method, models_of(method), per_device_train_batch_size=batch_size)
         expected = single.model.state_dict()
         found = load_file(tmp_path / method / "model.safetensors")
