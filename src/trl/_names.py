@@ -205,10 +205,10 @@ NAMES: dict[str, Row] = {
         "trl.reporting.tables": "print_prompt_completions_sample print_rich_table",
         "trl.reporting.trackers": "get_comet_experiment_url log_table_to_comet_experiment",
         "trl.rollouts.schedule": "RepeatSampler",
-        "trl.tensors.images": "split_pixel_values_by_grid unsplit_pixel_values_by_grid",
-        "trl.tensors.masking": "first_true_indices truncate_response truncate_right",
         "trl.tensors.moments": "RunningMoments get_global_statistics", "trl.tensors.padding": "exact_div "
-        "flush_left flush_right pad pad_to_length shuffle_sequence_dict split_tensor_dict",
+        "first_true_indices flush_left flush_right pad pad_to_length shuffle_sequence_dict "
+        "split_pixel_values_by_grid split_tensor_dict truncate_response truncate_right "
+        "unsplit_pixel_values_by_grid",
         "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity nanmax nanmin nanstd "
         "selective_log_softmax", "trl.trainer.callbacks.peft_saving": "PeftSavingCallback",
         "trl.trainer.on_policy_config": "OnPolicyConfig OnlineTrainerState"},

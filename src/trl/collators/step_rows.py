@@ -141,18 +141,15 @@ def _token_rows(name: str, given: Any) -> list[Tensor]:
 def _token_row(name: str, number: int, row: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(row)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{name}, row {number}: got a {type(row).__name__}, expected a tensor of whole numbers."
-        ) from error
+    except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or (len(tensor.shape) == 1 and len(tensor) and tensor.is_floating_point()):
+        got = f"a {type(row).__name__}" if tensor is None else tensor.dtype
+        raise TypeError(f"{name}, row {number}: got {got}, expected whole numbers. Convert it with .long().")
     if tensor.ndim != 1 or not len(tensor):
         raise ValueError(
             f"{name}, row {number}: got the shape {tuple(tensor.shape)}, expected (T,) with at least 1 token. Leave "
-            "empty rows out, and give one tensor for each row."
-        )
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(
-            f"{name}, row {number}: got {tensor.dtype}, expected whole numbers. Convert it with .long()."
+            "empty rows out."
         )
     return tensor.detach().to("cpu", torch.int64)
 

@@ -1,4 +1,4 @@
-"""A policy lent out: something else is done with its weights for a while, and it is put back as it was."""
+"""Blocks in which a policy is used for something else; it is restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from trl.models.peft import is_peft_model
 
 
 def peft_model_in(policy: nn.Module) -> Any:
-    """The `PeftModel` inside a wrapped policy.
-
-    Raises: TypeError where there is none.
-    """
+    """The `PeftModel` inside a wrapped policy. Raises TypeError if there is none."""
     for module in policy.modules():
         if is_peft_model(module):
             return module
@@ -28,28 +25,13 @@ def peft_model_in(policy: nn.Module) -> Any:
 
 
 def without_ddp(policy: nn.Module) -> nn.Module:
-    """DDP has nothing to do without a gradient, and its copying of buffers would break a graph that waits for backward."""
+    """The module inside DDP, whose copying of buffers would break a graph that waits for backward."""
     return policy.module if isinstance(policy, DistributedDataParallel) else policy
 
 
 @contextmanager
-def without_adapter(adapted: Any) -> Iterator[None]:
-    """`PeftModel.disable_adapter` without the look at every layer's state that it takes first (half of its time)."""
-    config = adapted.active_peft_config
-    if config.is_prompt_learning or config.is_adaption_prompt:
-        with adapted.disable_adapter():
-            yield
-        return
-    adapted.base_model.disable_adapter_layers()
-    try:
-        yield
-    finally:
-        adapted.base_model.enable_adapter_layers()
-
-
-@contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every module's own mode and the random streams are put back."""
+    """Eval mode inside; each module's mode and the random number generators are restored."""
     first = next(model.parameters(), None)
     devices = [first.device] if first is not None and first.is_cuda else []
     with torch.random.fork_rng(devices=devices), in_eval_mode(model):
@@ -58,7 +40,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every module's own mode is put back."""
+    """Eval mode inside; each module's mode is restored."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from trl.models.parts import causal_core
-from trl.tensors.masking import first_true_indices
+from trl.tensors.padding import first_true_indices
 
 
 def forward(model: nn.Module, query_responses: Tensor, pad_token_id: int) -> ModelOutput:

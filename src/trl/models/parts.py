@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from trl.models.lending import in_eval_mode
 from trl.tensors.softmax_rows import LogitRule
 
 _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
@@ -95,7 +96,7 @@ def logits_unsupported(
     """
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in head.parameters()):
         return None  # sharded before it could be looked at (ZeRO-3): its config is trusted
-    with torch.no_grad(), _eval_mode(core), ExitStack() as replaced:
+    with torch.no_grad(), in_eval_mode(core), ExitStack() as replaced:
         hidden: Any = _made_up_hidden_states(core, head)
         try:
             hidden = hidden * (_LARGE_LOGIT / head(hidden).abs().max().clamp(min=1e-3)).to(hidden.dtype)
@@ -130,16 +131,6 @@ def _made_up_hidden_states(core: PreTrainedModel, head: nn.Module) -> Tensor:
     first = next(head.parameters())
     dtype = first.dtype if first.is_floating_point() else core.dtype
     return torch.sin(torch.arange(3 * width, dtype=torch.float32)).view(1, 3, width).to(first.device, dtype)
-
-
-@contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
 
 
 @contextmanager

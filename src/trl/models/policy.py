@@ -7,19 +7,22 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
-from trl.models.classifier_setup import (
-    ClassifierKind,
-    adapter_of_classifier,
-    check_trained_head,
-    load_classifier,
-    take_pad_token,
-)
 from trl.models.head_precision import cast_head_to_float32
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.peft import is_peft_model, prepare_peft_model
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
-from trl.models.setup import check_processing_class, load_model, pad_token_id, take_chat_template
+from trl.models.setup import (
+    ClassifierKind,
+    adapter_of_classifier,
+    check_processing_class,
+    check_trained_head,
+    load_classifier,
+    load_model,
+    pad_token_id,
+    take_chat_template,
+    take_pad_token,
+)
 from trl.models.switches import disable_dropout_in_model
 
 logger = logging.getLogger(__name__)

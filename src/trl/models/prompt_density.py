@@ -1,4 +1,4 @@
-"""BCO's underlying-distribution matching: how likely a prompt is to come from a desirable row, read off its embedding."""
+"""BCO's underlying-distribution matching: the probability that a prompt is of a desirable row, from its embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast, gather
+from accelerate.utils import broadcast_object_list, gather
 from datasets import Dataset, IterableDataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -43,8 +43,8 @@ class PromptClassifier:
                 f"embeddings have shape {tuple(embeddings.shape)}, expected (B, {len(self.coefficients)}) as when the "
                 "classifier was fitted. Use the embedding_func of that run."
             )
-        logits = embeddings.double() @ self.coefficients.to(embeddings.device)
-        logits = logits + self.intercept.to(embeddings.device)
+        coefficients, intercept = (x.to(embeddings.device) for x in (self.coefficients, self.intercept))
+        logits = embeddings.double() @ coefficients + intercept
         return logits.sigmoid().to(torch.promote_types(embeddings.dtype, torch.float32))
 
     def save(self, folder: str | Path) -> None:
@@ -176,18 +176,10 @@ class PromptDensity:
         sample = sample_prompts(dataset, sample_size=sample_size, seed=seed)
         embeddings = [self._embed_shared(prompts, batch_size) for prompts in sample]
         check_sample(*embeddings)  # on every process, so that none waits for one that raised
-        state = PartialState()
-        if state.is_main_process:
-            fitted = fit_classifier(*embeddings)
-        else:
-            size = embeddings[0].shape[1]
-            fitted = PromptClassifier(torch.zeros(size, dtype=torch.float64), torch.zeros((), dtype=torch.float64))  # fmt: skip
-        if state.num_processes > 1:
-            packed = torch.cat([fitted.coefficients, fitted.intercept.reshape(1)]).to(state.device)
-            values: Tensor = broadcast(packed).cpu()  # type: ignore[assignment]
-            fitted = PromptClassifier(values[:-1].clone(), values[-1].clone())
-        self.classifier = fitted
-        return fitted
+        fitted = [fit_classifier(*embeddings) if PartialState().is_main_process else None]
+        self.classifier = broadcast_object_list(fitted)[0]
+        assert self.classifier is not None
+        return self.classifier
 
     def _embed_shared(self, prompts: list[list[int]], batch_size: int) -> Tensor:
         """Embeddings of all prompts, each made on one process; short shares are filled with a prompt that is cut off."""
@@ -204,16 +196,16 @@ class PromptDensity:
 
     def probability(self, prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
         """P(desirable | prompt) of tokenised prompts, `(B,)`."""
-        assert self.classifier is not None, "fit or load comes first"
+        assert self.classifier is not None
         return self.classifier.probability(self.embed(prompts, device))
 
     def save(self, folder: str | Path) -> None:
         """Write the classifier into a checkpoint (call it on the main process)."""
-        assert self.classifier is not None, "fit or load comes first"
+        assert self.classifier is not None
         self.classifier.save(folder)
 
     def load(self, folder: str | Path) -> None:
-        """Take the classifier of a checkpoint: a resumed run goes on with the same bits."""
+        """Load the classifier of a checkpoint."""
         self.classifier = PromptClassifier.load(folder)
 
 

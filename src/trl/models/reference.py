@@ -19,7 +19,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
-from trl.models.lending import peft_model_in, same_trainable, undisturbed, without_adapter, without_ddp
+from trl.models.lending import peft_model_in, same_trainable, undisturbed, without_ddp
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.peft import is_peft_model
@@ -153,7 +153,7 @@ class DisabledAdapter(Reference):
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
         """The policy without its adapter, in eval mode."""
         model, adapted = without_ddp(policy), peft_model_in(policy)
-        with undisturbed(model), same_trainable(model) as put_back, without_adapter(adapted):
+        with undisturbed(model), same_trainable(model) as put_back, adapted.disable_adapter():
             put_back()
             yield model
 

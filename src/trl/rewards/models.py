@@ -17,14 +17,19 @@ from trl.collators.reward import group_batch
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
 from trl.data.hub import loading_from_hub
 from trl.data.rendering import Chat, ProcessingClass, read_tools, render, text_tokenizer
-from trl.models.classifier_setup import REWARD_MODEL, load_classifier
 from trl.models.lending import in_eval_mode
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import FrozenModel
 from trl.models.scoring.classifier import ClassificationScorer
-from trl.models.setup import check_processing_class, pad_token_id, table_of_positions
+from trl.models.setup import (
+    REWARD_MODEL,
+    check_processing_class,
+    load_classifier,
+    pad_token_id,
+    table_of_positions,
+)
 from trl.rewards.inputs import RewardInputs, rows_by_prompt
 from trl.rewards.result import RewardError
 

@@ -51,9 +51,9 @@ def merge(adapter: str, out: str) -> None:
         raise ValueError(f"out must be a new or empty folder, got '{out}'. Name another one.")
     from peft import PeftConfig
 
-    from trl.models.classifier_setup import REWARD_MODEL, STEP_CLASSIFIER
     from trl.models.loading import create_model_from_path, load_processing_class
     from trl.models.peft import merged_base
+    from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER
 
     config = PeftConfig.from_pretrained(adapter)
     kinds = {kind.task_type: kind for kind in (REWARD_MODEL, STEP_CLASSIFIER)}

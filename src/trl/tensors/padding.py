@@ -1,12 +1,16 @@
-"""Padding, shifting and splitting of tensors whose rows have different lengths."""
+"""Padding, shifting, cutting and splitting of tensors whose rows have different lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Image columns that are a list with one entry per row, once split.
+_PER_ROW = ("pixel_values", "image_grid_thw")
 
 
 def pad(
@@ -165,3 +169,84 @@ def pad_to_size(tensor: Tensor, size: int, dim: int = 1, padding: int = 50256) -
     tensor([[1, 2, 0, 0]])
     """
     return pad_to_length(tensor, size, padding, dim=dim)
+
+
+def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Index of each row's first True along the last dimension, or the row length where there is none.
+
+    `(..., T) -> (...)`.
+
+    >>> first_true_indices(torch.tensor([[False, True, True], [False, False, False]]))
+    tensor([1, 3])
+    """
+    length = bools.size(-1)
+    positions = torch.arange(length, dtype=dtype, device=bools.device)
+    if length == 0:
+        return torch.zeros(bools.shape[:-1], dtype=dtype, device=bools.device)
+    return torch.where(bools.bool(), positions, length).amin(dim=-1)
+
+
+def truncate_right(input_ids: Tensor, stop_token_id: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Replace what follows each row's first stop token by padding; also the mask of what is left.
+
+    `(B, T) -> (B, T), (B, T)`; the mask is 1 up to and including the stop token, in the dtype of the ids.
+
+    >>> truncate_right(torch.tensor([[5, 2, 7], [5, 6, 7]]), stop_token_id=2, pad_token_id=0)
+    (tensor([[5, 2, 0],
+            [5, 6, 7]]), tensor([[1, 1, 0],
+            [1, 1, 1]]))
+    """
+    stop = first_true_indices(input_ids == stop_token_id).unsqueeze(-1)
+    after = torch.arange(input_ids.size(-1), device=input_ids.device) > stop
+    return input_ids.masked_fill(after, pad_token_id), (~after).to(input_ids.dtype)
+
+
+def truncate_response(stop_token_id: int, pad_token_id: int, responses: Tensor) -> Tensor:
+    """Responses `(B, T)` with everything after the first stop token replaced by padding.
+
+    >>> truncate_response(2, 0, torch.tensor([[5, 2, 7]]))
+    tensor([[5, 2, 0]])
+    """
+    return truncate_right(responses, stop_token_id, pad_token_id)[0]
+
+
+def split_pixel_values_by_grid(batch: dict[str, Tensor]) -> dict[str, Tensor | list[Tensor]]:
+    """Cut the patches and grids of a batch into one tensor per row, so that rows can be shuffled and split.
+
+    `pixel_values (patches, D)`, `image_grid_thw (images, 3)`, whose products count each image's patches, and
+    `num_images`, images per row (absent: one each). A batch without patches or grids is returned as it is.
+    Raises ValueError where grids, images and patches do not add up.
+
+    >>> batch = {"pixel_values": torch.arange(6.0).view(6, 1), "image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2]])}
+    >>> [len(part) for part in split_pixel_values_by_grid(batch)["pixel_values"]]
+    [2, 4]
+    """
+    if any(batch.get(name) is None for name in _PER_ROW):
+        return {**batch}
+    patches, grids = batch["pixel_values"], batch["image_grid_thw"]
+    lengths = grids.prod(dim=-1).tolist()
+    images = torch.as_tensor(batch.get("num_images", [1] * len(grids))).tolist()
+    if sum(images) != len(grids) or sum(lengths) != len(patches):
+        raise ValueError(
+            f"image_grid_thw must hold one grid per image and as many patches as pixel_values, got {len(grids)} grids "
+            f"for {sum(images)} images and {sum(lengths)} patches for {len(patches)} in pixel_values. "
+            "Check that the processor saw the same images."
+        )
+    sections = [sum(lengths[start:stop]) for start, stop in pairwise([0, *accumulate(images)])]
+    return {
+        **batch,
+        "pixel_values": list(patches.split(sections)),
+        "image_grid_thw": list(grids.split(images)),
+    }
+
+
+def unsplit_pixel_values_by_grid(batch: dict[str, Tensor | list[Tensor]]) -> dict[str, Tensor]:
+    """Undo `split_pixel_values_by_grid`: join the lists of patches and grids into one tensor each.
+
+    >>> unsplit_pixel_values_by_grid({"pixel_values": [torch.ones(2, 1), torch.ones(4, 1)]})["pixel_values"].shape
+    torch.Size([6, 1])
+    """
+    joined: dict[str, Tensor] = {}
+    for name, value in batch.items():
+        joined[name] = torch.cat(value) if name in _PER_ROW and isinstance(value, list) else value  # pyright: ignore[reportArgumentType]
+    return joined

@@ -14,10 +14,10 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
 from trl.legacy import PRM_ARGUMENTS, move_onto_config
-from trl.models.classifier_setup import STEP_CLASSIFIER
 from trl.models.packed.layout import IGNORED, is_packed
 from trl.models.policy import set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
+from trl.models.setup import STEP_CLASSIFIER
 from trl.objectives.reward_modelling import step_classification
 from trl.tensors.reduce import Unit, weighted
 from trl.trainer.preference_trainer import Outcome, PreferenceTrainer

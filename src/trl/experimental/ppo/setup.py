@@ -14,14 +14,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.generation.transformers.engine import context_length_of
-from trl.models.classifier_setup import REWARD_MODEL, load_classifier, take_pad_token
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, report_fallbacks, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
-from trl.models.setup import pad_token_id
+from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
 from trl.models.switches import disable_dropout_in_model
 from trl.rewards.models import tokenizers_for
 from trl.rewards.source import RewardSources
