@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.tensors.reduce import Weighted
@@ -23,6 +24,12 @@ class MetricSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
+        self._extremes: dict[str, float] = {}
+
+    def add_extremes(self, values: Mapping[str, Tensor]) -> None:
+        """Keep the smallest values by names that begin with `min`, and the largest by others; they are no part of `state`."""
+        for name, value in values.items():
+            self._extremes[name] = _extreme(name)(float(value), self._extremes.get(name, float(value)))
 
     def add(self, name: str, value: Weighted) -> None:
         """Add a total and its count (scalars, on any device)."""
@@ -37,14 +44,17 @@ class MetricSums:
             self.add(name, value)
 
     def drain(self, accelerator: Accelerator | None = None) -> dict[str, float]:
-        """Means over all processes since the last call, in order of first use; names whose count is 0 are left out.
+        """Means over all processes since the last call, in order of first use, then extremes; names whose count is 0 are left out.
 
         Every process must call it at the same time.
         """
         sums, self._sums = self._sums, {}
+        every, self._extremes = [self._extremes], {}
         if accelerator is not None and accelerator.num_processes > 1:
-            sums = _over_processes(sums, accelerator)
-        return {name: total / count for name, (total, count) in _as_floats(sums).items() if count}
+            sums, every = _over_processes(sums, accelerator), gather_object(every)
+        means = {name: total / count for name, (total, count) in _as_floats(sums).items() if count}
+        names = dict.fromkeys(name for own in every for name in own)
+        return means | {name: _extreme(name)(own[name] for own in every if name in own) for name in names}
 
     def state(self) -> dict[str, tuple[float, float]]:
         """The sums of this process, for a checkpoint; floats keep every bit."""
@@ -57,6 +67,10 @@ class MetricSums:
         self._sums = {
             name: torch.tensor(pair, dtype=torch.float64, device=device) for name, pair in state.items()
         }
+
+
+def _extreme(name: str) -> Callable[..., float]:
+    return min if name.startswith("min") else max
 
 
 def _scalar(value: Tensor) -> Tensor:
@@ -73,8 +87,6 @@ def _as_floats(sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
 
 def _over_processes(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
     """The sums of all processes; a process may know names that another does not."""
-    from accelerate.utils import gather_object
-
     every = gather_object([list(sums)])
     names = list(dict.fromkeys(name for known in every for name in known))
     if not names:

@@ -13,16 +13,38 @@ from torch import Tensor
 from trl.tensors.reduce import Weighted
 
 
-def rows_of_all(table: Tensor, accelerator: Accelerator) -> tuple[Tensor, int]:
-    """The rows `(n, k)` of every process, one process after another, and where this process's begin.
+class Processes:
+    """Numbers of all processes. Every process must make the same calls at the same time."""
 
-    Processes may have different numbers of rows. Every process must call it at the same time.
-    """
-    if accelerator.num_processes == 1:
-        return table, 0
-    tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])]
-    own = accelerator.process_index
-    return torch.cat(tables), sum(len(part) for part in tables[:own])
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def rows(self, table: Tensor) -> tuple[Tensor, int]:
+        """The rows `(n, k)` of every process, one process after another, and where this process's begin.
+
+        Processes may have different numbers of rows.
+        """
+        if self._accelerator.num_processes == 1:
+            return table, 0
+        tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])]
+        return torch.cat(tables), sum(len(part) for part in tables[: self._accelerator.process_index])
+
+    def sum(self, parts: Sequence[Weighted]) -> Weighted:
+        """The sum of all parts of all processes."""
+        total, count = (torch.stack(part).sum() for part in zip(*parts, strict=True))
+        if self._accelerator.num_processes == 1:
+            return Weighted(total, count)
+        both = self._accelerator.reduce(torch.stack([total, count.to(total)]), reduction="sum")
+        return Weighted(*both)  # type: ignore[misc]
+
+    def extremes(self, parts: Sequence[Tensor]) -> Tensor:
+        """The smallest and the largest value of tensors of any shapes: `(2,)`; infinities where there is none."""
+        values = torch.cat([part.flatten() for part in parts]) if parts else torch.zeros(0)
+        values = values.to(self._accelerator.device)
+        nothing = torch.tensor([math.inf, -math.inf], dtype=values.dtype, device=values.device)
+        found = torch.stack(values.aminmax()) if len(values) else nothing
+        table, _ = self.rows(found[None])
+        return torch.stack([table[:, 0].min(), table[:, 1].max()])
 
 
 class RunningMean:
@@ -54,18 +76,3 @@ class RunningMean:
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from `state`."""
         self.total, self.count = state["total"], state["count"]
-
-
-def smallest_and_largest(parts: Sequence[Tensor], accelerator: Accelerator) -> Tensor:
-    """The smallest and the largest value of tensors of any shapes, over all processes: `(2,)`.
-
-    Infinities of the wrong sign where there are no values. Every process must call it at the same time.
-    """
-    values = torch.cat([part.flatten() for part in parts]) if parts else torch.zeros(0)
-    values = values.to(accelerator.device)
-    nothing = torch.tensor([math.inf, -math.inf], dtype=values.dtype, device=values.device)
-    found = torch.stack(values.aminmax()) if len(values) else nothing
-    if accelerator.num_processes == 1:
-        return found
-    table = torch.cat([part[None] for part in gather_object([found.cpu()])]).to(found.device)
-    return torch.stack([table[:, 0].min(), table[:, 1].max()])

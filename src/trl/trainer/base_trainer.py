@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,8 +38,9 @@ from trl.data.formats import column_names
 from trl.data.streams import CountedStream, RepeatedStream, is_stream
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.head_precision import tied_where_equal
+from trl.models.lending import undisturbed, without_ddp
 from trl.models.loading import load_saved_weights
-from trl.models.packed.layout import count_scored, count_sequence_tokens, count_tokens
+from trl.models.packed.layout import count_sequence_tokens, count_tokens
 from trl.models.reference import FrozenModel, lend_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
@@ -47,12 +49,13 @@ from trl.options.checks import warn_unread
 from trl.options.policy_gradient import SYNC_SETTINGS
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
+from trl.reporting.step_scores import Processes
 from trl.tensors.reduce import Unit, Weighted, count_units, reduce_terms, share_of_step, where_counted
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
-from trl.trainer.legacy_interface import LegacyInterface
-from trl.trainer.method import LOSS_PARTS, Outcome
+from trl.trainer.legacy_interface import GIVEN, LegacyInterface
+from trl.trainer.method import CONTEXT, LOSS_PARTS, Method, Outcome, Step
 from trl.trainer.row_loaders import GroupedByLength, check_not_dropped, holding, lengths_of_ids
 
 logger = logging.getLogger(__name__)
@@ -61,11 +64,10 @@ logger = logging.getLogger(__name__)
 class BaseTrainer(LegacyInterface, Trainer):
     """`transformers.Trainer` with exact normalisation over the optimiser step, weighted metrics and exact resume.
 
-    The loss of a micro-batch is the sum of the terms of its `outcome`. A method says what they are counted in (`units`,
-    `count_units`) and overrides `outcome`.
+    The loss of a micro-batch is the sum of the terms of its `outcome`: its `method`'s, of what the scorer makes of it.
     """
 
-    units: ClassVar[tuple[Unit, ...]] = ("pair",)
+    method: Method = Method()
 
     _tag_names: ClassVar[list[str]] = ["trl"]
     _name: ClassVar[str] = "training"
@@ -138,21 +140,45 @@ class BaseTrainer(LegacyInterface, Trainer):
         return own
 
     def prepare_step(self, batches: list[Any]) -> None:
-        """Called with all micro-batches of an optimiser step before the first is trained on: for what a loss needs to
-        know about the whole step."""
+        """Called with all micro-batches of an optimiser step before the first is trained on: puts what the method must know
+        of the whole step into each."""
+        contexts = self.method.prepare(batches, self.step_of({}))
+        for batch, context in zip(batches, contexts, strict=True):
+            if context is not None:
+                batch[CONTEXT] = context
+                if GIVEN in batch:
+                    batch[GIVEN] = {**batch[GIVEN], CONTEXT: context}
+
+    def step_of(self, batch: Mapping[str, Any]) -> Step:
+        """What the method is given of the step that a batch belongs to."""
+        training = self.mode == "train"
+        return Step(
+            training,
+            Processes(self.accelerator),
+            self.score_again,
+            self.add_reference,
+            is_counted=training or self.own_rows() > 0,
+            context=batch.get(CONTEXT),
+        )
+
+    def add_reference(self, batch: dict[str, Any]) -> None:
+        """Put the reference's log-probs into the batch, if the method has a reference and they are not there yet."""
+
+    @torch.no_grad()
+    def score_again(self, batch: Mapping[str, Any]) -> Scored:
+        """Log-probs of a batch under the policy without gradient, dropout and noise."""
+        model = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
+        with undisturbed(model):
+            return self.score(model, batch)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What the terms of the loss are counted in."""
+        return self.method.units
 
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """What a batch's loss is counted in (trained tokens, unless a method says otherwise): int64, a scalar or one
-        number for each kind of unit.
-
-        Raises: ValueError for a batch without labels.
-        """
-        if batch.get("labels") is None and "scored_target" not in batch:
-            raise ValueError(
-                f"a batch has {sorted(batch)}, expected 'labels' too (-100 where nothing is trained). Let the "
-                "data_collator add them, or leave data_collator out."
-            )
-        return count_scored(batch)
+        """How many of each of its `units` a batch's loss is counted in: int64 `(len(units),)`."""
+        return self.method.count(batch)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -180,7 +206,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             count = self.accelerator.reduce(count, reduction="sum")
         assert isinstance(count, Tensor)
         self._unprepared = batches
-        return batches, count.clamp(min=1)
+        return batches, (count if len(self.units) > 1 else count.reshape(())).clamp(min=1)
 
     _unprepared: list[Any] | None = None
 
@@ -242,9 +268,16 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     # ---- the loss
 
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
-        """Score a batch and judge it."""
-        raise TypeError(f"{type(self).__name__} must override outcome.")
+    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        """The terms of a batch."""
+        return self.method.terms(batch, self.score_learned(model, batch), self.step_of(batch))
+
+    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        """What the method learns from a batch: log-probs with gradient, and what else it takes from the scoring forward."""
+        options = self.method.options(statistics=self.statistics_due())
+        return self.score(
+            model, self.method.learned(batch), replace(options, loss_of=self.method.local(batch))
+        )
 
     def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
         """The outcome that is trained with."""
@@ -266,11 +299,16 @@ class BaseTrainer(LegacyInterface, Trainer):
         inputs = self.take_batch(inputs)
         self.count_seen(inputs)
         own = self.count_units(inputs)
-        step = own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        step = (
+            own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).view(-1)
+        )
         found = self.judged_batch(model, inputs)
-        loss = self.loss_of(found, own, step)
-        if found.local is not None:
-            loss = loss + share_of_step(found.local - found.local.detach(), step.view(-1)[0])
+        if found.local is None:
+            loss = self.loss_of(found, own, step)
+        else:  # terms without gradient are those that it sums up
+            learned = [terms for terms in found.terms if terms.values.requires_grad]
+            loss = self.loss_of(found._replace(terms=learned), own, step)
+            loss = loss + share_of_step(found.local, step[0])
         self._record(found, own)
         if num_items_in_batch is not None:
             loss = self.scale(loss)
@@ -281,10 +319,8 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
         """A batch's part of the step's loss: its terms over the step's number of each kind of unit; `own`: the batch's."""
-        loss = torch.stack(
-            [reduce_terms(terms, step[self.units.index(terms.per)]) for terms in found.terms]
-        ).sum()
-        return loss + self.router_part(found, own, step)
+        parts = [reduce_terms(terms, step[self.units.index(terms.per)]) for terms in found.terms]
+        return sum(parts, start=torch.zeros(())) + self.router_part(found, own, step)
 
     def router_part(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor | float:
         """What the router of a mixture of experts adds to it: its loss, by this batch's share of the step."""
@@ -294,6 +330,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         return self.scorer.core.config.get_text_config().router_aux_loss_coef
 
     def _record(self, found: Outcome, own: Tensor) -> None:
+        self._sums[self.mode].add_extremes(found.extremes)
         for terms in found.terms:
             for name, value in terms.metrics.items():
                 self.record(name, value)
@@ -358,7 +395,8 @@ class BaseTrainer(LegacyInterface, Trainer):
     def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """The loss of an evaluation from its parts, each a mean over units of its own."""
         parts = [means.pop(name) for name in list(means) if name.startswith(LOSS_PARTS)]
-        return {"loss": sum(parts), **means} if parts else means
+        means = {"loss": sum(parts), **means} if parts else means
+        return self.method.derived(means)
 
     def ends_window(self, logs: Mapping[str, float]) -> bool:
         """Whether these logs hold a training loss, or are the summary of a run with steps that were not logged yet."""
@@ -469,7 +507,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         assert output.metrics is not None
         names = self._sums["eval"].state()
         means = self.derived_metrics(self._sums["eval"].drain(self.accelerator))
-        if "loss" in names and "loss" not in means:
+        if any(name.startswith(LOSS_PARTS) for name in names) and "loss" not in means:
             logger.warning("The %s set has no trained token: its loss is NaN.", metric_key_prefix)
             output.metrics[f"{metric_key_prefix}_loss"] = math.nan
         if means:
@@ -683,10 +721,11 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def method_state(self) -> dict[str, Any]:
         """What a method carries from one step to the next, as plain values: part of every checkpoint."""
-        return {}
+        return self.method.state()
 
     def load_method_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `method_state` gave; nothing of it is in checkpoints that were made without it."""
+        """Resume from `method_state`; checkpoints that were made without it have nothing of it."""
+        self.method.load_state(state)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

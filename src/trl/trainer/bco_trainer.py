@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,15 +21,80 @@ from trl.legacy import BCO_ARGUMENTS, Older
 from trl.models.pairs import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
-from trl.reporting.step_scores import RunningMean
-from trl.tensors.reduce import LossTerms, Weighted
+from trl.reporting.step_scores import Processes, RunningMean
+from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.legacy_interface import call_with
+from trl.trainer.method import CONTEXT, Step
 from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
-from trl.trainer.row_loaders import holding
-from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
+from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
+
+
+class BCOMethod(UnpairedMethod):
+    """The mathematics of BCO; `density` weighs undesirable rows by their prompts."""
+
+    args: BCOConfig
+
+    def __init__(self, args: BCOConfig, density: PromptDensity | None) -> None:
+        super().__init__(args)
+        self.density, self._rewards = density, RunningMean()
+
+    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
+        """Count the rewards of the whole step, on all processes; those of a single micro-batch come with its loss."""
+        if len(batches) == 1:
+            return [None]
+        sums = []
+        for batch in batches:
+            step.add_reference(batch)
+            sums.append(reward_sum(self.scores(batch, step.score(self.learned(batch))), self.args.beta))
+        self._rewards.add(step.processes.sum(sums))
+        return [self.delta()] * len(batches)
+
+    def delta(self) -> Tensor:
+        """The mean reward of the run so far, 0-dim."""
+        return torch.tensor(self._rewards.value)
+
+    def count_rewards(self, scores: UnpairedScores, processes: Processes) -> None:
+        """Let the rewards of completions move delta. All processes must call it."""
+        self._rewards.add(processes.sum([reward_sum(scores, self.args.beta)]))
+
+    def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
+        """Losses against delta, which evaluations do not move."""
+        if step.training and step.context is None:
+            self.count_rewards(scores, step.processes)
+        weights = self.undesirable_weights(self.embeddings(batch))
+        delta = self.delta().to(scores.logps)
+        return bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights)
+
+    # ---- underlying-distribution matching
+
+    def embeddings(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The embedding `(B, H)` of each row's prompt."""
+        if self.density is None:
+            return None
+        rows = row_count(batch)
+        prompts = zip(batch[EMBEDDING_COLUMN][:rows], batch[EMBEDDING_MASK][:rows].bool(), strict=True)
+        return self.density.embed([ids[real].tolist() for ids, real in prompts], batch["label"].device)
+
+    def undesirable_weights(self, embeddings: Tensor | None) -> Tensor | None:
+        """The density ratio `(B,)` of embedded prompts."""
+        if embeddings is None or self.density is None:
+            return None
+        assert self.density.classifier is not None
+        probability = self.density.classifier.probability(embeddings)
+        return udm_weights(
+            probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The rewards counted so far."""
+        return {"rewards": self._rewards.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if "rewards" in state:
+            self._rewards.load_state(state["rewards"])
 
 
 class BCOTrainer(UnpairedTrainer):
@@ -77,6 +141,7 @@ class BCOTrainer(UnpairedTrainer):
     _older_arguments: ClassVar[Mapping[str, Older]] = BCO_ARGUMENTS
     _loss_method: ClassVar[str] = "bco_loss"
     _point: ClassVar[str] = "delta"
+    method: BCOMethod
     args: BCOConfig
 
     def __init__(
@@ -101,7 +166,6 @@ class BCOTrainer(UnpairedTrainer):
         **older: Any,
     ) -> None:
         self._density = _prompt_density(embedding_func, embedding_tokenizer, train_dataset)
-        self._rewards = RunningMean()
         super().__init__(
             model, ref_model, args, train_dataset, eval_dataset, processing_class, data_collator, model_init, callbacks,
             optimizers, preprocess_logits_for_metrics, peft_config, compute_metrics, model_adapter_name, ref_adapter_name,
@@ -115,72 +179,12 @@ class BCOTrainer(UnpairedTrainer):
                 batch_size=self.args.per_device_train_batch_size,
             )
 
+    def make_method(self, args: BCOConfig) -> BCOMethod:
+        return BCOMethod(args, self._density)
+
     def preparation(self, args: BCOConfig) -> dict[str, Any]:
         """With matching, rows also hold their prompts under the tokenizer of the embedding model."""
         return {} if self._density is None else {"embedding_tokenizer": self._density.embedding_tokenizer}
-
-    # ---- the reward shift
-
-    def prepare_step(self, batches: list[Any]) -> None:
-        """Count the rewards of the whole step, on all processes; those of a single micro-batch come with its loss."""
-        self._counted = 0
-        if len(batches) == 1:
-            return
-        model: Any = self.model_wrapped
-        sums = [reward_sum(self._scores_so_far(model, batch), self.args.beta) for batch in batches]
-        total = Weighted(*(torch.stack(part).sum() for part in zip(*sums, strict=True)))
-        self._rewards.add(self.over_processes(total))
-        self._counted = len(batches)
-
-    _counted = 0  # micro-batches to come whose rewards count already
-
-    def _delta(self, scores: UnpairedScores, *, moves: bool) -> Tensor:
-        if moves and self._counted:
-            self._counted -= 1
-        elif moves:
-            self._rewards.add(self.over_processes(reward_sum(scores, self.args.beta)))
-        return scores.logps.new_tensor(self._rewards.value)
-
-    def _scores_so_far(self, model: nn.Module, batch: dict[str, Any]) -> UnpairedScores:
-        self.ask_reference(model, batch)
-        logps = self.policy_logps(model, batch, 0)
-        return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"])
-
-    def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
-        """BCO's loss of each completion; delta is the run's, also in an evaluation, which does not move it."""
-        delta = self._delta(scores, moves=self.mode == "train")
-        weights = self._undesirable_weights(self._embeddings(batch))
-        return bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights)
-
-    def method_state(self) -> dict[str, Any]:
-        """The rewards counted so far."""
-        return {**super().method_state(), "rewards": self._rewards.state()}
-
-    def load_method_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the rewards counted so far."""
-        super().load_method_state(state)
-        if "rewards" in state:
-            self._rewards.load_state(state["rewards"])
-
-    # ---- underlying-distribution matching
-
-    def _embeddings(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """The embedding `(B, H)` of each row's prompt."""
-        if self._density is None:
-            return None
-        rows = row_count(batch)
-        prompts = zip(batch[EMBEDDING_COLUMN][:rows], batch[EMBEDDING_MASK][:rows].bool(), strict=True)
-        return self._density.embed([ids[real].tolist() for ids, real in prompts], batch["label"].device)
-
-    def _undesirable_weights(self, embeddings: Tensor | None) -> Tensor | None:
-        """The density ratio `(B,)` of embedded prompts."""
-        if embeddings is None or self._density is None:
-            return None
-        assert self._density.classifier is not None
-        probability = self._density.classifier.probability(embeddings)
-        return udm_weights(
-            probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio
-        )
 
     # ---- methods of 0.11-0.26
 
@@ -197,8 +201,9 @@ class BCOTrainer(UnpairedTrainer):
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
         move delta."""
-        with nullcontext() if do_train else holding(self, "_counted", 1):
-            return super().get_batch_loss_metrics(model, batch)
+        return super().get_batch_loss_metrics(
+            model, batch if do_train else {**batch, CONTEXT: self.method.delta()}
+        )
 
     def bco_loss(
         self,
@@ -213,23 +218,28 @@ class BCOTrainer(UnpairedTrainer):
         """Losses of the chosen, then the rejected completions, the rewards of either, and delta, 0-dim.
 
         Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions are
-        matched. With `do_train` the rewards move delta, unless they count already as part of a step.
+        matched. With `do_train` the rewards move delta.
         """
         scores = scores_by_kind(
             policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
         )
-        delta = self._delta(scores, moves=do_train)
-        weights = self._undesirable_weights(rejected_embeddings)
+        if do_train:
+            self.method.count_rewards(scores, Processes(self.accelerator))
+        delta, weights = (
+            self.method.delta().to(scores.logps),
+            self.method.undesirable_weights(rejected_embeddings),
+        )
         if weights is not None:
             weights = torch.cat([weights.new_ones(len(policy_chosen_logps)), weights])
         losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values
         return losses, *rewards_by_kind(scores, self.args.beta), delta
 
-    def call_loss_method(self, model: nn.Module, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
-        """What an overridden `bco_loss` gives for a batch."""
-        found, kinds = self._embeddings(batch), (batch["label"], ~batch["label"])
+    def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
+        """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move delta."""
+        found, kinds = self.method.embeddings(batch), (batch["label"], ~batch["label"])
         embeddings = [None if found is None else found[kind] for kind in kinds]
-        return call_with(self.bco_loss, *policy, *reference, *embeddings, do_train=self.mode == "train")
+        moves = self.mode == "train" and CONTEXT not in batch
+        return call_with(self.bco_loss, *policy, *reference, *embeddings, do_train=moves)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

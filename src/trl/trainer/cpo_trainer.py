@@ -12,7 +12,27 @@ from trl.objectives.pairs import PairScores, power_ratio
 from trl.objectives.reference_free import PER_TOKEN, cpo_nll_coefficient, cpo_terms
 from trl.tensors.reduce import LossTerms
 from trl.trainer.cpo_config import CPOConfig
-from trl.trainer.reference_free_trainer import ReferenceFreeTrainer
+from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
+
+
+class CPOMethod(ReferenceFreeMethod):
+    """The mathematics of CPO, SimPO and AlphaPO."""
+
+    args: CPOConfig
+
+    @property
+    def per_token(self) -> bool:
+        return self.args.loss_type in PER_TOKEN
+
+    @property
+    def nll_coefficient(self) -> float:
+        return cpo_nll_coefficient(self.args.loss_type, self.args.cpo_alpha)
+
+    def loss(self, scores: PairScores) -> LossTerms:
+        return cpo_terms(scores, self.args.loss_type, self.args.options())
+
+    def rewards(self, logps: Tensor) -> Tensor:
+        return super().rewards(power_ratio(logps, self.args.alpha))
 
 
 class CPOTrainer(ReferenceFreeTrainer):
@@ -47,28 +67,17 @@ class CPOTrainer(ReferenceFreeTrainer):
         "title": "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
         "id": "2401.08417",
     }
+    _method_class: ClassVar[type[ReferenceFreeMethod]] = CPOMethod
     _config_class: ClassVar[type] = CPOConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = CPO_ARGUMENTS
     _loss_method: ClassVar[str] = "cpo_loss"
     args: CPOConfig
 
-    @property
-    def per_token(self) -> bool:
-        return self.args.loss_type in PER_TOKEN
-
-    @property
-    def nll_coefficient(self) -> float:
-        return cpo_nll_coefficient(self.args.loss_type, self.args.cpo_alpha)
-
-    def judge(self, scores: PairScores) -> LossTerms:
-        return cpo_terms(scores, self.args.loss_type, self.args.options())
-
-    def rewards(self, logps: Tensor) -> Tensor:
-        return super().rewards(power_ratio(logps, self.args.alpha))
-
     def cpo_loss(
         self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` (means for ipo and simpo)."""
-        losses = self.judge(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps)).values
-        return losses, self.rewards(policy_chosen_logps), self.rewards(policy_rejected_logps)
+        losses = self.method.loss(
+            PairScores.without_reference(policy_chosen_logps, policy_rejected_logps)
+        ).values
+        return losses, self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)

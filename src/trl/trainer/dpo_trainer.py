@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
-from trl.models.lending import undisturbed
+from trl.models.packed.layout import scored_sequences
 from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, make_scorer, set_up_policy
@@ -41,8 +40,8 @@ from trl.objectives.preference import (
     nll_coefficient,
     preference_terms,
 )
-from trl.reporting.step_scores import RunningMean, rows_of_all
-from trl.tensors.reduce import Unit, weighted
+from trl.reporting.step_scores import Processes, RunningMean
+from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.sequences import (
     alignment_by_sequence,
     length_desensitized,
@@ -54,14 +53,138 @@ from trl.tensors.sequences import (
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, ImagePairSets, collator_for_image_pairs
 from trl.trainer.legacy_interface import GIVEN, REFERENCES
+from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.older_dpo import OlderDPOMethods
 from trl.trainer.precompute import ReferencePass
-from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import pair_collator, pair_sets
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 AnyDataset = Dataset | IterableDataset
+
+
+class DPOMethod(Method):
+    """The mathematics of DPO and its family, of pairs with the reference's log-probs in `ref_logps`."""
+
+    units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
+
+    def __init__(self, args: DPOConfig) -> None:
+        self.args, self._rewards = args, RunningMean()
+        self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
+        self._compares_pairs = bool(NEEDS_STEP & set(args.loss_type))
+
+    def options(self, *, statistics: bool) -> ScoreOptions:
+        """With the logs of collision probabilities for WPO."""
+        return ScoreOptions(collision=self.args.use_weighting, mean_logits=True)
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many pairs a batch has, and how many tokens their chosen completions."""
+        return pair_units(batch)
+
+    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
+        """Score a step of several micro-batches without gradient where a loss compares its pairs with each other."""
+        if not self._compares_pairs or len(batches) == 1:
+            return [None] * len(batches)
+        found = []
+        for batch in batches:
+            step.add_reference(batch)
+            found.append(self._compared(self.pair_scores(batch, step.score(batch))))
+        return self._statistics(found, step.processes)
+
+    def _statistics(self, found: Sequence[PairScores], processes: Processes) -> list[StepStatistics]:
+        """What each micro-batch must know of all pairs of the step, on all processes; counts their rewards."""
+        columns = [[s.chosen, s.rejected, s.ref_chosen, s.ref_rejected] for s in found]
+        own = torch.cat([torch.stack(column, dim=1).detach() for column in columns])
+        table, first = processes.rows(own)
+        chosen, rejected, ref_chosen, ref_rejected = table.unbind(dim=1)
+        scores = PairScores(chosen, rejected, ref_chosen, ref_rejected)
+        self._rewards.add(weighted(self.args.beta * torch.cat(scores.ratios)))
+        statistics, parts = self.statistics(scores), []
+        for part in found:
+            parts.append(statistics.rows(slice(first, first + len(part.chosen))))
+            first += len(part.chosen)
+        return parts
+
+    def statistics(self, scores: PairScores) -> StepStatistics:
+        """Statistics of pairs, with the mean reward of the run so far as delta (BCO, arXiv:2404.04656)."""
+        found = step_statistics(scores, self.args.beta)
+        if not self._rewards.count:
+            return found
+        return replace(found, delta=torch.full_like(found.delta, self._rewards.value))
+
+    def pair_scores(self, batch: Mapping[str, Any], scored: Scored) -> PairScores:
+        """Log-probs of policy and reference of a batch's pairs: sums, or means where the loss takes means."""
+        sequences = 2 * row_count(batch, per_row=2)
+        policy = self.totals(scored, sequences)
+        reference = batch["ref_logps"].to(policy) if "ref_logps" in batch else torch.zeros_like(policy)
+        scores = PairScores(*split_pairs(policy), *split_pairs(reference))
+        if not PER_TOKEN & set(self.args.loss_type):
+            return scores
+        return scores.per_token(*split_pairs(tokens_by_sequence(scored.positions.sequence, sequences)))
+
+    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
+        """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the loss."""
+        logged = self.pair_scores(batch, scored)
+        scores = self._compared(logged)
+        if self._compares_pairs:
+            known = step.context
+            if known is None:
+                known = (
+                    self._statistics([scores], step.processes)[0]
+                    if step.training
+                    else self.statistics(scores)
+                )
+            scores = replace(scores, step=known)
+        terms = preference_terms(
+            scores,
+            self.args.loss_type,
+            self.args.pair_options(),
+            loss_weights=self.args.loss_weights,
+            pair_weights=self.pair_weights(scored, len(logged.chosen)),
+            logged=logged,
+        )
+        return self.outcome(terms, logged, scored, nll=self._nll_coefficient)
+
+    def outcome(self, terms: LossTerms, logged: PairScores, scored: Scored, *, nll: float | None) -> Outcome:
+        """Terms of pairs with the chosen completions' likelihood, weighted by `nll`; predictions are the rewards."""
+        parts = [terms._replace(metrics={**terms.metrics, **mean_logits(scored)})]
+        if nll:
+            parts.append(chosen_nll(scored.logps, scored.positions.sequence % 2 == 0, coefficient=nll))
+        rewards = self.args.beta * torch.stack(logged.ratios, dim=1)
+        labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
+        return Outcome(parts, rewards, labels, scored.aux_loss)
+
+    def _compared(self, scores: PairScores) -> PairScores:
+        """The scores that the loss sees: with `reference_free`, against a reference of 0."""
+        if not self.args.reference_free:
+            return scores
+        return PairScores.without_reference(scores.chosen, scores.rejected)
+
+    def totals(self, scored: Scored, count: int) -> Tensor:
+        """Log-prob of each completion, those of tokens past the shorter one's length discounted by `ld_alpha`."""
+        sequence, alpha = scored.positions.sequence, self.args.ld_alpha
+        if alpha is None:
+            return sum_by_sequence(scored.logps, sequence, count)
+        return length_desensitized(scored.logps, sequence, count, alpha=alpha)
+
+    def pair_weights(self, scored: Scored, pairs: int) -> Tensor | None:
+        """WPO's weights `(B,)`; None without `use_weighting`."""
+        if not self.args.use_weighting:
+            return None
+        assert scored.log_collision is not None
+        alignment = alignment_by_sequence(
+            scored.logps, scored.log_collision, scored.positions.sequence, 2 * pairs
+        )
+        return wpo_weights(*split_pairs(alignment))
+
+    def state(self) -> dict[str, Any]:
+        """The rewards counted so far."""
+        return {"rewards": self._rewards.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if "rewards" in state:
+            self._rewards.load_state(state["rewards"])
 
 
 class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
@@ -97,7 +220,7 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
         "id": "2305.18290",
     }
     args: DPOConfig
-    units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
+    method: DPOMethod
     _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, *REFERENCE_COLUMNS, OWN_PROMPT)
 
     def __init__(
@@ -159,10 +282,7 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
     def _take_policy(self, policy: Policy, args: DPOConfig) -> None:
         self.scorer = policy.scorer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
-        self._compares_pairs = bool(NEEDS_STEP & set(args.loss_type))
-        self._step_statistics: deque[StepStatistics] = deque()
-        self._rewards = RunningMean()
+        self.method = DPOMethod(args)
 
     def adopt(self) -> None:
         """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours: attributes that were set (`beta`,
@@ -229,135 +349,29 @@ class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
         """A batch in the form of `PairCollator`."""
         return as_pair_batch(batch, prefix_sharing=self.shares_prefix)
 
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many pairs a batch has, and how many tokens their chosen completions."""
-        return pair_units(batch)
-
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         if self.with_images:
             self._signature_columns = list(PAIR_RAW_COLUMNS)
 
-    # ---- the loss
+    # ---- the reference's log-probs
 
-    def prepare_step(self, batches: list[Any]) -> None:
-        """Score a step of several micro-batches without gradient where a loss compares its pairs with each other."""
-        self._step_statistics.clear()
-        if self._compares_pairs and len(batches) > 1:
-            model: Any = self.model_wrapped
-            with torch.no_grad(), undisturbed(model):
-                found = [self._compared(self.pair_scores(model, batch)[0]) for batch in batches]
-            self._step_statistics.extend(self._statistics(found))
-
-    def _statistics(self, found: list[PairScores]) -> list[StepStatistics]:
-        """What each micro-batch must know of all pairs of the step, on all processes; counts their rewards."""
-        columns = [[s.chosen, s.rejected, s.ref_chosen, s.ref_rejected] for s in found]
-        own = torch.cat([torch.stack(column, dim=1).detach() for column in columns])
-        table, first = rows_of_all(own, self.accelerator)
-        chosen, rejected, ref_chosen, ref_rejected = table.unbind(dim=1)
-        scores = PairScores(chosen, rejected, ref_chosen, ref_rejected)
-        self._rewards.add(weighted(self.args.beta * torch.cat(scores.ratios)))
-        statistics = self.with_running_delta(step_statistics(scores, self.args.beta))
-        parts = []
-        for part in found:
-            parts.append(statistics.rows(slice(first, first + len(part.chosen))))
-            first += len(part.chosen)
-        return parts
-
-    def with_running_delta(self, statistics: StepStatistics) -> StepStatistics:
-        """The mean reward of the run so far, in place of the step's (BCO, arXiv:2404.04656)."""
-        if not self._rewards.count:
-            return statistics
-        return replace(statistics, delta=torch.full_like(statistics.delta, self._rewards.value))
-
-    def _step_of(self, scores: PairScores) -> StepStatistics | None:
-        """What a batch's losses compare it with: its optimiser step, or itself in an evaluation."""
-        if not self._compares_pairs:
-            return None
-        if self.mode == "eval":
-            return self.with_running_delta(step_statistics(scores, self.args.beta))
-        return self._step_statistics.popleft() if self._step_statistics else self._statistics([scores])[0]
-
-    def method_state(self) -> dict[str, Any]:
-        """The rewards counted so far."""
-        return {**super().method_state(), "rewards": self._rewards.state()}
-
-    def load_method_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the rewards counted so far."""
-        super().load_method_state(state)
-        if "rewards" in state:
-            self._rewards.load_state(state["rewards"])
-
-    def pair_scores(self, model: nn.Module, batch: dict[str, Any]) -> tuple[PairScores, Scored]:
-        """Log-probs of policy and reference of a batch's pairs; the reference's stay in the batch, as `ref_logps`."""
-        args, sequences = self.args, 2 * row_count(batch, per_row=2)
+    def add_reference(self, batch: dict[str, Any]) -> None:
+        """Put the reference's log-probs `(2B,)` into the batch, `ref_logps`."""
+        if self.reference is None:
+            batch.pop("ref_logps", None)
+            return
         own = next((name for name in REFERENCES if self.overridden(name)), None)
-        if self.reference is not None and own is None and "ref_logps" not in batch:
-            batch["ref_logps"] = self.reference.score(model, batch, self.reference_logps)
-        scored = self.score(model, batch, ScoreOptions(collision=args.use_weighting, mean_logits=True))
-        policy = self.totals(scored, sequences)
-        reference = batch.get("ref_logps") if self.reference is not None else None
-        reference = torch.zeros_like(policy) if reference is None else reference.to(policy)
-        scores = PairScores(*split_pairs(policy), *split_pairs(reference))
-        if PER_TOKEN & set(args.loss_type):
-            lengths = tokens_by_sequence(scored.positions.sequence, sequences)
-            scores = scores.per_token(*split_pairs(lengths))
         if own is not None:
-            ref_chosen, ref_rejected = getattr(self, own)(batch.get(GIVEN, batch))
-            scores = replace(scores, ref_chosen=ref_chosen.to(policy), ref_rejected=ref_rejected.to(policy))
-        return scores, scored
-
-    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the loss."""
-        args, is_own = self.args, self.overridden("dpo_loss")
-        logged, scored = self.pair_scores(model, batch)
-        scores = self._compared(logged)
-        scores = replace(scores, step=self._step_of(scores))
-        terms = preference_terms(
-            scores,
-            args.loss_type,
-            args.pair_options(),
-            loss_weights=args.loss_weights,
-            pair_weights=self.pair_weights(scored, len(logged.chosen)),
-            logged=logged,
-        )
-        if is_own:
-            terms = self.recorded_terms(terms, logged, scored)
-        parts = [terms._replace(metrics={**terms.metrics, **mean_logits(scored)})]
-        if (
-            coefficient := args.rpo_alpha if is_own else self._nll_coefficient
-        ):  # its own loss has that of "sft"
-            parts.append(
-                chosen_nll(scored.logps, scored.positions.sequence % 2 == 0, coefficient=coefficient)
-            )
-        rewards = args.beta * torch.stack(logged.ratios, dim=1)
-        labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
-        return Outcome(parts, rewards, labels, scored.aux_loss)
-
-    def _compared(self, scores: PairScores) -> PairScores:
-        """The scores that the loss sees: with `reference_free`, against a reference of 0."""
-        if not self.args.reference_free:
-            return scores
-        return PairScores.without_reference(scores.chosen, scores.rejected)
+            logps = torch.stack(getattr(self, own)(batch.get(GIVEN, batch)), dim=1).flatten()
+            if PER_TOKEN & set(self.args.loss_type):  # it gives means
+                logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
+            batch["ref_logps"] = logps
+        elif "ref_logps" not in batch:
+            batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.reference_logps)  # type: ignore[arg-type]
 
     def reference_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Log-probs `(2B,)` of a batch's completions under the reference."""
         with self.accelerator.autocast():
             scored = scorer.score(model, batch, ScoreOptions())
-        return self.totals(scored, 2 * row_count(batch, per_row=2))
-
-    def totals(self, scored: Scored, count: int) -> Tensor:
-        """Log-prob of each completion, those of tokens past the shorter one's length discounted by `ld_alpha`."""
-        sequence, alpha = scored.positions.sequence, self.args.ld_alpha
-        if alpha is None:
-            return sum_by_sequence(scored.logps, sequence, count)
-        return length_desensitized(scored.logps, sequence, count, alpha=alpha)
-
-    def pair_weights(self, scored: Scored, pairs: int) -> Tensor | None:
-        if not self.args.use_weighting:
-            return None
-        assert scored.log_collision is not None
-        alignment = alignment_by_sequence(
-            scored.logps, scored.log_collision, scored.positions.sequence, 2 * pairs
-        )
-        return wpo_weights(*split_pairs(alignment))
+        return self.method.totals(scored, 2 * row_count(batch, per_row=2))

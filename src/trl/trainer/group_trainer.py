@@ -322,9 +322,8 @@ class GroupTrainer(OnlineTrainer):
 
     def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
         """A micro-batch's part of the step's loss."""
-        step = step.view(-1)
-        loss = torch.stack([reduce_terms(terms, step[0]) for terms in found.terms]).sum()
-        return loss + self.router_part(found, own, step)
+        parts = [reduce_terms(terms, step[0]) for terms in found.terms]
+        return sum(parts, start=torch.zeros(())) + self.router_part(found, own, step)
 
     def _record(self, found: Outcome, own: Tensor) -> None:
         for terms in found.terms:

@@ -123,7 +123,7 @@ class IterativeSFTTrainer(SFTTrainer):
     def count_units(self, batch: Mapping[str, Any]) -> Tensor:
         """Trained tokens of a batch."""
         if "decoder_labels" in batch:
-            return (batch["decoder_labels"] != IGNORED).sum()
+            return (batch["decoder_labels"] != IGNORED).sum().view(1)
         return super().count_units(batch)
 
     # ---- the steps

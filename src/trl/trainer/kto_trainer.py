@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trl.collators.unpaired import single_completions
 from trl.legacy import KTO_ARGUMENTS, Older
+from trl.models.pairs import row_count
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kl_sum, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted
+from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.kto_config import KTOConfig
+from trl.trainer.method import Step
 from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
-from trl.trainer.unpaired import UnpairedTrainer
+from trl.trainer.unpaired import UnpairedMethod, UnpairedTrainer
+
+
+class KTOMethod(UnpairedMethod):
+    """The mathematics of KTO; with two completions per row, losses are compared with the KL of the mismatched ones."""
+
+    args: KTOConfig
+
+    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
+        """Estimate the KL of the whole step, on all processes, from its mismatched completions.
+
+        The losses are not linear in it, so it must be known before the first backward pass: the policy scores the
+        mismatched completions in passes of their own.
+        """
+        if self.completions_per_row == 1:
+            return [None] * len(batches)
+        total = step.processes.sum([self._kl_sum(batch, step) for batch in batches])
+        return [kl_estimate(total)] * len(batches)
+
+    def mismatched_logps(self, batch: Mapping[str, Any], step: Step) -> Tensor:
+        """The policy's log-probs `(B,)` of the mismatched completions, without gradient."""
+        scored = step.score(single_completions(batch, 1, of=2))
+        return sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
+
+    def _kl_sum(self, batch: Mapping[str, Any], step: Step) -> Weighted:
+        step.add_reference(batch)
+        logps = self.mismatched_logps(batch, step)
+        return kl_sum(logps, batch["ref_kl_logps"].to(logps))
+
+    def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
+        """Losses against the KL of the step or, in an evaluation, of the batch (of all processes)."""
+        kl = step.context
+        if self.completions_per_row == 1:
+            kl = torch.zeros_like(scores.logps[0])
+        elif kl is None:
+            own = self._kl_sum(batch, step)
+            if not step.training:
+                own = step.processes.sum([Weighted(*(part * step.is_counted for part in own))])
+            kl = kl_estimate(own)
+        return kto_terms(scores, self.args.kto_options(), kl=kl)
 
 
 class KTOTrainer(UnpairedTrainer):
@@ -58,7 +100,7 @@ class KTOTrainer(UnpairedTrainer):
     _older_arguments: ClassVar[Mapping[str, Older]] = KTO_ARGUMENTS
     _loss_method: ClassVar[str] = "kto_loss"
     _point: ClassVar[str] = "kl"
-    _kls: deque[Tensor] | None = None  # one for each micro-batch of the step that is not judged yet
+    method: KTOMethod
     args: KTOConfig
 
     def preparation(self, args: KTOConfig) -> dict[str, Any]:
@@ -69,43 +111,13 @@ class KTOTrainer(UnpairedTrainer):
         step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         return {"weights": weights, "mismatch_group": step}
 
+    def make_method(self, args: KTOConfig) -> KTOMethod:
+        return KTOMethod(args, completions_per_row=2 if self.mismatched else 1)
+
     def prepare_step(self, batches: list[Any]) -> None:
-        """Estimate the KL of the whole step, on all processes, from its mismatched completions.
-
-        The losses are not linear in it, so it must be known before the first backward pass: the policy scores the
-        mismatched completions in passes of their own.
-        """
-        self._kls = None
-        if not self.mismatched or self.overridden("kto_loss"):
-            return
-        model: Any = self.model_wrapped
-        sums = [self.kl_of(model, batch) for batch in batches]
-        total = Weighted(*(torch.stack(part).sum() for part in zip(*sums, strict=True)))
-        self._kls = deque([kl_estimate(self.over_processes(total))] * len(batches))
-
-    def kl_of(self, model: nn.Module, batch: dict[str, Any]) -> Weighted:
-        """Sum and count of the log-ratios of a batch's mismatched completions; those of the reference stay in it."""
-        self.ask_reference(model, batch)
-        logps = self.policy_logps(model, batch, 1)
-        return kl_sum(logps, batch["ref_kl_logps"].to(logps))
-
-    def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
-        """KTO's loss of each completion, compared with the KL of its step or, in an evaluation, of its batch."""
-        if not self.mismatched:
-            kl = torch.zeros_like(scores.logps[0])
-        elif self.mode == "train" and self._kls:
-            kl = self._kls.popleft()
-        else:
-            kl = self._kl_of_batch(model, batch)
-        return kto_terms(scores, self.args.kto_options(), kl=kl)
-
-    def _kl_of_batch(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The KL estimate of a batch, with those of the other processes; rows that accelerate repeats do not count."""
-        own = self.kl_of(model, batch)
-        if self.mode == "eval":
-            counts = 1.0 if self.own_rows() else 0.0
-            own = self.over_processes(Weighted(own.total * counts, own.count * counts))
-        return kl_estimate(own)
+        """Estimate the KL of the whole step; an overridden `kto_loss` takes that of each batch."""
+        if not self.overridden("kto_loss"):
+            super().prepare_step(batches)
 
     # ---- methods of 0.8-0.26
 
@@ -133,7 +145,7 @@ class KTOTrainer(UnpairedTrainer):
         losses = kto_terms(scores, self.args.kto_options(), kl=kl).values
         return losses, *rewards_by_kind(scores, self.args.beta), kl
 
-    def call_loss_method(self, model: nn.Module, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
+    def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `kto_loss` gives for a batch, with the mismatched completions of that batch."""
-        logps = self.policy_logps(model, batch, 1) if self.mismatched else None
+        logps = self.method.mismatched_logps(batch, self.step_of(batch)) if self.mismatched else None
         return cast(Any, self.kto_loss)(*policy, logps, *reference, batch.get("ref_kl_logps"))

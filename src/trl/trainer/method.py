@@ -1,23 +1,34 @@
-"""A loss made of terms of several kinds, each divided by its own count over the optimiser step."""
+"""The mathematics of a method, without a trainer: what its loss is counted in, and its terms.
+
+A method is handed batches, what was scored of them, and a `Step`. What its loss must know of a whole optimiser step is the
+context that `prepare` makes for each of the step's batches; it travels in the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from trl.tensors.reduce import LossTerms
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import LossOf, ScoreOptions
+from trl.reporting.step_scores import Processes
+from trl.tensors.reduce import LossTerms, Unit
 
 LOSS_PARTS = "loss per "
+CONTEXT = "context"
+"""The entry of a batch that holds what `Method.prepare` found for it."""
 
 
 class Outcome(NamedTuple):
-    """What a batch came to.
+    """Terms of a batch, and what is measured of it.
 
     `terms` add up to the loss, each divided by the step's number of its own units. `predictions` `(B, ...)` and `labels`
-    `(B, ...)` are what `compute_metrics` is given; None where nobody knows them. `local`: the sum of the losses of the terms' tokens whose gradient was taken
-    in the scoring forward; the terms know their value alone.
+    `(B, ...)` are what `compute_metrics` is given; None where they are not known. `local`: the sum of the losses whose gradient
+    was taken in the scoring forward; the terms of these losses have no gradient. `extremes`: values of which a log shows the
+    smallest (names that begin with `min`) or the largest.
     """
 
     terms: Sequence[LossTerms]
@@ -25,3 +36,63 @@ class Outcome(NamedTuple):
     labels: Any
     aux_loss: Tensor | None = None
     local: Tensor | None = None
+    extremes: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a method is given of the step that a batch belongs to.
+
+    `score(batch)` scores under the policy without gradient, dropout and noise. `add_reference(batch)` puts the reference's
+    log-probs into a batch, if they are not there yet. `is_counted` is false for an evaluation batch
+    of repeated rows, which only fills up a process. `context` is what `prepare` made for the batch; None for a batch by itself.
+    """
+
+    training: bool
+    processes: Processes
+    score: Callable[[Mapping[str, Any]], Scored]
+    add_reference: Callable[[Any], None]
+    is_counted: bool = True
+    context: Any = field(default=None)
+
+
+class Method:
+    """Base of the methods that learn from rows of a data set."""
+
+    units: ClassVar[tuple[Unit, ...]] = ("pair",)
+    """What the terms are counted in; `count` gives as many numbers."""
+
+    def options(self, *, statistics: bool) -> ScoreOptions:
+        """What is scored of a batch beside log-probs; `statistics`: whether costly ones will be logged."""
+        return ScoreOptions()
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many of each unit a batch has, int64 `(len(units),)`."""
+        raise TypeError(f"{type(self).__name__} must override count.")
+
+    def learned(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of a batch that is scored with gradient."""
+        return batch
+
+    def local(self, batch: Mapping[str, Any]) -> LossOf | None:
+        """The loss of each scored token, where it follows from the token's own log-prob; None where it does not."""
+        return None
+
+    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
+        """What the terms of each micro-batch of an optimiser step must know of the whole step. All processes call it."""
+        return [None] * len(batches)
+
+    def terms(self, batch: Mapping[str, Any], scored: Any, step: Step) -> Outcome:
+        """The terms of a batch, from what was scored of its `learned` part."""
+        raise TypeError(f"{type(self).__name__} must override terms.")
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """The metrics to log, from the means of those recorded."""
+        return means
+
+    def state(self) -> dict[str, Any]:
+        """What the method carries from one step to the next, as plain values: part of every checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state`."""

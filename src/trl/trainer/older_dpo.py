@@ -19,7 +19,7 @@ from trl.models.policy import make_scorer
 from trl.models.reference import FrozenModel
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
-from trl.objectives.pairs import PairScores, pair_metrics, step_statistics
+from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import (
     NEEDS_STEP,
     PAIR_LOSSES,
@@ -34,6 +34,7 @@ from trl.tensors.reduce import LossTerms, count_units, reduce_terms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
 from trl.trainer.legacy_interface import call_with, takes
+from trl.trainer.method import Outcome
 from trl.trainer.older_pairs import (
     SIDES,
     OlderPairMethods,
@@ -77,10 +78,11 @@ class OlderDPOMethods:
             found |= dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
         return found
 
-    def recorded_terms(self: Any, terms: LossTerms, scores: PairScores, scored: Scored) -> LossTerms:
-        """The terms with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single one where
-        it takes no such argument."""
-        args, output = self.args, self.model_output(scores.chosen, scores.rejected, scored)
+    def recorded_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored: Scored) -> Outcome:
+        """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single one where
+        it takes no such argument. Its own loss includes that of "sft"."""
+        scores, args = self.method.pair_scores(batch, scored), self.args
+        output = self.model_output(scores.chosen, scores.rejected, scored)
         logps = scores.chosen, scores.rejected, scores.ref_chosen, scores.ref_rejected
         names, weights = args.loss_type, args.loss_weights or [1.0] * len(args.loss_type)
         if not takes(self.dpo_loss, "loss_type"):
@@ -92,7 +94,8 @@ class OlderDPOMethods:
         losses, *rewards = sums
         losses = losses * output.get("policy_weights", 1.0)
         metrics = pair_metrics(*rewards, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
-        return with_losses(terms, losses)._replace(metrics={**terms.metrics, **metrics})
+        terms = LossTerms(scores.chosen, torch.ones_like(scores.chosen), "pair", metrics)
+        return self.method.outcome(with_losses(terms, losses), scores, scored, nll=args.rpo_alpha)
 
     # ---- the reference
 
@@ -173,7 +176,7 @@ class OlderDPOMethods:
         options = ScoreOptions(collision=self.args.use_weighting and not is_ref_model, mean_logits=True)
         with self.accelerator.autocast():
             scored = _scorer_of(self, model).score(model, batch, options)
-        totals = self.totals(scored, 2 * row_count(batch, per_row=2))
+        totals = self.method.totals(scored, 2 * row_count(batch, per_row=2))
         return self.model_output(*_per_token(self, totals, batch), scored)
 
     def model_output(self: Any, chosen: Tensor, rejected: Tensor, scored: Scored) -> dict[str, Tensor]:
@@ -185,7 +188,7 @@ class OlderDPOMethods:
             nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
             found["nll_loss"] = reduce_terms(nll, count_units(nll))
         if scored.log_collision is not None:
-            found["policy_weights"] = self.pair_weights(scored, len(chosen))
+            found["policy_weights"] = self.method.pair_weights(scored, len(chosen))
         if scored.aux_loss is not None:
             found["aux_loss"] = scored.aux_loss
         return found
@@ -328,7 +331,7 @@ def _losses(
         return model_output["nll_loss"].expand(len(scores.chosen))
     args = trainer.args
     if NEEDS_STEP & set(names):
-        step = trainer.with_running_delta(step_statistics(scores, args.beta))
+        step = trainer.method.statistics(scores)
         scores = replace(scores, step=step)
     weights = args.loss_weights if mixed else None
     return preference_terms(scores, names, args.pair_options(), loss_weights=weights).values

@@ -172,7 +172,7 @@ class OlderPairMethods:
         batch = self.take_batch(batch)
         with self.accelerator.autocast():
             scored, logits = self.scorer.score_with_logits(model, batch, ScoreOptions())
-        scores = self.pair_scores(scored, batch)
+        scores = self.method.pair_scores(batch, scored)
         nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
         return (
             scores.chosen,

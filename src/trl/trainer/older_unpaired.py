@@ -13,10 +13,12 @@ from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.models.pairs import row_count
 from trl.models.reference import DisabledAdapter, NamedAdapter
+from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.sequences import sum_by_sequence
+from trl.trainer.method import Outcome
 from trl.trainer.older_pairs import IGNORED, OlderPairMethods, get_batch_logps, sequences_of, with_losses
 
 
@@ -43,9 +45,9 @@ class OlderUnpairedMethods:
             )
         batch = dict(self.take_batch(batch))
         with self.accelerator.autocast():
-            scored, logits = self.scorer.score_with_logits(model, self.own_completions(batch), ScoreOptions())
+            scored, logits = self.scorer.score_with_logits(model, self.method.learned(batch), ScoreOptions())
         logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
-        mismatched = self.policy_logps(model, batch, 1) if self.mismatched else None
+        mismatched = self.method.mismatched_logps(batch, self.step_of(batch)) if self.mismatched else None
         chosen = batch["label"]
         return logps[chosen], logps[~chosen], logits[chosen], logits[~chosen], mismatched
 
@@ -57,14 +59,14 @@ class OlderUnpairedMethods:
         if "ref_logps" in batch:
             return batch["ref_logps"], batch.get("ref_kl_logps")
         logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)
-        logps = logps.view(-1, self.completions_per_row)
+        logps = logps.view(-1, self.method.completions_per_row)
         return logps[:, 0], logps[:, 1] if self.mismatched else None
 
     # ---- overridden methods
 
     def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Prompts, and sequences of prompts and completions with labels, padded; `label` is a list of booleans."""
-        step, found = self.completions_per_row, sequences_of(batch)
+        step, found = self.method.completions_per_row, sequences_of(batch)
         rows: list[dict[str, Any]] = [{"label": bool(label)} for label in batch["label"]]
         for place, prefix in enumerate(("", "KL_")[:step]):
             for row, (prompt, answer) in zip(rows, found[place::step], strict=True):
@@ -75,21 +77,19 @@ class OlderUnpairedMethods:
         known = {column: batch[name] for column, name in REFERENCE_NAMES.items() if name in batch}
         return {**DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows), **known}
 
-    def recorded_terms(
-        self: Any, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores
-    ) -> LossTerms:
-        """The terms with losses and rewards of an overridden `kto_loss` or `bco_loss`."""
+    def recorded_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored: Scored) -> Outcome:
+        """The outcome with losses and rewards of an overridden `kto_loss` or `bco_loss`."""
+        scores = self.method.scores(batch, scored)
         kinds = scores.desirable, ~scores.desirable
         policy, reference = ([logps[kind] for kind in kinds] for logps in (scores.logps, scores.ref_logps))
-        losses, chosen, rejected, point, *_ = self.call_loss_method(model, batch, policy, reference)
+        losses, chosen, rejected, point, *_ = self.call_loss_method(batch, policy, reference)
         if losses.numel() == len(scores.logps):
             losses = in_rows(scores.desirable, losses)
         metrics = {"rewards/chosen": weighted(chosen), "rewards/rejected": weighted(rejected)}
         metrics[self._point] = weighted(torch.as_tensor(point).reshape(-1))
         metrics = unpaired_metrics(scores, self.args.beta) | metrics
-        return with_losses(
-            LossTerms(scores.logps, torch.ones_like(scores.logps), "sequence", metrics), losses
-        )
+        terms = LossTerms(scores.logps, torch.ones_like(scores.logps), "sequence", metrics)
+        return self.method.outcome(with_losses(terms, losses), scores, scored)
 
     def null_ref_context(self: Any) -> AbstractContextManager[Any]:
         """A block in which the policy is its own reference: its adapter switched off, or the reference's switched on."""

@@ -48,7 +48,7 @@ class OnlineTrainer(BaseTrainer):
     `objective` and `rollout_metrics`, and sets the attributes below in its constructor.
     """
 
-    units: ClassVar[tuple[Unit, ...]] = ("token",)
+    units: ClassVar[tuple[Unit, ...]] = ("token",)  # type: ignore[assignment]
     repeats_metrics: ClassVar[bool] = True  # log what is measured of a rollout batch with each of its steps
 
     rollouts: RolloutMaker

@@ -13,7 +13,24 @@ from trl.objectives.pairs import PairScores
 from trl.objectives.reference_free import orpo_terms
 from trl.tensors.reduce import LossTerms
 from trl.trainer.orpo_config import ORPOConfig
-from trl.trainer.reference_free_trainer import ReferenceFreeTrainer
+from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
+
+
+class ORPOMethod(ReferenceFreeMethod):
+    """The mathematics of ORPO."""
+
+    args: ORPOConfig
+
+    @property
+    def per_token(self) -> bool:
+        return True
+
+    @property
+    def nll_coefficient(self) -> float:
+        return 1.0
+
+    def loss(self, scores: PairScores) -> LossTerms:
+        return orpo_terms(scores, beta=self.args.beta)
 
 
 class ORPOTrainer(ReferenceFreeTrainer):
@@ -48,27 +65,17 @@ class ORPOTrainer(ReferenceFreeTrainer):
         "title": "ORPO: Monolithic Preference Optimization without Reference Model",
         "id": "2403.07691",
     }
+    _method_class: ClassVar[type[ReferenceFreeMethod]] = ORPOMethod
     _config_class: ClassVar[type] = ORPOConfig
     _older_arguments: ClassVar[Mapping[str, Older]] = ORPO_ARGUMENTS
     _loss_method: ClassVar[str] = "odds_ratio_loss"
     _loss_sign: ClassVar[int] = -1
     args: ORPOConfig
 
-    @property
-    def per_token(self) -> bool:
-        return True
-
-    @property
-    def nll_coefficient(self) -> float:
-        return 1.0
-
     def take_batch(self, batch: Any) -> Any:
         """A batch in the form of `PairCollator`, its prompts scored too; those of an encoder-decoder cannot be."""
         batch = super().take_batch(batch)
         return batch if self.is_encoder_decoder else with_prompts_scored(batch)
-
-    def judge(self, scores: PairScores) -> LossTerms:
-        return orpo_terms(scores, beta=self.args.beta)
 
     def odds_ratio_loss(
         self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor
@@ -78,7 +85,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
 
         The first is what is subtracted from the likelihood's loss: the pairs' loss with its sign changed.
         """
-        found = self.judge(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps))
-        rewards = self.rewards(policy_chosen_logps), self.rewards(policy_rejected_logps)
+        found = self.method.loss(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps))
+        rewards = self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)
         means = found.metrics["log_odds_ratio"].mean, found.metrics["log_odds_chosen"].mean
         return -found.values, *rewards, *means

@@ -20,7 +20,7 @@ from trl.tensors.reduce import LossTerms
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.legacy_interface import GIVEN, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
+from trl.trainer.legacy_interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
 from trl.trainer.method import Outcome as Outcome
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.row_loaders import holding
@@ -32,8 +32,7 @@ class PreferenceTrainer(BaseTrainer):
     The order of a step: the micro-batches are drawn and counted, `prepare_step` finds what a loss must know of all of
     them, and each then gives its `outcome`: terms, which are divided by the step's counts and added.
 
-    A method's trainer says what its loss is counted in (`units`, `count_units`) and overrides `outcome`. Where a subclass
-    overrides `get_batch_loss_metrics`, that gives the loss.
+    Where a subclass overrides `get_batch_loss_metrics`, that gives the loss.
     """
 
     _not_called = NOT_CALLED
@@ -125,6 +124,18 @@ class PreferenceTrainer(BaseTrainer):
     def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that the method's batches had at 0.26, padded, of a batch of the trainer's own collator."""
         return {}
+
+    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        """The terms of a batch; with the losses of an overridden method such as `dpo_loss`, if a subclass has one."""
+        self.add_reference(batch)
+        scored = self.score_learned(model, batch)
+        if self.overridden(*LOSSES):
+            return self.recorded_outcome(model, batch, scored)
+        return self.method.terms(batch, scored, self.step_of(batch))
+
+    def recorded_outcome(self, model: nn.Module, batch: dict[str, Any], scored: Any) -> Outcome:
+        """The outcome with the losses of the overridden method."""
+        raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
 
     def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
         """The outcome that is trained with: that of an overridden `get_batch_loss_metrics`, which logs through

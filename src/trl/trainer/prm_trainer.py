@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -20,12 +20,39 @@ from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import STEP_CLASSIFIER
 from trl.objectives.reward_modelling import step_classification
 from trl.tensors.reduce import Unit, weighted
-from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.method import Method, Outcome, Step
+from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import row_sets
 from trl.trainer.prm_config import PRMConfig
 
 AnyDataset = Dataset | IterableDataset
 COLUMNS = ("input_ids", "labels")
+
+
+class StepLogits(NamedTuple):
+    """Logits `(K, 2)` and classes `(K,)` of labelled steps; predictions `(..., 2)` and labels `(...)`."""
+
+    logits: Tensor
+    classes: Tensor
+    predictions: Tensor
+    labels: Tensor
+
+
+class PRMMethod(Method):
+    """The mathematics of process reward models."""
+
+    units: ClassVar[tuple[Unit, ...]] = ("token",)
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many labelled steps a batch has."""
+        return _is_labelled(batch).sum()[None]
+
+    def terms(self, batch: Mapping[str, Any], scored: StepLogits, step: Step) -> Outcome:
+        """The loss of a batch's labelled steps."""
+        terms = step_classification(scored.logits, scored.classes)
+        accuracy = weighted(scored.logits.argmax(dim=-1) == scored.classes)
+        terms = terms._replace(metrics={**terms.metrics, "accuracy": accuracy})
+        return Outcome([terms], scored.predictions, scored.labels)
 
 
 class PRMTrainer(PreferenceTrainer):
@@ -63,7 +90,7 @@ class PRMTrainer(PreferenceTrainer):
     }
     args: PRMConfig
     scorer: ClassificationScorer
-    units: ClassVar[tuple[Unit, ...]] = ("token",)
+    method = PRMMethod()
     _columns: ClassVar[tuple[str, ...]] = COLUMNS
 
     def __init__(
@@ -125,33 +152,25 @@ class PRMTrainer(PreferenceTrainer):
             return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
         return batch
 
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many labelled steps a batch has: int64 `(1,)`."""
-        return _is_labelled(batch).sum()[None]
+    # ---- the scores
 
-    # ---- the loss
-
-    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        """The loss of a batch's labelled steps; in evaluations the logits of every token are predictions."""
+    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> StepLogits:
+        """Logits of the labelled steps; in evaluations those of every token, which are predictions."""
         if self.mode == "train":
             logits, labels = self._score(model, batch)
-            return self._judged(logits, labels, logits, labels)
+            return StepLogits(logits, labels, logits, labels)
         is_real, is_labelled = batch["attention_mask"].bool(), _is_labelled(batch)
         every, _ = self._score(model, {**batch, "labels": torch.where(is_real, 0, IGNORED)})
         predictions = every.new_zeros(*is_real.shape, every.shape[-1])
         predictions[is_real] = every
         labels = torch.where(is_labelled, batch["labels"], IGNORED)
-        return self._judged(predictions[is_labelled], labels[is_labelled], predictions, labels)
+        return StepLogits(predictions[is_labelled], labels[is_labelled], predictions, labels)
 
     def _score(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Logits `(K, 2)`, at least in float32, and classes `(K,)` of the labelled tokens, row by row."""
         with self.accelerator.autocast():
             logits, labels = self.scorer.score_tokens(model, batch)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), labels
-
-    def _judged(self, logits: Tensor, classes: Tensor, predictions: Tensor, labels: Tensor) -> Outcome:
-        self.record("accuracy", weighted(logits.argmax(dim=-1) == classes))
-        return Outcome([step_classification(logits, classes)], predictions, labels)
 
 
 def _is_labelled(batch: Mapping[str, Any]) -> Tensor:

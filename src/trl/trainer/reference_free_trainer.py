@@ -27,8 +27,9 @@ from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
+from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.older_pairs import OlderPairMethods, with_losses
-from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import pair_collator, pair_sets
 
 AnyDataset = Dataset | IterableDataset
@@ -42,16 +43,78 @@ class PairTokens(NamedTuple):
     prompt: Tensor
 
 
-class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
-    """Base of `CPOTrainer` and `ORPOTrainer`.
+class ReferenceFreeMethod(Method):
+    """What the mathematics of CPO and ORPO share.
 
-    The loss is `judge`, a mean over all pairs of an optimiser step, plus `nll_coefficient` times the chosen sequences'
-    negative log-likelihood, a mean over all their scored tokens in that step.
+    The loss is a mean over all pairs of an optimiser step, plus `nll_coefficient` times the chosen sequences' negative
+    log-likelihood, a mean over all their scored tokens in that step.
     """
 
     units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+    @property
+    def per_token(self) -> bool:
+        """Whether completions are compared by means over their tokens instead of sums."""
+        raise TypeError(f"{type(self).__name__} must override per_token.")
+
+    @property
+    def nll_coefficient(self) -> float:
+        """The weight of the chosen sequences' likelihood."""
+        raise TypeError(f"{type(self).__name__} must override nll_coefficient.")
+
+    def loss(self, scores: PairScores) -> LossTerms:
+        """The loss of each pair, with its metrics."""
+        raise TypeError(f"{type(self).__name__} must override loss.")
+
+    def rewards(self, logps: Tensor) -> Tensor:
+        """The implicit rewards of completions, from what the loss knows of their log-probs, elementwise; detached."""
+        return self.args.beta * logps.detach()
+
+    def options(self, *, statistics: bool) -> ScoreOptions:
+        """With the mean logits."""
+        return ScoreOptions(mean_logits=True)
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many pairs a batch has, and how many scored tokens their chosen sequences."""
+        return pair_units(batch)
+
+    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
+        """The losses of a batch's pairs, and the likelihood of their chosen sequences."""
+        scores = self.pair_scores(batch, scored)
+        return self.outcome(self.loss(scores), scores, batch, scored)
+
+    def outcome(
+        self, terms: LossTerms, scores: PairScores, batch: Mapping[str, Any], scored: Scored
+    ) -> Outcome:
+        """Terms of pairs with the chosen sequences' likelihood; predictions are the rewards."""
+        tokens = _pair_tokens(scored, batch)
+        nll = chosen_nll(scored.logps, tokens.chosen, coefficient=self.nll_coefficient)
+        nll = nll._replace(metrics={**nll.metrics, **mean_logits(scored, ~tokens.prompt)})
+        rewards = torch.stack([self.rewards(scores.chosen), self.rewards(scores.rejected)], dim=1)
+        labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
+        return Outcome([terms, nll], rewards, labels, scored.aux_loss)
+
+    def pair_scores(self, batch: Mapping[str, Any], scored: Scored) -> PairScores:
+        """Log-probs of a batch's completions: sums, or means where the loss takes means."""
+        count, completion = 2 * row_count(batch, per_row=2), ~_pair_tokens(scored, batch).prompt
+        sequence = scored.positions.sequence[completion]
+        sums = split_pairs(sum_by_sequence(scored.logps[completion], sequence, count))
+        scores = PairScores.without_reference(*sums)
+        if not self.per_token:
+            return scores
+        return scores.per_token(*split_pairs(tokens_by_sequence(sequence, count)))
+
+
+class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
+    """Base of `CPOTrainer` and `ORPOTrainer`."""
+
+    method: ReferenceFreeMethod
     args: Any
     _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
+    _method_class: ClassVar[type[ReferenceFreeMethod]]
     _config_class: ClassVar[type]
     _older_arguments: ClassVar[Mapping[str, Older]]
     _loss_method: ClassVar[str]
@@ -84,6 +147,7 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
         self.args, self.model_init, self._peft_config = args, model_init, peft_config
         policy = self._set_up(self._first_model(model), processing_class)
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self.method = self._method_class(args)
         super().__init__(
             policy,
             args,
@@ -127,58 +191,13 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
         """A batch in the form of `PairCollator`."""
         return as_pair_batch(batch, prefix_sharing=self.shares_prefix)
 
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many pairs a batch has, and how many scored tokens their chosen sequences."""
-        return pair_units(batch)
-
-    # ---- the loss
-
-    @property
-    def per_token(self) -> bool:
-        """Whether completions are judged by means over their tokens instead of sums."""
-        raise TypeError(f"{type(self).__name__} must override per_token.")
-
-    @property
-    def nll_coefficient(self) -> float:
-        """The weight of the chosen sequences' likelihood."""
-        raise TypeError(f"{type(self).__name__} must override nll_coefficient.")
-
-    def judge(self, scores: PairScores) -> LossTerms:
-        """The loss of each pair, with its metrics."""
-        raise TypeError(f"{type(self).__name__} must override judge.")
-
-    def rewards(self, logps: Tensor) -> Tensor:
-        """The implicit rewards of completions, from what the loss knows of their log-probs, elementwise; detached."""
-        return self.args.beta * logps.detach()
-
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
-        """The losses of a batch's pairs, and the likelihood of their chosen sequences."""
-        return self.judged(self.score(model, batch, ScoreOptions(mean_logits=True)), batch)
-
-    def judged(self, scored: Scored, batch: Mapping[str, Any]) -> Outcome:
-        """The same from what was scored."""
-        tokens, scores = _pair_tokens(scored, batch), self.pair_scores(scored, batch)
-        nll = chosen_nll(scored.logps, tokens.chosen, coefficient=self.nll_coefficient)
-        nll = nll._replace(metrics={**nll.metrics, **mean_logits(scored, ~tokens.prompt)})
-        rewards = torch.stack([self.rewards(scores.chosen), self.rewards(scores.rejected)], dim=1)
-        labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
-        terms = self.judge(scores)
-        if self.overridden(self._loss_method):
-            losses, chosen, rejected, *_ = getattr(self, self._loss_method)(scores.chosen, scores.rejected)
-            logps = {"chosen_logps": scores.chosen, "rejected_logps": scores.rejected}
-            terms = with_losses(terms, self._loss_sign * losses)
-            terms = terms._replace(metrics={**terms.metrics, **pair_metrics(chosen, rejected, **logps)})
-        return Outcome([terms, nll], rewards, labels, scored.aux_loss)
-
-    def pair_scores(self, scored: Scored, batch: Mapping[str, Any]) -> PairScores:
-        """Log-probs of a batch's completions: sums, or means where the loss is of those."""
-        count, completion = 2 * row_count(batch, per_row=2), ~_pair_tokens(scored, batch).prompt
-        sequence = scored.positions.sequence[completion]
-        sums = split_pairs(sum_by_sequence(scored.logps[completion], sequence, count))
-        scores = PairScores.without_reference(*sums)
-        return (
-            scores.per_token(*split_pairs(tokens_by_sequence(sequence, count))) if self.per_token else scores
-        )
+    def recorded_outcome(self, model: nn.Module, batch: dict[str, Any], scored: Scored) -> Outcome:
+        """The outcome with losses and rewards of an overridden `cpo_loss` or `odds_ratio_loss`."""
+        scores = self.method.pair_scores(batch, scored)
+        losses, chosen, rejected, *_ = getattr(self, self._loss_method)(scores.chosen, scores.rejected)
+        terms = with_losses(self.method.loss(scores), self._loss_sign * losses)
+        logged = pair_metrics(chosen, rejected, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
+        return self.method.outcome(terms._replace(metrics={**terms.metrics, **logged}), scores, batch, scored)
 
 
 def _pair_tokens(scored: Scored, batch: Mapping[str, Any]) -> PairTokens:

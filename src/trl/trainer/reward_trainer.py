@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from pandas import DataFrame
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
@@ -23,11 +23,11 @@ from trl.models.policy import set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.objectives.reward_modelling import bradley_terry
-from trl.reporting.step_scores import smallest_and_largest
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
-from trl.tensors.reduce import Unit, Weighted
-from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.tensors.reduce import Weighted
+from trl.trainer.method import Method, Outcome, Step
+from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import row_sets
 from trl.trainer.reward_config import RewardConfig
 
@@ -35,6 +35,51 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 AnyDataset = Dataset | IterableDataset
 EXTREMES = ("min_reward", "max_reward")
+
+
+@dataclass
+class _StepRewards:
+    """The rewards of an optimiser step, of which some micro-batches are still to come."""
+
+    to_come: int
+    found: list[Tensor] = field(default_factory=list)
+
+
+class RewardMethod(Method):
+    """The mathematics of reward models: Bradley-Terry on the rewards `(B, 2)` of pairs."""
+
+    def __init__(self, args: RewardConfig) -> None:
+        self.args = args
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many pairs a batch has."""
+        return torch.tensor([row_count(batch, per_row=2)])
+
+    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
+        """One collection of rewards for the whole step, whose extremes are logged."""
+        return [_StepRewards(len(batches))] * len(batches)
+
+    def terms(self, batch: Mapping[str, Any], scored: Tensor, step: Step) -> Outcome:
+        """The loss of a batch's pairs."""
+        margin = batch.get("margin")
+        terms = bradley_terry(
+            *scored.unbind(dim=1),
+            margin=None if margin is None else margin.to(scored),
+            center_coefficient=self.args.center_rewards_coefficient,
+        )
+        labels = torch.zeros(len(scored), dtype=torch.int64, device=scored.device)
+        rewards = scored.detach()
+        if not step.training:
+            smallest, largest = rewards.aminmax()
+            return Outcome([terms], scored, labels, extremes={"min_reward": smallest, "max_reward": largest})
+        whole: _StepRewards = step.context or _StepRewards(1)
+        whole.found.append(rewards)
+        whole.to_come -= 1
+        if not whole.to_come:
+            found = zip(EXTREMES, step.processes.extremes(whole.found), strict=True)
+            logged = {name: Weighted(value, torch.ones_like(value)) for name, value in found}
+            terms = terms._replace(metrics={**terms.metrics, **logged})
+        return Outcome([terms], scored, labels)
 
 
 class RewardTrainer(PreferenceTrainer):
@@ -66,7 +111,6 @@ class RewardTrainer(PreferenceTrainer):
     _name: ClassVar[str] = "Reward"
     args: RewardConfig
     scorer: ClassificationScorer
-    units: ClassVar[tuple[Unit, ...]] = ("pair",)
     _columns: ClassVar[tuple[str, ...]] = (*REWARD_COLUMNS, "margin")
 
     def __init__(
@@ -97,7 +141,7 @@ class RewardTrainer(PreferenceTrainer):
         policy = set_up_policy(model, args, processing_class, peft_config, classifier=REWARD_MODEL)
         self.scorer = policy.scorer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self._micro_batches, self._extremes = 0, list[Tensor]()
+        self.method = RewardMethod(args)
         super().__init__(
             policy,
             args,
@@ -142,66 +186,14 @@ class RewardTrainer(PreferenceTrainer):
         }
         return {**found, **sides, **({"margin": own["margin"]} if "margin" in own else {})}
 
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many pairs a batch has: int64 `(1,)`."""
-        return torch.tensor([row_count(batch, per_row=2)])
-
-    # ---- the loss
-
     def rewards(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Rewards `(B, 2)` of the preferred and the other sequence of each pair, at least in float32."""
         with self.accelerator.autocast():
             scores = self.scorer.score(model, batch)
         return scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, 2)
 
-    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        """The loss of a batch's pairs."""
-        rewards = self.rewards(model, batch)
-        margin = batch.get("margin")
-        terms = bradley_terry(
-            *rewards.unbind(dim=1),
-            margin=None if margin is None else margin.to(rewards),
-            center_coefficient=self.args.center_rewards_coefficient,
-        )
-        self._keep_extremes(rewards.detach())
-        labels = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
-        return Outcome([terms], rewards, labels)
-
-    # ---- the smallest and the largest reward
-
-    def prepare_step(self, batches: list[Any]) -> None:
-        """Begin to look for the extremes of a step's rewards."""
-        self._micro_batches, self._extremes = len(batches), []
-
-    def _keep_extremes(self, rewards: Tensor) -> None:
-        """Record the extremes of an optimiser step with its last micro-batch; keep those of an evaluation."""
-        if self.mode == "eval":
-            if self.own_rows():
-                self._extremes.append(rewards)
-            return
-        self._extremes.append(rewards)
-        self._micro_batches -= 1
-        if self._micro_batches > 0:
-            return
-        found = smallest_and_largest(self._extremes, self.accelerator)
-        self._extremes = []
-        for name, value in zip(EXTREMES, found, strict=True):
-            self.record(name, Weighted(value, torch.ones_like(value)))
-
-    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
-        """Begin to look for the extremes of a set's rewards."""
-        super().begin_evaluation(dataloader, prefix)
-        self._extremes = []
-
-    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """In an evaluation with the extremes of the whole set."""
-        means = super().derived_metrics(means)
-        if self.mode == "train":
-            return means
-        smallest, largest = smallest_and_largest(self._extremes, self.accelerator).tolist()
-        self._extremes = []
-        found = dict(zip(EXTREMES, (smallest, largest), strict=True))
-        return {**means, **found} if smallest <= largest else means
+    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return self.rewards(model, batch)
 
     # ---- samples
 

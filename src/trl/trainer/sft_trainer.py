@@ -25,16 +25,17 @@ from trl.collators.language_modelling import CountedSequences, DataCollatorForLa
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.image_rows import has_images
 from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
-from trl.models.packed.layout import first_rows, is_packed, padded_batch
+from trl.models.packed.layout import count_scored, first_rows, is_packed, padded_batch
 from trl.models.parts import check_decoder_only
 from trl.models.policy import set_up_policy
 from trl.models.scoring.causal import Scored, Scorer
-from trl.models.scoring.head import ScoreOptions
+from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
-from trl.tensors.reduce import Weighted
+from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.inherited_settings import settle_inherited
+from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.row_loaders import OwnRows, holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
@@ -46,6 +47,45 @@ logger = logging.getLogger(__name__)
 
 AnyDataset = Dataset | IterableDataset
 EvalDatasets = AnyDataset | dict[str, AnyDataset]
+
+
+class SFTMethod(Method):
+    """The mathematics of supervised fine-tuning: a loss of each trained token."""
+
+    units: ClassVar[tuple[Unit, ...]] = ("token",)
+
+    def __init__(self, loss_type: str) -> None:
+        self.objective = lookup(LOSS_TYPES, loss_type, "loss_type")
+
+    def options(self, *, statistics: bool) -> ScoreOptions:
+        """With the accuracy, and the entropy of all tokens."""
+        return ScoreOptions(entropy="all" if statistics else "none", correct=True)
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many tokens a batch trains. Raises ValueError for a batch without labels."""
+        if batch.get("labels") is None and "scored_target" not in batch:
+            raise ValueError(
+                f"a batch has {sorted(batch)}, expected 'labels' too (-100 where nothing is trained). Let the "
+                "data_collator add them, or leave data_collator out."
+            )
+        return count_scored(batch).view(1)
+
+    def local(self, batch: Mapping[str, Any]) -> LossOf:
+        """The objective, whose gradient is taken in the scoring forward."""
+        return lambda logps, _: self._losses(logps)
+
+    def _losses(self, logps: Tensor) -> Tensor:
+        terms = self.objective(logps, torch.ones_like(logps))
+        return terms.values * terms.weights
+
+    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
+        """The loss of each trained token."""
+        metrics = {} if scored.entropy is None else {"entropy": scored.entropy}
+        if scored.correct is not None:
+            metrics["mean_token_accuracy"] = weighted(scored.correct)
+        values = self._losses(scored.logps)
+        terms = LossTerms(values, torch.ones_like(values), "token", metrics)
+        return Outcome([terms], None, None, scored.aux_loss, local=scored.total)
 
 
 class SFTTrainer(BaseTrainer):
@@ -107,7 +147,7 @@ class SFTTrainer(BaseTrainer):
         )  # fmt: skip
         assert isinstance(args, SFTConfig)
         settle_inherited(args, "rows")
-        self.objective = lookup(LOSS_TYPES, args.loss_type, "loss_type")
+        self.method = SFTMethod(args.loss_type)
         _check_one_loss(args, compute_loss_func)
         policy = set_up_policy(model, args, processing_class, peft_config)
         self.check_model(policy.scorer.core)
@@ -194,79 +234,46 @@ class SFTTrainer(BaseTrainer):
         `num_items_in_batch` counts the trained tokens of the whole step (all micro-batches, all processes); without it
         the loss is the mean over this batch. `return_outputs` also gives the logits, of padded rows.
         """
+        if not (return_outputs or self.compute_loss_func is not None or self.label_smoother is not None):
+            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         num_items_in_batch = self.units_of_step(num_items_in_batch)
         self.count_seen(inputs)
-        count = self.count_units(inputs)
-        denominator = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        if self.compute_loss_func is not None or self.label_smoother is not None:
-            loss, logits = self._loss_from_outputs(model, inputs, count, denominator)
-        else:
-            loss, logits = self._loss_of_tokens(model, inputs, count, denominator, with_logits=return_outputs)
+        own = self.count_units(inputs)
+        step = (
+            own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).view(-1)
+        )
+        found, logits = self._outcome_with_logits(model, inputs, own, step)
+        loss = self.loss_of(found, own, step)
+        self._record(found, own)
         if num_items_in_batch is not None:
             loss = self.scale(loss)
         return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
 
-    def _loss_of_tokens(
-        self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor, denominator: Tensor | int, *,
-        with_logits: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The objective's loss, straight from hidden states unless the logits are wanted as well."""
-        options = ScoreOptions(
-            loss_of=lambda logps, _: self._token_losses(logps) / denominator,
-            entropy="all" if self.statistics_due() else "none",
-            correct=True,
-        )
-        if with_logits:
+    def _outcome_with_logits(
+        self, model: nn.Module, inputs: Mapping[str, Any], own: Tensor, step: Tensor
+    ) -> tuple[Outcome, Tensor]:
+        """The terms of a batch, of the user's own loss or label smoothing where there is one, and the logits of padded rows."""
+        options = self.method.options(statistics=self.statistics_due())
+        if self.compute_loss_func is None and self.label_smoother is None:
             with self.accelerator.autocast():
                 scored, logits = self.scorer.score_with_logits(model, inputs, options)
-        else:
-            scored, logits = self.score(model, inputs, options), None
-        assert scored.total is not None
-        loss = self._with_router_loss(scored.total, scored.aux_loss, count, denominator)
-        self._record(scored, loss, count, denominator)
-        return loss, logits
-
-    def _token_losses(self, logps: Tensor) -> Tensor:
-        terms = self.objective(logps, torch.ones_like(logps))
-        return terms.values * terms.weights
-
-    def _with_router_loss(
-        self, loss: Tensor, aux_loss: Tensor | None, count: Tensor, denominator: Tensor | int
-    ) -> Tensor:
-        """Add the router's loss of a mixture of experts, by this batch's share of the step's trained tokens."""
-        if aux_loss is None:
-            return loss
-        self.record("aux_loss", Weighted(aux_loss.detach(), torch.ones(())))
-        weight = self.scorer.core.config.get_text_config().router_aux_loss_coef
-        return loss + weight * aux_loss * (count / denominator)
-
-    def _record(self, scored: Scored, loss: Tensor, count: Tensor, denominator: Tensor | int) -> None:
-        if scored.entropy is not None:
-            self.record("entropy", scored.entropy)
-        if scored.correct is not None:
-            self.record("mean_token_accuracy", Weighted(scored.correct.sum(), count))
-        if self.mode == "eval":
-            self.record("loss", Weighted(loss.detach() * denominator, count))
-
-    def _loss_from_outputs(
-        self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor, denominator: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
-        """The user's own loss, or label smoothing: both want the model's outputs, with the logits of padded rows."""
+            return self.method.terms(inputs, scored, self.step_of(inputs)), logits
         rows = padded_batch(inputs, pad_token_id=self.scorer.pad_token_id)
         labels = self.scorer.padded_inputs(inputs)["labels"]
         with self.accelerator.autocast():
             outputs = self.scorer.outputs(model, rows)
         logits = self.scorer.row_logits(outputs, rows)
         with torch.no_grad():
-            options = ScoreOptions(entropy="all" if self.statistics_due() else "none", correct=True)
             scored = self.scorer.score_outputs(outputs, rows, options)
+        found = self.method.terms(inputs, scored, self.step_of(inputs))
         if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=denominator)
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=step[0])
+            found = found._replace(aux_loss=None)
         else:
-            smoothed = self.label_smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=denominator)  # type: ignore[misc]  # fmt: skip
-            loss = self._with_router_loss(smoothed, scored.aux_loss, count, denominator)
-        self._record(scored, loss, count, denominator)
-        return loss, logits
+            loss = self.label_smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=step[0])  # type: ignore[misc]  # fmt: skip
+        values = (loss * step / own.clamp(min=1)).expand(int(own))
+        terms = found.terms[0]._replace(values=values, weights=torch.ones_like(values))
+        return found._replace(terms=[terms]), logits
 
     def prediction_step(
         self,

@@ -32,22 +32,79 @@ from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import Older, move_onto_config
 from trl.models.pairs import row_count, shares_prefix
 from trl.models.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
-from trl.models.reference import InitialPolicy, Reference, make_reference
+from trl.models.reference import Reference, make_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
 from trl.objectives.unpaired import UnpairedScores
-from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted
+from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.legacy_interface import GIVEN, NOT_CALLED_OF_UNPAIRED
+from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.older_unpaired import OlderUnpairedMethods
 from trl.trainer.precompute import ReferencePass
-from trl.trainer.preference_trainer import Outcome, PreferenceTrainer
+from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import pair_sets
 
 logger = logging.getLogger(__name__)
 
 AnyDataset = Dataset | IterableDataset
+
+
+class UnpairedMethod(Method):
+    """What the mathematics of KTO and BCO share: single completions, with the reference's log-probs in `ref_logps`.
+
+    With two `completions_per_row`, of sequences 2i and 2i + 1 of a batch the first is row i's own, the second is mismatched.
+    """
+
+    units: ClassVar[tuple[Unit, ...]] = ("sequence",)
+
+    def __init__(self, args: Any, *, completions_per_row: int = 1) -> None:
+        self.args, self.completions_per_row = args, completions_per_row
+
+    def options(self, *, statistics: bool) -> ScoreOptions:
+        """With the mean logits."""
+        return ScoreOptions(mean_logits=True)
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many rows a batch has."""
+        return torch.tensor([row_count(batch)])
+
+    def learned(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The rows' own completions."""
+        return single_completions(batch, 0, of=self.completions_per_row)
+
+    def scores(self, batch: Mapping[str, Any], scored: Scored) -> UnpairedScores:
+        """Log-probs of policy and reference of a batch's own completions."""
+        logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
+        return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"])
+
+    def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
+        """The loss of each completion, with its metrics."""
+        raise TypeError(f"{type(self).__name__} must override loss.")
+
+    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
+        """The losses of a batch's completions; predictions are their rewards `(B,)`, labels 1 where desirable."""
+        scores = self.scores(batch, scored)
+        return self.outcome(self.loss(batch, scores, step), scores, scored)
+
+    def outcome(self, terms: LossTerms, scores: UnpairedScores, scored: Scored) -> Outcome:
+        """Terms of completions with the metrics of logits, and the rewards."""
+        metrics = dict(terms.metrics)
+        if scored.mean_logits is not None:
+            is_chosen = scores.desirable[scored.positions.sequence]
+            for name, mask in (("chosen", is_chosen), ("rejected", ~is_chosen)):
+                metrics[f"logits/{name}"] = weighted(scored.mean_logits, mask)
+        labels = scores.desirable.to(torch.int64)
+        return Outcome(
+            [terms._replace(metrics=metrics)], self.args.beta * scores.ratios, labels, scored.aux_loss
+        )
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """With `rewards/margins`: the difference of the mean rewards of the two kinds."""
+        if "rewards/chosen" not in means or "rewards/rejected" not in means:
+            return means
+        return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
 class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
@@ -59,7 +116,7 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
     """
 
     _not_called = NOT_CALLED_OF_UNPAIRED
-    units: ClassVar[tuple[Unit, ...]] = ("sequence",)
+    method: UnpairedMethod
     _columns: ClassVar[tuple[str, ...]] = (
         *UNPAIRED_COLUMNS,
         *completion_columns(mismatched=True)[1:],
@@ -117,6 +174,7 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
         )
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None
+        self.method = self.make_method(args)
         # One completion behind its prompt is a plain sequence: there is nothing to share.
         self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
         collator = UnpairedCollator(
@@ -142,39 +200,30 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
         """What a method adds to how rows are prepared: settings of `UnpairedPreparation`."""
         raise TypeError(f"{type(self).__name__} must override preparation.")
 
-    # ---- the data
+    def make_method(self, args: Any) -> UnpairedMethod:
+        """The method; `self.mismatched` is there already."""
+        raise TypeError(f"{type(self).__name__} must override make_method.")
 
-    @property
-    def completions_per_row(self) -> int:
-        """How many completions of each row a batch holds."""
-        return 2 if self.mismatched else 1
+    # ---- the data
 
     def take_batch(self, batch: Any) -> Any:
         """A batch in the form of `UnpairedCollator`."""
         return as_unpaired_batch(batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched)
 
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many rows a batch has: int64 `(1,)`."""
-        return torch.tensor([row_count(batch)])
-
     def count_seen(self, batch: Mapping[str, Any]) -> None:
         """Count the tokens that train: prompts and their own completions."""
-        super().count_seen(self.own_completions(batch))
-
-    def own_completions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The rows' own completions alone."""
-        return single_completions(batch, 0, of=self.completions_per_row)
+        super().count_seen(self.method.learned(batch))
 
     # ---- log-probabilities
 
     def _reference_pass(self) -> ReferencePass:
         """How rows are scored by the reference in advance."""
-        names = dict(list(REFERENCE_NAMES.items())[: self.completions_per_row])
+        names = dict(list(REFERENCE_NAMES.items())[: self.method.completions_per_row])
 
         def score(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             assert self.model is not None
             asked = dict(self.take_batch(batch))
-            self.ask_reference(self.model, asked)
+            self.add_reference(asked)
             return {column: asked[name] for column, name in names.items()}
 
         return ReferencePass(
@@ -184,9 +233,9 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
             batch_size=self.args.per_device_train_batch_size,
         )
 
-    def ask_reference(self, model: nn.Module, batch: dict[str, Any]) -> None:
+    def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs of all completions into the batch, `ref_logps` and `ref_kl_logps` `(B,)`."""
-        names = list(REFERENCE_NAMES.values())[: self.completions_per_row]
+        names = list(REFERENCE_NAMES.values())[: self.method.completions_per_row]
         if all(name in batch for name in names):
             return
         found = self.compute_reference_log_probs(batch.get(GIVEN, batch))
@@ -196,60 +245,8 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
         """Log-probs of all completions of a batch."""
         with self.accelerator.autocast():
             scored = scorer.score(model, batch, ScoreOptions())
-        count = row_count(batch) * self.completions_per_row
+        count = row_count(batch) * self.method.completions_per_row
         return sum_by_sequence(scored.logps, scored.positions.sequence, count)
-
-    def policy_logps(self, model: nn.Module, batch: Mapping[str, Any], number: int) -> Tensor:
-        """The policy's log-probs `(B,)` of each row's completion `number`, without gradient, dropout or noise."""
-        alone, count = single_completions(batch, number, of=self.completions_per_row), row_count(batch)
-
-        def forward(scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-            with self.accelerator.autocast():
-                scored = scorer.score(model, batch, ScoreOptions())
-            return sum_by_sequence(scored.logps, scored.positions.sequence, count)
-
-        assert self.model is not None
-        return InitialPolicy(self.model, self.scorer).score(model, alone, forward)
-
-    def completion_scores(self, model: nn.Module, batch: dict[str, Any]) -> tuple[UnpairedScores, Scored]:
-        """Log-probs of policy, with gradient, and reference of a batch's own completions."""
-        self.ask_reference(model, batch)
-        scored = self.score(model, self.own_completions(batch), ScoreOptions(mean_logits=True))
-        logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
-        return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"]), scored
-
-    # ---- the loss
-
-    def judge(self, model: nn.Module, batch: dict[str, Any], scores: UnpairedScores) -> LossTerms:
-        """The loss of each completion, with its metrics."""
-        raise TypeError(f"{type(self).__name__} must override judge.")
-
-    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        """The losses of a batch's completions; predictions are their rewards `(B,)`, labels 1 where desirable."""
-        scores, scored = self.completion_scores(model, batch)
-        judge = self.recorded_terms if self.overridden(self._loss_method) else self.judge
-        terms = judge(model, batch, scores)
-        if scored.mean_logits is not None:
-            is_chosen = batch["label"][scored.positions.sequence]
-            for name, mask in (("chosen", is_chosen), ("rejected", ~is_chosen)):
-                self.record(f"logits/{name}", weighted(scored.mean_logits, mask))
-        rewards = self.args.beta * scores.ratios
-        return Outcome([terms], rewards, scores.desirable.to(torch.int64), scored.aux_loss)
-
-    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Beside the parent's, `rewards/margins`: the difference of the mean rewards of the two kinds."""
-        means = super().derived_metrics(means)
-        if "rewards/chosen" not in means or "rewards/rejected" not in means:
-            return means
-        return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
-
-    def over_processes(self, own: Weighted) -> Weighted:
-        """A sum and its count, added up over all processes, which must call it at the same time."""
-        if self.accelerator.num_processes == 1:
-            return own
-        both = torch.stack([own.total, own.count.to(own.total)])
-        total, count = self.accelerator.reduce(both, reduction="sum")  # type: ignore[misc]
-        return Weighted(total, count)
 
 
 def unpaired_reference(
