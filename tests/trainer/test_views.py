@@ -18,7 +18,7 @@ from tests.trainer.one_step import SETTINGS, KeepGradients, fixed_rows, trainer_
 from tests.trainer.resume_worker import tokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.collators.preference import DPODataCollatorWithPadding
-from trl.trainer.older_pairs import whole_sequences
+from trl.legacy.pair_methods import whole_sequences
 
 _PAIRS = (
     "aux_loss_coef aux_loss_enabled beta generate_during_eval is_encoder_decoder label_pad_token_id max_completion_length "

@@ -17,40 +17,40 @@ from transformers import TrainingArguments
 from trl.options.training import TrainingDefaults, require_set_up, wrong_config
 
 
-class Older(NamedTuple):
+class LegacyArgument(NamedTuple):
     """Where an older argument went: a config field, another argument of the trainer, or nowhere (`ignored`)."""
 
     kind: Literal["config", "argument", "ignored"]
     to: str = ""
 
 
-def _fields(*names: str) -> dict[str, Older]:
+def _fields(*names: str) -> dict[str, LegacyArgument]:
     """Arguments that are fields of the config under the same names."""
-    return {name: Older("config", name) for name in names}
+    return {name: LegacyArgument("config", name) for name in names}
 
 
-SFT_ARGUMENTS: Mapping[str, Older] = {
-    "tokenizer": Older("argument", "processing_class"),
-    "model_init": Older("argument", "model"),
+SFT_ARGUMENTS: Mapping[str, LegacyArgument] = {
+    "tokenizer": LegacyArgument("argument", "processing_class"),
+    "model_init": LegacyArgument("argument", "model"),
     **_fields("dataset_text_field", "packing"),
-    "max_seq_length": Older("config", "max_length"),
+    "max_seq_length": LegacyArgument("config", "max_length"),
     **_fields(
         "dataset_num_proc", "dataset_kwargs", "eval_packing", "neftune_noise_alpha", "model_init_kwargs"
     ),
-    "infinite": Older("ignored", "max_steps sets how long a run is; an epoch may be repeated"),
-    "num_of_sequences": Older("ignored", "packing needs no buffer size"),
-    "chars_per_token": Older("ignored", "packing counts tokens"),
-    "dataset_batch_size": Older("ignored", "rows are prepared in batches of a fixed size"),
+    "infinite": LegacyArgument("ignored", "max_steps sets how long a run is; an epoch may be repeated"),
+    "num_of_sequences": LegacyArgument("ignored", "packing needs no buffer size"),
+    "chars_per_token": LegacyArgument("ignored", "packing counts tokens"),
+    "dataset_batch_size": LegacyArgument("ignored", "rows are prepared in batches of a fixed size"),
 }
 
-ITERATIVE_SFT_ARGUMENTS: Mapping[str, Older] = {
-    "tokenizer": Older("argument", "processing_class"),
+ITERATIVE_SFT_ARGUMENTS: Mapping[str, LegacyArgument] = {
+    "tokenizer": LegacyArgument("argument", "processing_class"),
     **_fields("max_length", "truncation_mode", "optimize_device_cache", "model_init_kwargs"),
 }
 
-_PREFERENCE_ARGUMENTS: Mapping[str, Older] = {
-    "tokenizer": Older("argument", "processing_class"),
-    "model_init": Older("argument", "model"),
+_PREFERENCE_ARGUMENTS: Mapping[str, LegacyArgument] = {
+    "tokenizer": LegacyArgument("argument", "processing_class"),
+    "model_init": LegacyArgument("argument", "model"),
     **_fields(
         "beta",
         "loss_type",
@@ -60,7 +60,7 @@ _PREFERENCE_ARGUMENTS: Mapping[str, Older] = {
         "max_length",
         "max_prompt_length",
     ),
-    "max_target_length": Older("config", "max_completion_length"),
+    "max_target_length": LegacyArgument("config", "max_completion_length"),
     **_fields(
         "max_completion_length",
         "disable_dropout",
@@ -70,34 +70,34 @@ _PREFERENCE_ARGUMENTS: Mapping[str, Older] = {
     ),
 }
 
-_REFERENCE_ARGUMENTS: Mapping[str, Older] = _fields(
+_REFERENCE_ARGUMENTS: Mapping[str, LegacyArgument] = _fields(
     "precompute_ref_log_probs", "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name"
 )
 
-_FOUND_BY_ITSELF = Older("ignored", "the model's config says what it is")
+_FOUND_BY_ITSELF = LegacyArgument("ignored", "the model's config says what it is")
 
-DPO_ARGUMENTS: Mapping[str, Older] = {
+DPO_ARGUMENTS: Mapping[str, LegacyArgument] = {
     **_PREFERENCE_ARGUMENTS,
     **_REFERENCE_ARGUMENTS,
     **_fields("label_smoothing", "reference_free", "force_use_ref_model"),
     "is_encoder_decoder": _FOUND_BY_ITSELF,
 }
 
-ORPO_ARGUMENTS: Mapping[str, Older] = {
+ORPO_ARGUMENTS: Mapping[str, LegacyArgument] = {
     **{
         name: older
         for name, older in _PREFERENCE_ARGUMENTS.items()
         if name not in ("model_init", "loss_type")
     },
-    "is_encoder_decoder": Older("config", "is_encoder_decoder"),
+    "is_encoder_decoder": LegacyArgument("config", "is_encoder_decoder"),
 }
 
-CPO_ARGUMENTS: Mapping[str, Older] = {
+CPO_ARGUMENTS: Mapping[str, LegacyArgument] = {
     **ORPO_ARGUMENTS,
     **_fields("loss_type", "label_smoothing", "cpo_alpha", "simpo_gamma"),
 }
 
-BCO_ARGUMENTS: Mapping[str, Older] = {
+BCO_ARGUMENTS: Mapping[str, LegacyArgument] = {
     **{name: older for name, older in _PREFERENCE_ARGUMENTS.items() if name != "loss_type"},
     **_fields(
         "precompute_ref_log_probs",
@@ -109,7 +109,7 @@ BCO_ARGUMENTS: Mapping[str, Older] = {
     ),
 }
 
-KTO_ARGUMENTS: Mapping[str, Older] = {
+KTO_ARGUMENTS: Mapping[str, LegacyArgument] = {
     **{
         name: older
         for name, older in BCO_ARGUMENTS.items()
@@ -118,31 +118,31 @@ KTO_ARGUMENTS: Mapping[str, Older] = {
     **_fields("loss_type", "desirable_weight", "undesirable_weight"),
 }
 
-REWARD_ARGUMENTS: Mapping[str, Older] = {
-    "tokenizer": Older("argument", "processing_class"),
-    "model_init": Older("argument", "model"),
+REWARD_ARGUMENTS: Mapping[str, LegacyArgument] = {
+    "tokenizer": LegacyArgument("argument", "processing_class"),
+    "model_init": LegacyArgument("argument", "model"),
     **_fields("max_length", "dataset_num_proc", "model_init_kwargs"),
 }
 
-PRM_ARGUMENTS: Mapping[str, Older] = {
+PRM_ARGUMENTS: Mapping[str, LegacyArgument] = {
     **REWARD_ARGUMENTS,
     **_fields("max_prompt_length", "max_completion_length", "step_separator", "train_on_last_step_only"),
 }
 
-PPO_V2_ARGUMENTS: Mapping[str, Older] = {
-    "config": Older("argument", "args"),
-    "tokenizer": Older("argument", "processing_class"),
-    "policy": Older("argument", "model"),
-    "ref_policy": Older("argument", "ref_model"),
+PPO_V2_ARGUMENTS: Mapping[str, LegacyArgument] = {
+    "config": LegacyArgument("argument", "args"),
+    "tokenizer": LegacyArgument("argument", "processing_class"),
+    "policy": LegacyArgument("argument", "model"),
+    "ref_policy": LegacyArgument("argument", "ref_model"),
 }
 
-RLOO_ARGUMENTS: Mapping[str, Older] = {
-    "config": Older("argument", "args"),
-    "policy": Older("argument", "model"),
-    "reward_model": Older("argument", "reward_funcs"),
-    "tokenizer": Older("argument", "processing_class"),
-    "ref_policy": Older("ignored", "the reference is the policy as it is at the start"),
-    "data_collator": Older("ignored", "prompts are tokenised by the trainer"),
+RLOO_ARGUMENTS: Mapping[str, LegacyArgument] = {
+    "config": LegacyArgument("argument", "args"),
+    "policy": LegacyArgument("argument", "model"),
+    "reward_model": LegacyArgument("argument", "reward_funcs"),
+    "tokenizer": LegacyArgument("argument", "processing_class"),
+    "ref_policy": LegacyArgument("ignored", "the reference is the policy as it is at the start"),
+    "data_collator": LegacyArgument("ignored", "prompts are tokenised by the trainer"),
 }
 
 
@@ -155,7 +155,7 @@ class Moved(NamedTuple):
 
 
 def move_onto_config(
-    table: Mapping[str, Older], config_class: type, *, model: Any, args: Any, processing_class: Any,
+    table: Mapping[str, LegacyArgument], config_class: type, *, model: Any, args: Any, processing_class: Any,
     older: Mapping[str, Any],
 ) -> Moved:  # fmt: skip
     """Apply a trainer's table of older arguments, and make `args` an instance of `config_class`.
@@ -180,7 +180,10 @@ def move_onto_config(
 
 
 def move_arguments(
-    table: Mapping[str, Older], config_class: type, given: Mapping[str, Any], older: Mapping[str, Any]
+    table: Mapping[str, LegacyArgument],
+    config_class: type,
+    given: Mapping[str, Any],
+    older: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The arguments that were `given` under today's names, with those that were given under `older` ones.
 
@@ -201,7 +204,7 @@ def move_arguments(
     return found
 
 
-def _check_known(table: Mapping[str, Older], older: Mapping[str, Any], config_class: type) -> None:
+def _check_known(table: Mapping[str, LegacyArgument], older: Mapping[str, Any], config_class: type) -> None:
     for name in older:
         if name in table:
             continue
@@ -240,7 +243,7 @@ def default_output_dir(model: Any, config_class: type) -> str:
     return f"{(name or 'model').rstrip('/').split('/')[-1]}-{config_class.__name__.removesuffix('Config')}"
 
 
-def _advice(table: Mapping[str, Older], older: Mapping[str, Any], config_class: type) -> str:
+def _advice(table: Mapping[str, LegacyArgument], older: Mapping[str, Any], config_class: type) -> str:
     name = config_class.__name__
     words = {"config": f"{name}({{to}}=...)", "argument": "the argument {to}", "ignored": "nothing ({to})"}
     places = "; ".join(f"{key} -> {words[table[key].kind].format(to=table[key].to)}" for key in older)

@@ -92,14 +92,14 @@ class OptionGroup:
         check_numbers(self)
         for name in json_fields(library_config(type(self))):
             setattr(self, name, json_object(name, getattr(self, name)))
-        _move_older(self)
+        _move_legacy(self)
         self.check()
         check_choices(self)
         check_numbers(self)
         _warn_of_unread(self)
 
 
-def _move_older(config: Any) -> None:
+def _move_legacy(config: Any) -> None:
     """Move the values of fields with a successor, and warn once of all of them."""
     places = []
     for item in dataclasses.fields(config):

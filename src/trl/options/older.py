@@ -12,7 +12,7 @@ _DROPPED = "transformers 5 cannot do this any more."
 
 
 @dataclass
-class OlderTrainingArguments(OptionGroup):
+class LegacyTrainingArguments(OptionGroup):
     """Names that documents of the 0.x levels use and transformers 5 no longer has."""
 
     warmup_ratio: float | None = moved(

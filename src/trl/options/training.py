@@ -10,14 +10,14 @@ from transformers import TrainingArguments
 
 from trl.options.checks import json_object, warn_caller
 from trl.options.groups import option, same
-from trl.options.older import OlderTrainingArguments
+from trl.options.older import LegacyTrainingArguments
 from trl.options.precision import default_bf16
 
 Config = TypeVar("Config")
 
 
 @dataclass
-class TrainingDefaults(OlderTrainingArguments, TrainingArguments):
+class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     """Training arguments with the library's defaults; every training config ends its bases with this class."""
 
     logging_steps: float = same(TrainingArguments, "logging_steps", 10)

@@ -36,6 +36,7 @@ from trl.checkpoints.progress import (
 from trl.checkpoints.wholeness import naming_weights
 from trl.data.formats import column_names
 from trl.data.streams import CountedStream, RepeatedStream, is_stream
+from trl.legacy.interface import GIVEN, LegacyInterface
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.head_precision import tied_where_equal
 from trl.models.lending import undisturbed, without_ddp
@@ -54,7 +55,6 @@ from trl.tensors.reduce import Unit, Weighted, count_units, reduce_terms, share_
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
-from trl.trainer.legacy_interface import GIVEN, LegacyInterface
 from trl.trainer.method import CONTEXT, LOSS_PARTS, Method, Outcome, Step
 from trl.trainer.row_loaders import GroupedByLength, check_not_dropped, holding, lengths_of_ids
 
@@ -134,6 +134,11 @@ class BaseTrainer(LegacyInterface, Trainer):
     def take_batch(self, batch: Any) -> Any:
         """A batch in the form that this method works on; a user's own collator may make another."""
         return batch
+
+    def own_batch(self, batch: Any) -> Any:
+        """`take_batch` that keeps what the step's method found for the batch."""
+        own = self.take_batch(batch)
+        return {**own, CONTEXT: batch[CONTEXT]} if CONTEXT in batch and CONTEXT not in own else own
 
     def handed_out(self, own: Any, given: Any) -> Any:
         """What `compute_loss` is given for a batch, which `take_batch` made from the collator's `given` one."""
@@ -296,7 +301,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         the loss is that of this batch alone. `return_outputs` also gives predictions and labels.
         """
         num_items_in_batch = self.units_of_step(num_items_in_batch)
-        inputs = self.take_batch(inputs)
+        inputs = self.own_batch(inputs)
         self.count_seen(inputs)
         own = self.count_units(inputs)
         step = (

@@ -17,16 +17,16 @@ from transformers import (
 
 from trl._lazy import attach
 from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
-from trl.legacy import BCO_ARGUMENTS, Older
+from trl.legacy import BCO_ARGUMENTS, LegacyArgument
+from trl.legacy.interface import call_with
+from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
 from trl.models.pairs import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
 from trl.reporting.step_scores import Processes, RunningMean
 from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
-from trl.trainer.legacy_interface import call_with
 from trl.trainer.method import CONTEXT, Step
-from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
 from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -54,7 +54,7 @@ class BCOMethod(UnpairedMethod):
 
     def delta(self) -> Tensor:
         """The mean reward of the run so far, 0-dim."""
-        return torch.tensor(self._rewards.value)
+        return torch.tensor(self._rewards.value, dtype=torch.float64)
 
     def count_rewards(self, scores: UnpairedScores, processes: Processes) -> None:
         """Let the rewards of completions move delta. All processes must call it."""
@@ -138,7 +138,7 @@ class BCOTrainer(UnpairedTrainer):
         "id": "2404.04656",
     }
     _config_class: ClassVar[type] = BCOConfig
-    _older_arguments: ClassVar[Mapping[str, Older]] = BCO_ARGUMENTS
+    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = BCO_ARGUMENTS
     _loss_method: ClassVar[str] = "bco_loss"
     _point: ClassVar[str] = "delta"
     method: BCOMethod

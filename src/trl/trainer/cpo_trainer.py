@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from trl.legacy import CPO_ARGUMENTS, Older
+from trl.legacy import CPO_ARGUMENTS, LegacyArgument
 from trl.objectives.pairs import PairScores, power_ratio
 from trl.objectives.reference_free import PER_TOKEN, cpo_nll_coefficient, cpo_terms
 from trl.tensors.reduce import LossTerms
@@ -69,7 +69,7 @@ class CPOTrainer(ReferenceFreeTrainer):
     }
     _method_class: ClassVar[type[ReferenceFreeMethod]] = CPOMethod
     _config_class: ClassVar[type] = CPOConfig
-    _older_arguments: ClassVar[Mapping[str, Older]] = CPO_ARGUMENTS
+    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = CPO_ARGUMENTS
     _loss_method: ClassVar[str] = "cpo_loss"
     args: CPOConfig
 

@@ -24,6 +24,8 @@ from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy import DPO_ARGUMENTS, move_onto_config
+from trl.legacy.dpo_methods import LegacyDPOMethods
+from trl.legacy.interface import GIVEN, REFERENCES
 from trl.models.packed.layout import scored_sequences
 from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.models.peft import is_peft_model
@@ -52,9 +54,7 @@ from trl.tensors.sequences import (
 )
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, ImagePairSets, collator_for_image_pairs
-from trl.trainer.legacy_interface import GIVEN, REFERENCES
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.older_dpo import OlderDPOMethods
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import pair_collator, pair_sets
@@ -187,7 +187,7 @@ class DPOMethod(Method):
             self._rewards.load_state(state["rewards"])
 
 
-class DPOTrainer(OlderDPOMethods, PreferenceTrainer):
+class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
     """Trainer of direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the losses that followed.
 
     Args:

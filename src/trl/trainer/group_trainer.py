@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl.legacy.interface import NOT_CALLED_OF_GROUPS
 from trl.models.lending import without_ddp
 from trl.models.pairs import shares_prefix
 from trl.models.parts import causal_core, check_decoder_only
@@ -60,7 +61,6 @@ from trl.trainer.group_setup import (
 )
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.legacy_interface import NOT_CALLED_OF_GROUPS
 from trl.trainer.method import LOSS_PARTS, Outcome
 from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
 

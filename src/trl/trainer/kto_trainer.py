@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from trl.collators.unpaired import single_completions
-from trl.legacy import KTO_ARGUMENTS, Older
+from trl.legacy import KTO_ARGUMENTS, LegacyArgument
+from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
 from trl.models.pairs import row_count
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kl_sum, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.method import Step
-from trl.trainer.older_unpaired import rewards_by_kind, scores_by_kind
 from trl.trainer.unpaired import UnpairedMethod, UnpairedTrainer
 
 
@@ -97,7 +97,7 @@ class KTOTrainer(UnpairedTrainer):
         "id": "2402.01306",
     }
     _config_class: ClassVar[type] = KTOConfig
-    _older_arguments: ClassVar[Mapping[str, Older]] = KTO_ARGUMENTS
+    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = KTO_ARGUMENTS
     _loss_method: ClassVar[str] = "kto_loss"
     _point: ClassVar[str] = "kl"
     method: KTOMethod

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from trl.collators.scored_prompts import with_prompts_scored
-from trl.legacy import ORPO_ARGUMENTS, Older
+from trl.legacy import ORPO_ARGUMENTS, LegacyArgument
 from trl.objectives.pairs import PairScores
 from trl.objectives.reference_free import orpo_terms
 from trl.tensors.reduce import LossTerms
@@ -67,7 +67,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     }
     _method_class: ClassVar[type[ReferenceFreeMethod]] = ORPOMethod
     _config_class: ClassVar[type] = ORPOConfig
-    _older_arguments: ClassVar[Mapping[str, Older]] = ORPO_ARGUMENTS
+    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = ORPO_ARGUMENTS
     _loss_method: ClassVar[str] = "odds_ratio_loss"
     _loss_sign: ClassVar[int] = -1
     args: ORPOConfig

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trl.data.prepared_sets import DataSets
+from trl.legacy.interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
 from trl.models.packed.layout import first_rows
 from trl.models.policy import Policy
 from trl.models.reference import Reference
@@ -20,7 +21,6 @@ from trl.tensors.reduce import LossTerms
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluation_samples import log_evaluation_samples
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.legacy_interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
 from trl.trainer.method import Outcome as Outcome
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.row_loaders import holding

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
-from trl.legacy import Older, move_onto_config
+from trl.legacy import LegacyArgument, move_onto_config, pair_methods
 from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.models.policy import Policy, is_encoder_decoder, set_up_policy
 from trl.models.scoring.causal import Scored
@@ -28,7 +28,6 @@ from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.older_pairs import OlderPairMethods, with_losses
 from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import pair_collator, pair_sets
 
@@ -108,15 +107,27 @@ class ReferenceFreeMethod(Method):
         return scores.per_token(*split_pairs(tokens_by_sequence(sequence, count)))
 
 
-class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
+class ReferenceFreeTrainer(PreferenceTrainer):
     """Base of `CPOTrainer` and `ORPOTrainer`."""
 
     method: ReferenceFreeMethod
+
+    # methods of 0.8-0.26, which training calls where they are overridden
+    concatenated_forward = pair_methods.concatenated_forward
+    concatenated_inputs = staticmethod(pair_methods.concatenated_inputs)
+    recorded_columns = pair_methods.recorded_columns
+    get_batch_logps = staticmethod(pair_methods.get_batch_logps)
+    get_batch_loss_metrics = pair_methods.get_batch_loss_metrics
+    store_metrics = pair_methods.store_metrics
+    tokenize_row = pair_methods.tokenize_row
+    build_tokenized_answer = pair_methods.build_tokenized_answer
+    generate_from_model = pair_methods.generate_from_model
+
     args: Any
     _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
     _method_class: ClassVar[type[ReferenceFreeMethod]]
     _config_class: ClassVar[type]
-    _older_arguments: ClassVar[Mapping[str, Older]]
+    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]]
     _loss_method: ClassVar[str]
     _loss_sign: ClassVar[int] = 1  # -1 for a method that gives what is subtracted
 
@@ -137,7 +148,7 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
         **older: Any,
     ) -> None:
         model, args, processing_class = move_onto_config(
-            self._older_arguments,
+            self._legacy_arguments,
             self._config_class,
             model=model,
             args=args,
@@ -195,7 +206,7 @@ class ReferenceFreeTrainer(OlderPairMethods, PreferenceTrainer):
         """The outcome with losses and rewards of an overridden `cpo_loss` or `odds_ratio_loss`."""
         scores = self.method.pair_scores(batch, scored)
         losses, chosen, rejected, *_ = getattr(self, self._loss_method)(scores.chosen, scores.rejected)
-        terms = with_losses(self.method.loss(scores), self._loss_sign * losses)
+        terms = pair_methods.with_losses(self.method.loss(scores), self._loss_sign * losses)
         logged = pair_metrics(chosen, rejected, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
         return self.method.outcome(terms._replace(metrics={**terms.metrics, **logged}), scores, batch, scored)
 

@@ -24,7 +24,7 @@ from trl._lazy import attach
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.image_rows import has_images
-from trl.legacy import SFT_ARGUMENTS, Older, move_onto_config
+from trl.legacy import SFT_ARGUMENTS, LegacyArgument, move_onto_config
 from trl.models.packed.layout import count_scored, first_rows, is_packed, padded_batch
 from trl.models.parts import check_decoder_only
 from trl.models.policy import set_up_policy
@@ -120,7 +120,7 @@ class SFTTrainer(BaseTrainer):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "entropy", "mean_token_accuracy")
     _name: ClassVar[str] = "SFT"
     _config_class: ClassVar[type[SFTConfig]] = SFTConfig
-    _older_arguments: ClassVar[Mapping[str, Older]] = SFT_ARGUMENTS
+    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = SFT_ARGUMENTS
     scorer: Scorer
 
     def __init__(
@@ -142,7 +142,7 @@ class SFTTrainer(BaseTrainer):
         **older: Any,
     ) -> None:
         model, args, processing_class = move_onto_config(
-            self._older_arguments, self._config_class, model=model, args=args, processing_class=processing_class,
+            self._legacy_arguments, self._config_class, model=model, args=args, processing_class=processing_class,
             older=older,
         )  # fmt: skip
         assert isinstance(args, SFTConfig)

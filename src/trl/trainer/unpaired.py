@@ -29,7 +29,8 @@ from trl.collators.unpaired import (
     single_completions,
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
-from trl.legacy import Older, move_onto_config
+from trl.legacy import LegacyArgument, move_onto_config, pair_methods, unpaired_methods
+from trl.legacy.interface import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.models.pairs import row_count, shares_prefix
 from trl.models.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
 from trl.models.reference import Reference, make_reference
@@ -39,9 +40,7 @@ from trl.models.setup import pad_token_id
 from trl.objectives.unpaired import UnpairedScores
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.legacy_interface import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.older_unpaired import OlderUnpairedMethods
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import pair_sets
@@ -107,7 +106,7 @@ class UnpairedMethod(Method):
         return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
-class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
+class UnpairedTrainer(PreferenceTrainer):
     """Base of `KTOTrainer` and `BCOTrainer`; a method says how completions are `judged`.
 
     Rows are visited in their order (`train_sampling_strategy="sequential"`) unless the config says otherwise. With
@@ -117,6 +116,19 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
 
     _not_called = NOT_CALLED_OF_UNPAIRED
     method: UnpairedMethod
+
+    # methods of 0.8-0.26, which training calls where they are overridden
+    forward = unpaired_methods.forward
+    compute_reference_log_probs = unpaired_methods.compute_reference_log_probs
+    recorded_columns = unpaired_methods.recorded_columns
+    recorded_outcome = unpaired_methods.recorded_outcome
+    null_ref_context = unpaired_methods.null_ref_context
+    generate_from_model_and_ref = unpaired_methods.generate_from_model_and_ref
+    generate_from_model = pair_methods.generate_from_model
+    get_batch_logps = staticmethod(pair_methods.get_batch_logps)
+    get_batch_loss_metrics = pair_methods.get_batch_loss_metrics
+    store_metrics = pair_methods.store_metrics
+
     _columns: ClassVar[tuple[str, ...]] = (
         *UNPAIRED_COLUMNS,
         *completion_columns(mismatched=True)[1:],
@@ -125,7 +137,7 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
         EMBEDDING_COLUMN,
     )
     _config_class: ClassVar[type]
-    _older_arguments: ClassVar[Mapping[str, Older]]
+    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]]
     _loss_method: ClassVar[str]
     _point: ClassVar[str]  # the metric of what rewards are compared with
     args: Any
@@ -153,7 +165,7 @@ class UnpairedTrainer(OlderUnpairedMethods, PreferenceTrainer):
         if model_init is not None:
             older["model_init"] = model_init
         model, args, processing_class = move_onto_config(
-            self._older_arguments,
+            self._legacy_arguments,
             self._config_class,
             model=model,
             args=args,

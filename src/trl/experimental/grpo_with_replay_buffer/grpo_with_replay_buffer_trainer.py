@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import (
     GRPOWithReplayBufferConfig,
 )
+from trl.legacy.interface import NOT_CALLED_OF_REPLAY
 from trl.objectives.group_advantages import group_moments, has_no_variance
 from trl.options.training import config_or_default
 from trl.rollouts.columns import MEAN_LENGTH, OLD, REPLAYED, SCORES
@@ -24,7 +25,6 @@ from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups
 from trl.tensors.reduce import Weighted
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.legacy_interface import NOT_CALLED_OF_REPLAY
 
 
 class GRPOWithReplayBufferTrainer(GRPOTrainer):

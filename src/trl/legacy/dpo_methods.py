@@ -13,6 +13,18 @@ from torch import Tensor, nn
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from trl.data.preference import tokenize_preference_row
 from trl.data.rendering import text_tokenizer
+from trl.legacy.interface import call_with, takes
+from trl.legacy.pair_methods import (
+    SIDES,
+    concatenated_inputs,
+    get_batch_logps,
+    get_batch_loss_metrics,
+    pairs_of,
+    store_metrics,
+    tokenized_answer,
+    whole_sequences,
+    with_losses,
+)
 from trl.models.packed.layout import IGNORED, padded_rows, scored_sequences
 from trl.models.pairs import mean_logits, row_count
 from trl.models.policy import make_scorer
@@ -33,18 +45,7 @@ from trl.tensors.padding import pad_to_length
 from trl.tensors.reduce import LossTerms, count_units, reduce_terms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
-from trl.trainer.legacy_interface import call_with, takes
 from trl.trainer.method import Outcome
-from trl.trainer.older_pairs import (
-    SIDES,
-    OlderPairMethods,
-    concatenated_inputs,
-    get_batch_logps,
-    pairs_of,
-    tokenized_answer,
-    whole_sequences,
-    with_losses,
-)
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
 _OLDER_LOGPS = (
@@ -55,13 +56,13 @@ _OLDER_LOGPS = (
 )
 
 
-class OlderDPOMethods:
+class LegacyDPOMethods:
     """The methods of `DPOTrainer` at 0.4-0.26, which training calls where they are overridden."""
 
     get_batch_logps = staticmethod(get_batch_logps)
-    get_batch_loss_metrics = OlderPairMethods.get_batch_loss_metrics
-    get_batch_metrics = OlderPairMethods.get_batch_loss_metrics
-    store_metrics = OlderPairMethods.store_metrics
+    get_batch_loss_metrics = get_batch_loss_metrics
+    get_batch_metrics = get_batch_loss_metrics
+    store_metrics = store_metrics
 
     # ---- overridden methods
 
@@ -148,7 +149,7 @@ class OlderDPOMethods:
             wholes = concatenated_inputs(batch, padding_value=padding_value, **older)
             pairs = [{k: ids for k, ids in row.items() if k != OWN_PROMPT} for row in pairs_of(batch)]
             padded = DPODataCollatorWithPadding(pad_token_id=padding_value)(pairs)
-            return {**wholes, **OlderDPOMethods.concatenated_inputs(padded, padding_value)}
+            return {**wholes, **LegacyDPOMethods.concatenated_inputs(padded, padding_value)}
         prompts = {
             name: torch.cat([value, value])
             for name, value in batch.items()
@@ -213,7 +214,7 @@ class OlderDPOMethods:
         """
         given = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
         logps = [older.pop(name, value) for name, value in zip(_OLDER_LOGPS, given, strict=True)]
-        is_older = isinstance(loss_type, bool) or given[0] is None
+        is_legacy = isinstance(loss_type, bool) or given[0] is None
         if older or any(value is None for value in logps):
             raise TypeError(
                 f"dpo_loss takes four tensors of log-probs (chosen and rejected, of policy and reference), got "
@@ -224,8 +225,8 @@ class OlderDPOMethods:
         rewards = [self.args.beta * ratio.detach() for ratio in scores.ratios]
         if free:
             scores = PairScores.without_reference(scores.chosen, scores.rejected)
-        names = self.args.loss_type if is_older else [cast(str, loss_type)]
-        return _losses(self, scores, names, model_output, mixed=is_older), *rewards  # type: ignore[return-value]
+        names = self.args.loss_type if is_legacy else [cast(str, loss_type)]
+        return _losses(self, scores, names, model_output, mixed=is_legacy), *rewards  # type: ignore[return-value]
 
     # ---- rows
 
@@ -290,8 +291,8 @@ class OlderDPOMethods:
 
         Otherwise, with `(epoch_iterator, num_batches, device)`: transformers' hook, the micro-batches of a step.
         """
-        is_older = "batch" in named or (len(given) == 2 and isinstance(given[1], Mapping))
-        if is_older:
+        is_legacy = "batch" in named or (len(given) == 2 and isinstance(given[1], Mapping))
+        if is_legacy:
             return self.generate_from_model_and_ref(*given, **named)
         return super().get_batch_samples(*given, **named)  # type: ignore[misc]
 

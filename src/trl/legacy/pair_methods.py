@@ -150,95 +150,95 @@ def whole_sequences(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict
     return {**found, "prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
 
 
-class OlderPairMethods:
-    """The methods of CPO's and ORPO's trainers at 0.8-0.26, which training calls where they are overridden."""
+def concatenated_forward(
+    self: Any, model: nn.Module, batch: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs of chosen and rejected completions `(B,)` each, their logits `(B, T, V)` each, and the mean negative
+    log-likelihood of the chosen sequences (which is part of the loss), with gradient.
 
-    concatenated_inputs = staticmethod(concatenated_inputs)
-    get_batch_logps = staticmethod(get_batch_logps)
-
-    def concatenated_forward(
-        self: Any, model: nn.Module, batch: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Log-probs of chosen and rejected completions `(B,)` each, their logits `(B, T, V)` each, and the mean negative
-        log-likelihood of the chosen sequences (which is part of the loss), with gradient.
-
-        Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
-        """
-        if self.is_encoder_decoder:
-            raise TypeError(
-                "concatenated_forward gives logits over whole sequences, which encoder-decoders do not have. Call "
-                "get_batch_loss_metrics, or the model."
-            )
-        batch = self.take_batch(batch)
-        with self.accelerator.autocast():
-            scored, logits = self.scorer.score_with_logits(model, batch, ScoreOptions())
-        scores = self.method.pair_scores(batch, scored)
-        nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
-        return (
-            scores.chosen,
-            scores.rejected,
-            logits[0::2],
-            logits[1::2],
-            reduce_terms(nll, count_units(nll)),
+    Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
+    """
+    if self.is_encoder_decoder:
+        raise TypeError(
+            "concatenated_forward gives logits over whole sequences, which encoder-decoders do not have. Call "
+            "get_batch_loss_metrics, or the model."
         )
+    batch = self.take_batch(batch)
+    with self.accelerator.autocast():
+        scored, logits = self.scorer.score_with_logits(model, batch, ScoreOptions())
+    scores = self.method.pair_scores(batch, scored)
+    nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
+    return (
+        scores.chosen,
+        scores.rejected,
+        logits[0::2],
+        logits[1::2],
+        reduce_terms(nll, count_units(nll)),
+    )
 
-    def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole sequences with labels, and the prompts, of a batch of pairs; padded."""
-        rows = [whole_sequences(row, is_encoder_decoder=self.is_encoder_decoder) for row in pairs_of(batch)]
-        return DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows)
 
-    def get_batch_loss_metrics(
-        self: Any, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
-        batch = self.handed_out(self.take_batch(batch), batch)
-        own, found = self.count_units(batch), self.outcome(model, batch)
-        values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
-        prefix = "eval_" if train_eval == "eval" else ""
-        metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
-        if found.aux_loss is not None:
-            metrics[f"{prefix}aux_loss"] = float(found.aux_loss.detach())
-        return self.loss_of(found, own, own.clamp(min=1)), metrics
+def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole sequences with labels, and the prompts, of a batch of pairs; padded."""
+    rows = [whole_sequences(row, is_encoder_decoder=self.is_encoder_decoder) for row in pairs_of(batch)]
+    return DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows)
 
-    def store_metrics(
-        self: Any, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train"
-    ) -> None:
-        """Add numbers to the metrics that the next log averages: each counts once, those of an overridden
-        `get_batch_loss_metrics` as often as their batch has rows.
 
-        A subclass with `_stored_metrics` of its own, lists by mode and name, logs by itself: they are added there.
-        """
-        own, rows = vars(self).get("_stored_metrics"), self._rows_stored
-        for name, value in metrics.items():
-            if own is not None:
-                own[train_eval][name].append(value)
-                continue
-            pair = Weighted(torch.as_tensor(rows * float(value)), torch.tensor(rows))
-            self._sums[train_eval].add(name.removeprefix("eval_") if train_eval == "eval" else name, pair)
+def get_batch_loss_metrics(
+    self: Any, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
+    batch = self.handed_out(self.own_batch(batch), batch)
+    own, found = self.count_units(batch), self.outcome(model, batch)
+    values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
+    prefix = "eval_" if train_eval == "eval" else ""
+    metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
+    if found.aux_loss is not None:
+        metrics[f"{prefix}aux_loss"] = float(found.aux_loss.detach())
+    return self.loss_of(found, own, own.clamp(min=1)), metrics
 
-    def tokenize_row(self: Any, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
-        """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are.
 
-        `model` is not needed. Raises: what the preparation of a data set raises.
-        """
-        prepared, _ = self._sets.tokenised(Dataset.from_list([dict(feature)]), "tokenize_row")
-        return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
+def store_metrics(
+    self: Any, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train"
+) -> None:
+    """Add numbers to the metrics that the next log averages: each counts once, those of an overridden
+    `get_batch_loss_metrics` as often as their batch has rows.
 
-    def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
-        """Token ids of a prompt and of an answer to it: their tokens together, cut where the prompt ends."""
-        return tokenized_answer(self._tokenizer, prompt, answer)
+    A subclass with `_stored_metrics` of its own, lists by mode and name, logs by itself: they are added there.
+    """
+    own, rows = vars(self).get("_stored_metrics"), self._rows_stored
+    for name, value in metrics.items():
+        if own is not None:
+            own[train_eval][name].append(value)
+            continue
+        pair = Weighted(torch.as_tensor(rows * float(value)), torch.tensor(rows))
+        self._sums[train_eval].add(name.removeprefix("eval_") if train_eval == "eval" else name, pair)
 
-    def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list[str]:
-        """Prompts with what the model makes of them, sampled up to `max_length` tokens, as text.
 
-        `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
-        """
-        with self.accelerator.autocast(), torch.no_grad():
-            ids = model.generate(
-                input_ids=batch["prompt_input_ids"],
-                attention_mask=batch["prompt_attention_mask"],
-                max_length=self.args.max_length,
-                do_sample=True,
-                pad_token_id=self.scorer.pad_token_id,
-            )
-        return self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+def tokenize_row(self: Any, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
+    """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are.
+
+    `model` is not needed. Raises: what the preparation of a data set raises.
+    """
+    prepared, _ = self._sets.tokenised(Dataset.from_list([dict(feature)]), "tokenize_row")
+    return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
+
+
+def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
+    """Token ids of a prompt and of an answer to it: their tokens together, cut where the prompt ends."""
+    return tokenized_answer(self._tokenizer, prompt, answer)
+
+
+def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list[str]:
+    """Prompts with what the model makes of them, sampled up to `max_length` tokens, as text.
+
+    `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
+    """
+    with self.accelerator.autocast(), torch.no_grad():
+        ids = model.generate(
+            input_ids=batch["prompt_input_ids"],
+            attention_mask=batch["prompt_attention_mask"],
+            max_length=self.args.max_length,
+            do_sample=True,
+            pad_token_id=self.scorer.pad_token_id,
+        )
+    return self._tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -1,0 +1,52 @@
+"""Losses belong to methods: trainers wire parts."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.method import Method
+
+TRAINERS = Path(importlib.import_module("trl.trainer").__file__ or "").parent
+ROWS = ("sft", "dpo", "kto", "bco", "cpo", "orpo", "reward", "prm")
+RECORDED = {"kto_loss", "bco_loss", "cpo_loss", "odds_ratio_loss", "dpo_loss"}  # of programs of 0.4-0.26
+FILES = (*(f"{name}_trainer.py" for name in ROWS), "base_trainer.py", "preference_trainer.py", "unpaired.py",
+         "reference_free_trainer.py")  # fmt: skip
+
+
+def losses_in(file: str) -> set[str]:
+    """Functions of `trl.objectives` that trainer classes of a file call, outside of recorded methods."""
+    tree = ast.parse((TRAINERS / file).read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    known = {
+        alias.asname or alias.name
+        for node in imports
+        if (node.module or "").startswith("trl.objectives")
+        for alias in node.names
+    }
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer")]
+    bodies = [part for each in classes for part in each.body if getattr(part, "name", "") not in RECORDED]
+    calls = [node.func for body in bodies for node in ast.walk(body) if isinstance(node, ast.Call)]
+    return {name for call in calls for name in [getattr(call, "id", "")] if name in known and name.islower()}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_trainer_defines_no_loss(file):
+    assert losses_in(file) <= {"pair_metrics"}  # which a recorded loss is logged with
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_method_of_rows_is_an_object_without_a_trainer(name):
+    module = importlib.import_module(f"trl.trainer.{name}_trainer")
+    kinds = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and each.__module__ == module.__name__
+    ]
+    methods = [each for each in kinds if issubclass(each, Method)]
+    trainers = [each for each in kinds if issubclass(each, BaseTrainer)]
+    assert len(methods) == len(trainers) == 1
+    assert "compute_loss" not in vars(trainers[0]) or name == "sft"  # whose users give losses of logits
+    assert len([each for each in trainers[0].__mro__ if each.__module__.startswith("trl.")]) <= 5
