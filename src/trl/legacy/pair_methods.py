@@ -219,7 +219,8 @@ def tokenize_row(self: Any, feature: Mapping[str, Any], model: Any = None) -> di
 
     `model` is not needed. Raises: what the preparation of a data set raises.
     """
-    prepared, _ = self._sets.tokenised(Dataset.from_list([dict(feature)]), "tokenize_row")
+    row, sets = Dataset.from_list([dict(feature)]), self._sets
+    prepared, _ = sets.prepare(row, sets.processing_class, sets.settings, name="tokenize_row")
     return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
 
 
