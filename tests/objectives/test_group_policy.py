@@ -582,3 +582,10 @@ def test_a_token_without_advantage_is_not_clipped(loss_type):
 def test_a_sequence_of_one_token_has_its_advantage():
     tokens = GroupTokens(torch.zeros(1), torch.tensor([2.0]), torch.ones(1), torch.tensor([0]), 1)
     assert sequence_policy_loss(torch.zeros(1), tokens, GroupOptions()).values.tolist() == [-2.0]
+
+
+def test_weights_are_averaged_over_sequences_with_a_trained_token():
+    mask, both = torch.tensor([1.0, 0.0]), torch.tensor([0, 1])
+    tokens = GroupTokens(torch.zeros(2), torch.ones(2), mask, both, 2)
+    found = group_policy_loss(torch.zeros(2), tokens, GroupOptions("vespo")).metrics["vespo/phi_seq_mean"]
+    assert (found.total.item(), found.count.item()) == (1.0, 1.0)

@@ -8,10 +8,12 @@ from trl.objectives.pairs import (
     F_DIVERGENCES,
     PairOptions,
     PairScores,
+    is_finite,
     log_loss,
     margin,
     pair_metrics,
     power_ratio,
+    step_statistics,
 )
 
 
@@ -119,3 +121,17 @@ def test_metrics_of_pairs():
 def test_without_a_reference_its_log_probs_are_zero():
     chosen, rejected = torch.tensor([-1.0]), torch.tensor([-3.0])
     assert PairScores.without_reference(chosen, rejected).ratios == (chosen, rejected)
+
+
+def test_statistics_of_a_step_by_hand():
+    """Margins of the policy are -1 and 8, of the reference -3 and -2; log-ratios (-1, 3) and (-3, -7)."""
+    scores = PairScores(*(torch.tensor(v) for v in ([0.0, 3.0], [1.0, -5.0], [1.0, 0.0], [4.0, 2.0])))
+    found = step_statistics(scores, beta=0.5)
+    assert found.delta.item() == 0.5 * (-1 + 3 - 3 - 7) / 4
+    assert found.margin_partner.tolist() == [-3.0, -2.0]
+    assert found.rejected_partner.tolist() == [-7.0, -3.0] and found.chosen_partner.tolist() == [3.0, -1.0]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, "0.1", None])
+def test_no_finite_number(value):
+    assert not is_finite(value)
