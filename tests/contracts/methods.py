@@ -3,6 +3,7 @@
 As a program in two processes: `-m tests.contracts.methods OUT.pt` runs each of them on half the rows per process.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -100,6 +101,7 @@ EVERY = [(name, method) for name, family in FAMILIES.items() for method in famil
 
 def main(out: str) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as in conftest.py
     found = {}
     for name, family in FAMILIES.items():
         for method in family.methods:

@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from examples.small_model import small_llama, strings, train_tokenizer
+
+from trl.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 96
@@ -37,11 +40,9 @@ def slice_of_gsm8k(shared, tmp_path_factory):
         pytest.skip(f"{source} is not present on this machine")
     folder = tmp_path_factory.mktemp("gsm8k")
     (folder / "train.jsonl").write_text("".join(source.open(encoding="utf-8").readlines()[:ROWS]))
-    command = [
-        sys.executable, str(ROOT / "examples" / "small_model.py"), "--text", str(folder / "train.jsonl"),
-        "--out", str(folder / "model"),
-    ]  # fmt: skip
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=300)
+    tokenizer = train_tokenizer(strings(folder / "train.jsonl"), vocabulary=4096)
+    for part in (tokenizer, small_llama(tokenizer, seed=0, layers=2, width=128)):
+        part.save_pretrained(folder / "model")
     return folder
 
 
@@ -49,7 +50,7 @@ def slice_of_gsm8k(shared, tmp_path_factory):
 def test_killed_and_resumed_it_ends_in_the_same_weights(slice_of_gsm8k, tmp_path):
     folder = slice_of_gsm8k
     command = [
-        sys.executable, "-m", "trl.cli", "sft", "--model_name_or_path", str(folder / "model"),
+        "sft", "--model_name_or_path", str(folder / "model"),
         "--dataset_name", str(folder / "train.jsonl"), "--column_mapping", "question=prompt", "answer=completion",
         "--max_length", "256", "--learning_rate", "1e-3", "--per_device_train_batch_size", "4",
         "--gradient_accumulation_steps", "2", "--num_train_epochs", "2", "--save_steps", "4", "--logging_steps", "3",
@@ -58,12 +59,11 @@ def test_killed_and_resumed_it_ends_in_the_same_weights(slice_of_gsm8k, tmp_path
 
     def run(out: Path, *more: str) -> subprocess.Popen:
         log = (tmp_path / f"{out.name}.log").open("a")
-        return subprocess.Popen(
-            [*command, "--output_dir", str(out), *more], env=environment(), stdout=log, stderr=log
-        )
+        line = [sys.executable, "-m", "trl.cli", *command, "--output_dir", str(out), *more]
+        return subprocess.Popen(line, env=environment(), stdout=log, stderr=log)
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run(whole).wait(timeout=500) == 0, (tmp_path / "whole.log").read_text()
+    assert main([*command, "--output_dir", str(whole)]) == 0
     process = run(killed)
     deadline = time.monotonic() + 500
     while not (killed / "checkpoint-8").is_dir():

@@ -151,8 +151,7 @@ def names_the_colour(completion_ids, colour, **_):
     return [float(ids[0] % 2 == (name == "blue")) for ids, name in zip(completion_ids, colour, strict=True)]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_an_answer_that_depends_on_the_image_is_learnt(seed):
+def test_an_answer_that_depends_on_the_image_is_learnt(seed=0):
     data = Dataset.from_list(
         [
             {"image": image, "colour": name, "prompt": [QUESTION]}

@@ -443,9 +443,8 @@ def test_the_config_is_plain_json(tmp_path):
 # ---- learning
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_learns(seed):
-    before, after = learned(make, seed)
+def test_it_learns():
+    before, after = learned(make, seed=0)
     assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert after["eval_rewards/margins"] > 1
     assert after["eval_loss"] < before["eval_loss"] - 0.1
