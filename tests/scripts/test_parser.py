@@ -281,9 +281,9 @@ def test_mixtures_and_column_mappings(tmp_path):
     [
         (
             "{path: a, splt: train}",
-            r"`datasets` has an entry with an unknown key `splt`\. Did you mean split\?",
+            r"datasets\[0\] has the unknown key 'splt'.* Did you mean 'split'\?",
         ),
-        ("{name: a}", "`datasets` has an entry without `path`"),
+        ("{name: a}", r"datasets\[0\] has no `path`"),
     ],
 )
 def test_bad_mixtures(tmp_path, entry, message):

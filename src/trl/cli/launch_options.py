@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl.scripts.suggestions import did_you_mean
+from trl.scripts.plain_parser import did_you_mean
 
 PROFILES = Path(__file__).parent.parent / "accelerate_configs"
 # How the script is run is ours to say.

@@ -105,7 +105,7 @@ def overview() -> str:
 
 def unknown_command(name: str) -> str:
     """The message for a command that does not exist."""
-    from trl.scripts.suggestions import did_you_mean
+    from trl.scripts.plain_parser import did_you_mean
 
     near = did_you_mean(name, COMMANDS, prefix="trl ")
     return f"trl: error: unknown command {name!r}: the commands are {', '.join(COMMANDS)}.{near}"

@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 
 from trl.data.formats import column_names
 from trl.data.sources import load_source
+from trl.options.groups import option
 from trl.options.values import read_text_values
 
 SPLIT_SEED = 0  # every process must draw the same test rows
@@ -23,20 +24,14 @@ class DatasetConfig:
     path: str = field(
         metadata={"help": "File (.json, .jsonl, .parquet, .csv), folder, or name of a data set on the hub."}
     )
-    name: str | None = field(
-        default=None, metadata={"help": "Configuration of the data set, where it has several."}
+    name: str | None = option(None, "Configuration of the data set, where it has several.")
+    data_dir: str | None = option(None, "Folder within the data set to read from.")
+    data_files: str | list[str] | dict[str, str] | None = option(
+        None, "Files within the data set to read: one, several, or several by split."
     )
-    data_dir: str | None = field(default=None, metadata={"help": "Folder within the data set to read from."})
-    data_files: str | list[str] | dict[str, str] | None = field(
-        default=None,
-        metadata={"help": "Files within the data set to read: one, several, or several by split."},
-    )
-    split: str = field(
-        default="train", metadata={"help": "Split to take; slices such as train[:10%] are understood."}
-    )
-    columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Columns to keep, all of them by default. All sources must end with the same."},
+    split: str = option("train", "Split to take; slices such as train[:10%] are understood.")
+    columns: list[str] | None = option(
+        None, "Columns to keep, all of them by default. All sources must end with the same."
     )
 
 
@@ -48,20 +43,13 @@ class DatasetMixtureConfig:
         share in (0, 1) nor a number of rows.
     """
 
-    datasets: list[DatasetConfig] = field(
-        default_factory=list,
-        metadata={
-            "help": "Sources, laid one after another. In a config file each is a mapping with at least `path`."
-        },
+    datasets: list[DatasetConfig] = option(
+        [], "Sources, laid one after another. In a config file each is a mapping with at least `path`."
     )
-    streaming: bool = field(
-        default=False, metadata={"help": "Whether to read rows as they are needed instead of all at once."}
-    )
-    test_split_size: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of all rows, in (0, 1), or number of rows, drawn into a `test` split. None makes no such split."
-        },
+    streaming: bool = option(False, "Whether to read rows as they are needed instead of all at once.")
+    test_split_size: float | None = option(
+        None,
+        "Share of all rows, in (0, 1), or number of rows, drawn into a `test` split. None makes no such split.",
     )
 
     def __post_init__(self) -> None:

@@ -35,9 +35,16 @@ def truncate_dataset(
         parts = cast(Mapping[str, Dataset], dataset)
         cut = {name: truncate_dataset(part, max_length, map_kwargs) for name, part in parts.items()}
         return cast(Any, type(dataset))(cut)
-    if isinstance(dataset, Dataset):
-        return cast(DatasetType, _truncate_stored(dataset, max_length, map_kwargs or {}))
-    return cast(DatasetType, _truncate_streaming(dataset, max_length))
+    features, given = without_list_sizes(dataset.features), {"max_length": max_length}
+    if isinstance(dataset, IterableDataset):
+        rows = dataset.with_format(None).map(truncate_row, features=features, fn_kwargs=given)
+        return cast(DatasetType, restore_streaming_format(rows, dataset))
+    stored = cast(Dataset, dataset)
+    if not len(stored):
+        return dataset
+    options = {**(map_kwargs or {}), "fn_kwargs": given}
+    cut = stored.with_format("arrow").map(truncate_table, batched=True, features=features, **options)
+    return cast(DatasetType, restore_format(cut, stored))
 
 
 def truncate_table(table: pa.Table, max_length: int) -> pa.Table:
@@ -45,36 +52,26 @@ def truncate_table(table: pa.Table, max_length: int) -> pa.Table:
     for index, field in enumerate(table.schema):
         if not is_number_list(field.type):
             continue
-        longest = _longest(table[index])
+        longest = pc.max(pc.list_value_length(table[index])).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
         if longest > max_length:
             _refuse_packed("seq_lengths" in table.column_names, longest, max_length)
         if longest > max_length or pa.types.is_fixed_size_list(field.type):
-            column = _first_items(table[index], max_length)
+            first = pc.list_slice(table[index], 0, max_length, return_fixed_size_list=False)  # pyright: ignore[reportAttributeAccessIssue]
+            kind: Any = pa.large_list if pa.types.is_large_list(field.type) else pa.list_
+            column = first.cast(kind(field.type.value_type))
             table = table.set_column(index, pa.field(field.name, column.type), column)
     return table
 
 
 def truncate_row(row: dict[str, Any], max_length: int) -> dict[str, Any]:
     """`truncate_dataset` on one row."""
-    cut = {name: value[:max_length] for name, value in row.items() if _is_longer(value, max_length)}
+    lists = {
+        name: value for name, value in row.items() if isinstance(value, list) and len(value) > max_length
+    }
+    cut = {name: value[:max_length] for name, value in lists.items() if isinstance(value[0], Number)}
     if cut:
         _refuse_packed("seq_lengths" in row, max(len(row[name]) for name in cut), max_length)
     return {**row, **cut}
-
-
-def _longest(column: pa.ChunkedArray) -> int:
-    lengths = pc.list_value_length(column)  # pyright: ignore[reportAttributeAccessIssue]
-    return pc.max(lengths).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _first_items(column: pa.ChunkedArray, max_length: int) -> pa.ChunkedArray:
-    first = pc.list_slice(column, 0, max_length, return_fixed_size_list=False)  # pyright: ignore[reportAttributeAccessIssue]
-    kind = pa.large_list if pa.types.is_large_list(column.type) else pa.list_
-    return first.cast(kind(column.type.value_type))
-
-
-def _is_longer(value: Any, max_length: int) -> bool:
-    return isinstance(value, list) and len(value) > max_length and isinstance(value[0], Number)
 
 
 def _refuse_packed(is_packed: bool, longest: int, max_length: int) -> None:
@@ -83,21 +80,6 @@ def _refuse_packed(is_packed: bool, longest: int, max_length: int) -> None:
             f"a packed row has {longest} tokens, more than max_length {max_length}: cutting it would cut through its "
             "sequences. Truncate before packing, or raise max_length."
         )
-
-
-def _truncate_stored(dataset: Dataset, max_length: int, map_kwargs: dict[str, Any]) -> Dataset:
-    if len(dataset) == 0:
-        return dataset
-    options = {**map_kwargs, "fn_kwargs": {"max_length": max_length}}
-    features = without_list_sizes(dataset.features)
-    cut = dataset.with_format("arrow").map(truncate_table, batched=True, features=features, **options)
-    return restore_format(cut, dataset)
-
-
-def _truncate_streaming(dataset: IterableDataset, max_length: int) -> IterableDataset:
-    features = without_list_sizes(dataset.features)
-    cut = dataset.with_format(None).map(truncate_row, features=features, fn_kwargs={"max_length": max_length})
-    return restore_streaming_format(cut, dataset)
 
 
 def truncate_with_protected_tokens(

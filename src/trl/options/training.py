@@ -2,16 +2,18 @@
 
 import copy
 import dataclasses
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+import torch
 from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
 
 from trl.options.checks import json_object, warn_caller
 from trl.options.groups import option, same
 from trl.options.older import LegacyTrainingArguments
-from trl.options.precision import default_bf16
 
 Config = TypeVar("Config")
 
@@ -126,3 +128,18 @@ def config_or_default(args: Any, config_class: type[Config], output_dir: str) ->
         raise wrong_config(args, config_class)
     require_set_up(args)
     return args
+
+
+def default_bf16(*, use_cpu: bool, fp16: bool) -> bool:
+    """Whether `bf16=None` means bfloat16 here: on an accelerator that computes in it, and nowhere else.
+
+    False on a CPU (float32), with `fp16=True`, and where `accelerate launch` was told fp16 or fp8: what was asked for
+    explicitly wins over a default.
+    """
+    launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    on_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    if fp16 or on_cpu or launched_with in ("fp16", "fp8"):
+        return False
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)  # emulation on older GPUs is slow
+    return bool(is_torch_bf16_gpu_available())

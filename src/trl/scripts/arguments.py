@@ -1,9 +1,9 @@
 """What a training script reads besides its training and model configs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl.options.docs import documented
-from trl.options.groups import OptionGroup
+from trl.options.groups import OptionGroup, option
 
 
 @documented
@@ -17,42 +17,27 @@ class ScriptArguments(OptionGroup):
         'train'
     """
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dataset to train on: a local json, jsonl, csv or parquet file, a directory, or a name on the "
-            "Hugging Face Hub."
-        },
+    dataset_name: str | None = option(
+        None,
+        "Dataset to train on: a local json, jsonl, csv or parquet file, a directory, or a name on the "
+        "Hugging Face Hub.",
     )
-    dataset_config: str | None = field(
-        default=None,
-        metadata={"help": "Name of the dataset's configuration (its subset), where it has several."},
+    dataset_config: str | None = option(
+        None, "Name of the dataset's configuration (its subset), where it has several."
     )
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(
-        default="test", metadata={"help": "Split to evaluate on; read only if eval_strategy is not 'no'."}
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split to evaluate on; read only if eval_strategy is not 'no'.")
+    dataset_streaming: bool = option(False, "Read rows as they are needed instead of all beforehand.")
+    gradient_checkpointing_use_reentrant: bool = option(
+        False, "Use PyTorch's older, reentrant gradient checkpointing (gradient_checkpointing must be on)."
     )
-    dataset_streaming: bool = field(
-        default=False, metadata={"help": "Read rows as they are needed instead of all beforehand."}
+    ignore_bias_buffers: bool = option(
+        False, "Leave boolean buffers (attention masks) out of what distributed training synchronises."
     )
-    gradient_checkpointing_use_reentrant: bool = field(
-        default=False,
-        metadata={
-            "help": "Use PyTorch's older, reentrant gradient checkpointing (gradient_checkpointing must be on)."
-        },
-    )
-    ignore_bias_buffers: bool = field(
-        default=False,
-        metadata={
-            "help": "Leave boolean buffers (attention masks) out of what distributed training synchronises."
-        },
-    )
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Prepare the data, print the settings that differ from their defaults, two rows with what is trained marked, "
-            "and the memory that the weights, gradients and optimizer need; then stop."
-        },
+    dry_run: bool = option(
+        False,
+        "Prepare the data, print the settings that differ from their defaults, two rows with what is trained marked, "
+        "and the memory that the weights, gradients and optimizer need; then stop.",
     )
 
     def __post_init__(self) -> None:
@@ -63,13 +48,11 @@ class ScriptArguments(OptionGroup):
 class ColumnMapping(OptionGroup):
     """Names that columns get before training."""
 
-    column_mapping: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Columns to rename, as old=new: question=prompt answer=completion. In a config file, a mapping. "
-            "Applied to the training and the evaluation dataset.",
-            "metavar": "OLD=NEW",
-        },
+    column_mapping: list[str] | None = option(
+        None,
+        "Columns to rename, as old=new: question=prompt answer=completion. In a config file, a mapping. "
+        "Applied to the training and the evaluation dataset.",
+        metavar="OLD=NEW",
     )
 
     def __post_init__(self) -> None:
@@ -119,19 +102,15 @@ class KTOScriptArguments(ColumnMapping, ScriptArguments):
 class DPOScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
 
-    ref_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Model that the trained one is compared with: a directory or a name on the Hub. Default: the model as "
-            "it is before training."
-        },
+    ref_model_name_or_path: str | None = option(
+        None,
+        "Model that the trained one is compared with: a directory or a name on the Hub. Default: the model as "
+        "it is before training.",
     )
-    dialogue_marker: str | None = field(
-        default=None,
-        metadata={
-            "help": "For rows that are whole dialogues as text: what opens the assistant's turns, such as 'Assistant:'. The "
-            "prompt ends behind the last one that both dialogues share."
-        },
+    dialogue_marker: str | None = option(
+        None,
+        "For rows that are whole dialogues as text: what opens the assistant's turns, such as 'Assistant:'. The "
+        "prompt ends behind the last one that both dialogues share.",
     )
 
 
@@ -139,20 +118,17 @@ class DPOScriptArguments(ColumnMapping, ScriptArguments):
 class RewardFunctions(ColumnMapping, ScriptArguments):
     """What judges completions, by name."""
 
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "What judges completions, one or several (reward_weights says how much each counts): a ready-made function of "
-            "trl.rewards (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), a "
-            "dotted path to a function (my_module.my_function, also from the working directory), or a reward model's folder "
-            "or name on the Hub.",
-            "metavar": "REWARD",
-        },
+    reward_funcs: list[str] | None = option(
+        None,
+        "Rewards of completions, one or several (weighted by reward_weights): a ready-made function of "
+        "trl.rewards (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), a "
+        "dotted path to a function (my_module.my_function, also from the working directory), or a reward model's folder "
+        "or name on the Hub.",
+        metavar="REWARD",
     )
 
-    reward_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "A reward model's folder or name on the Hub, beside reward_funcs; it comes first."},
+    reward_model_name_or_path: str | None = option(
+        None, "A reward model's folder or name on the Hub, beside reward_funcs; it comes first."
     )
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from datasets import Dataset, IterableDataset
 
 from trl.data.formats import column_names
 from trl.scripts.arguments import ScriptArguments
-from trl.scripts.suggestions import did_you_mean
+from trl.scripts.plain_parser import did_you_mean
 
 if TYPE_CHECKING:
     from trl.data.mixtures import DatasetMixtureConfig

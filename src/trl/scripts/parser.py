@@ -5,16 +5,16 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any, get_type_hints
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
-from transformers.hf_argparser import DataClass, DataClassType
+from transformers.hf_argparser import DataClass, DataClassType, string_to_bool
 
+from trl.options.values import KIND_NAMES, from_text
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 from trl.scripts.help_text import OptionHelp, sections
-from trl.scripts.option_values import option_value
-from trl.scripts.plain_parser import ShortErrors, unknown_arguments, unknown_to
-from trl.scripts.suggestions import did_you_mean
+from trl.scripts.plain_parser import ShortErrors, did_you_mean, unknown_arguments, unknown_to
 
 
 class TrlParser(ShortErrors, HfArgumentParser):
@@ -44,7 +44,8 @@ class TrlParser(ShortErrors, HfArgumentParser):
     def __init__(
         self, dataclass_types: DataClassType | Iterable[DataClassType] | None = None, **kwargs: Any
     ) -> None:
-        kinds = _as_list(dataclass_types)
+        given: Any = [] if dataclass_types is None else dataclass_types
+        kinds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
         _check_fields(kinds)
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", OptionHelp)
@@ -151,11 +152,12 @@ class TrlParser(ShortErrors, HfArgumentParser):
         for name, value in values.items():
             knowing = [reader for reader in readers if name in _options(reader)]
             if not knowing:
-                remaining.extend(_as_strings(name, value))
+                items = value if isinstance(value, list) else [value]
+                remaining.extend([f"--{name}", *map(str, items)])
             for reader in knowing:
                 action = _options(reader)[name]
                 try:
-                    default = option_value(action, value, hint=getattr(reader, "_hints", {}).get(name))
+                    default = _option_value(action, value, hint=getattr(reader, "_hints", {}).get(name))
                 except ValueError as error:
                     faults.append(f"{self._where(name)}`{name}` {error}")
                     continue
@@ -224,12 +226,6 @@ def _raise_all(faults: list[str]) -> None:
         raise ValueError("\n".join(faults))
 
 
-def _as_list(dataclass_types: Any) -> list[Any]:
-    if dataclass_types is None:
-        return []
-    return list(dataclass_types) if isinstance(dataclass_types, Iterable) else [dataclass_types]
-
-
 def _check_fields(kinds: list[Any]) -> None:
     owners: dict[str, str] = {}
     for kind in kinds:
@@ -246,6 +242,60 @@ def _check_fields(kinds: list[Any]) -> None:
             owners[field.name] = kind.__name__
 
 
-def _as_strings(name: str, value: Any) -> list[str]:
-    items = value if isinstance(value, list) else [value]
-    return [f"--{name}", *(str(item) for item in items)]
+def _option_value(action: argparse.Action, value: Any, *, hint: Any = None) -> Any:
+    """`value` in the type of the option `action`; `hint` is the type of its dataclass field.
+
+    Text becomes a number where the option is a number (YAML reads `2e-5` as text), a mapping becomes `key=value` items
+    where the option is a list of strings, entries of a list become dataclasses where the option holds those.
+
+    Raises:
+        ValueError: if the value is no value of this option.
+    """
+    if value is None:
+        return None
+    if action.nargs in ("+", "*"):
+        if isinstance(value, dict) and action.type is str:
+            return [f"{key}={item}" for key, item in value.items()]
+        return [_single(action, item) for item in (value if isinstance(value, list) else [value])]
+    if isinstance(value, (dict, list)):
+        members = (hint,) if get_origin(hint) in (dict, list) else (*get_args(hint), hint)
+        if hint is None or type(value) in {get_origin(member) or member for member in members}:
+            return value
+        raise _unfit(action, value)
+    return _single(action, value)
+
+
+def _single(action: argparse.Action, value: Any) -> Any:
+    kind = action.type
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return value if isinstance(value, dict) else kind(value)  # type: ignore[call-arg]
+    if action.choices is not None:
+        return _choice(action, value)
+    if isinstance(value, str):
+        return from_text(action.type, value)
+    fits = {
+        string_to_bool: isinstance(value, bool),
+        int: isinstance(value, int) and not isinstance(value, bool),
+        float: isinstance(value, (int, float)) and not isinstance(value, bool),
+    }
+    if not fits.get(kind, True):  # pyright: ignore[reportArgumentType, reportCallIssue]
+        raise _unfit(action, value)
+    if kind is str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return value
+
+
+def _choice(action: argparse.Action, value: Any) -> Any:
+    choices = list(action.choices or ())
+    if isinstance(value, bool) and ("no" if value is False else "yes") in choices:
+        return "no" if value is False else "yes"  # YAML reads a bare `no` as false
+    plain = value.value if isinstance(value, Enum) else value
+    if plain in choices:
+        return plain
+    listing = ", ".join(str(choice) for choice in choices)
+    near = did_you_mean(str(value), [str(choice) for choice in choices])
+    raise ValueError(f"must be one of {listing}; got {value!r}.{near}")
+
+
+def _unfit(action: argparse.Action, value: Any) -> ValueError:
+    return ValueError(f"must be {KIND_NAMES.get(action.type, 'a plain value')}, got {value!r}.")

@@ -6,12 +6,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from trl._lazy import attach
 from trl.generation.vllm.backend import BackendDied, ServedModel, VLLMBackend, check_vllm
+from trl.options.groups import option
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, reporting_input_errors, run_script
 
@@ -24,16 +25,14 @@ logger = logging.getLogger(__name__)
 class ServeArguments(ServedModel):
     """The model, how vLLM runs it, and where the server listens."""
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata={
-            "help": "Address to listen on. The default is this machine only; 0.0.0.0 lets others in, and needs a secret in "
-            "TRL_VLLM_SERVER_TOKEN, the same here and where the training runs."
-        },
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on. The default is this machine only; 0.0.0.0 lets others in, and needs a secret in "
+        "TRL_VLLM_SERVER_TOKEN, the same here and where the training runs.",
     )
-    port: int = field(default=8000, metadata={"help": "Port to listen on."})
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = field(
-        default="info", metadata={"help": "How much the server and vLLM say."}
+    port: int = option(8000, "Port to listen on.")
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = option(
+        "info", "How much the server and vLLM say."
     )
 
     def __post_init__(self) -> None:

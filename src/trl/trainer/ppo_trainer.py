@@ -18,8 +18,7 @@ from trl.models.step_state import load_step_state, moments_state, save_step_stat
 from trl.models.switches import empty_cache
 from trl.objectives.advantages import scale_scores
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
-from trl.reporting.divergence_watch import DivergenceWatch, mean_over_rows
-from trl.reporting.ppo_statistics import MinibatchRecord, step_statistics
+from trl.reporting.ppo_statistics import DivergenceWatch, MinibatchRecord, mean_over_rows, step_statistics
 from trl.reporting.step_statistics import stats_to_np
 from trl.rollouts.minibatches import Rollout, shuffled_minibatches, tokens_of_step
 from trl.rollouts.response_scores import ResponseScorer
