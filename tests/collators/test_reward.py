@@ -132,3 +132,8 @@ def test_batches_of_other_collators():
         as_reward_batch({"tokens": ids}, prefix_sharing=True)
     with pytest.raises(ValueError, match="'input_ids_chosen'"):
         RewardDataCollatorWithPadding(tokenizer())([{"text": "Look up."}])
+
+
+def test_a_batch_of_one_row_has_its_margin():
+    row = {"input_ids_chosen": [5, 6], "input_ids_rejected": [5], "margin": 0.5}
+    assert RewardDataCollatorWithPadding(tokenizer())([row])["margin"].tolist() == [0.5]

@@ -357,9 +357,7 @@ def test_an_adapter_that_does_not_exist(name):
     model = get_peft_model(
         tiny_model("gpt2"), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     )
-    with pytest.raises(
-        ValueError, match=rf"{name}='judge' is no adapter of the model, which has \['default'\]"
-    ):
+    with pytest.raises(ValueError, match=rf"{name}='judge'.*\['default'\]"):
         make(model, **{name: "judge"})
 
 

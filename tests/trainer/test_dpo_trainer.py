@@ -337,9 +337,7 @@ def test_named_adapters():
 
 @pytest.mark.parametrize("name", ["model_adapter_name", "ref_adapter_name"])
 def test_an_adapter_that_does_not_exist(name):
-    with pytest.raises(
-        ValueError, match=rf"{name}='judge' is no adapter of the model, which has \['default'\]"
-    ):
+    with pytest.raises(ValueError, match=rf"{name}='judge'.*\['default'\]"):
         make(model=with_adapter(), **{name: "judge"})
 
 
