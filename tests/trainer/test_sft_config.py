@@ -8,7 +8,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from trl.options.older import OlderTrainingArguments
+from trl.options.older import LegacyTrainingArguments
 from trl.trainer.sft_config import SFTConfig
 
 # The whole table of level 0.26: field -> default, as declared.
@@ -37,7 +37,7 @@ DEFAULTS = {
     "activation_offloading": False,
     "resume_without": None,
 }
-OLDER = dict.fromkeys(["max_seq_length", *OlderTrainingArguments.__annotations__])
+OLDER = dict.fromkeys(["max_seq_length", *LegacyTrainingArguments.__annotations__])
 
 
 def declared(kind):
