@@ -40,13 +40,13 @@ def test_settings_of_transformers_processors_are_kept_where_they_ask_for_somethi
 
 def test_what_cannot_be_honoured_is_refused_by_name():
     for wrong, message in [
-        ({"num_beams": 4, "top_k": 3}, "generation_kwargs has num_beams=4, which rollouts cannot honour"),
-        ({"guidance_scale": 2.0}, "guidance_scale=2.0, which rollouts cannot honour"),
+        ({"num_beams": 4, "top_k": 3}, "generation_kwargs has num_beams=4, which rollouts do not support"),
+        ({"guidance_scale": 2.0}, "guidance_scale=2.0, which rollouts do not support"),
         ({"remove_invalid_values": True}, "remove_invalid_values=True"),
         ({"typical_p": 1.5}, r"typical_p must be in \(0, 1\], got 1.5"),
         (
             {"temprature": 0.7},
-            "temprature=0.7, which rollouts cannot honour; allowed are bad_words_ids, begin",
+            "temprature=0.7, which rollouts do not support. Supported are bad_words_ids, begin",
         ),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),

@@ -129,5 +129,5 @@ def test_bad_input():
         with pytest.raises(ValueError, match=message):
             best.generate(QUERIES)
     assert best.generate([]) == []
-    with pytest.raises(ValueError, match="num_beams=2, which rollouts cannot honour"):
+    with pytest.raises(ValueError, match="num_beams=2, which rollouts do not support"):
         sampler(model_of())[0].generate(QUERIES, num_beams=2)

@@ -172,7 +172,7 @@ def test_bad_input():
     for options, message in [
         ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
         ({"max_tool_reponse": 0}, "max_tool_reponse must be at least 1"),
-        ({"generation_kwargs": {"num_beams": 3}}, "num_beams=3, which rollouts cannot honour"),
+        ({"generation_kwargs": {"num_beams": 3}}, "num_beams=3, which rollouts do not support"),
         ({"max_length": 3}, r"queries\[0\] has \d+ tokens with the prompt, an episode has at most 3"),
         ({"queries": "What?"}, "queries must be a list of one text or more, got 'What\\?'"),
         ({"queries": []}, "queries must be a list"),

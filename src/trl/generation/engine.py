@@ -1,18 +1,14 @@
-"""What every generation engine takes and gives: token ids in; ids, log-probs and finish reasons out."""
+"""The interface of generation engines: token ids in; token ids, their log-probs and finish reasons out."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
-
-from trl.generation.generation_kwargs import sampling_fields
-
-logger = logging.getLogger(__name__)
+from transformers import GenerationConfig
 
 DEFAULT_NEW_TOKENS = 256
 FinishReason = Literal["stop", "length"]
@@ -20,20 +16,18 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn, for all requests of one call.
+    """Sampling settings of all requests of one call.
 
-    `max_new_tokens`, `min_new_tokens` count completion tokens, `max_length`, `min_length` prompt and
-    completion; both maxima hold (256 new tokens where neither is given), and stop tokens cannot be drawn
-    before the minimum. `temperature` divides the logits; 0 is greedy, as is `do_sample=False`. `top_k` (None
-    or 0: off), `top_p` (1: off) and `min_p` (None or 0: off) cut the distribution in this order, as in
-    transformers; ties at the border stay. `repetition_penalty` (CTRL, arXiv:1909.05858, section 4.1) counts
-    prompt and completion. `stop_token_ids=None` stops at the model's own end tokens, `()` at none. A
-    completion keeps the token that stopped it, also the one that completed a stop string. `seed=None` takes a
-    fresh one from torch's global generator, otherwise results depend on (seed, stream) alone. `processors` are
-    names and values of further settings of `generate` (`typical_p`, `no_repeat_ngram_size`, ...), which
-    transformers' logits processors apply; engines other than `TransformersEngine` refuse them.
+    `max_new_tokens` and `min_new_tokens` count completion tokens, `max_length` and `min_length` prompt and completion; both
+    maxima hold (256 new tokens if neither is given), and stop tokens are excluded before the minimum. `temperature` divides
+    the logits; 0 is greedy, as is `do_sample=False`. `top_k` (None or 0: off), `top_p` (1: off) and `min_p` (None or 0: off)
+    truncate the distribution in this order, as in transformers; ties at the border are kept. `repetition_penalty` (CTRL,
+    arXiv:1909.05858, section 4.1) counts prompt and completion. `stop_token_ids=None` are the model's own end tokens, `()` none.
+    A completion keeps the token that stopped it, also the one that completed a stop string. `seed=None` draws a seed from
+    torch's global generator; otherwise results depend on (seed, stream) only. `processors` are further settings of `generate`
+    (`typical_p`, `no_repeat_ngram_size`, ...), which only `TransformersEngine` supports.
 
-    Raises: ValueError for a value outside of its range.
+    Raises: ValueError for a value out of range.
     """
 
     max_new_tokens: int | None = None
@@ -53,42 +47,36 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give the longest completion "
-                "in tokens."
-            )
-        self._check_fraction("top_p", self.top_p, "Use 1.0 to keep the whole distribution.")
-        self._check_fraction("min_p", self.min_p, "Use None to keep the whole distribution.", zero=True)
-        for name, value in self.processors:
-            if name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
-                self._check_fraction(name, value, "Leave it out to keep the whole distribution.")
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        fractions = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p), *self.processors):
+            if (
+                name not in ("top_p", "min_p", *fractions)
+                or value is None
+                or (name == "min_p" and value == 0)
+            ):
+                continue
+            if not 0 < value <= 1:
+                interval = "[0, 1]" if name == "min_p" else "(0, 1]"
+                raise ValueError(
+                    f"{name} must be in {interval}, got {value}. Leave it out for the whole distribution."
+                )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(
-                f"temperature must be >= 0, got {self.temperature}. Use 0 for greedy, 1.0 for plain sampling."
-            )
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}. Use 0 for greedy decoding.")
         if self.top_k is not None and (self.top_k < 0 or self.top_k != int(self.top_k)):
-            raise ValueError(
-                f"top_k must be a whole number >= 0, got {self.top_k}. Use 0 to keep all tokens."
-            )
+            raise ValueError(f"top_k must be a whole number >= 0, got {self.top_k}. Use 0 for all tokens.")
         if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
             raise ValueError(
-                f"repetition_penalty must be > 0, got {self.repetition_penalty}. Use 1.0 for no penalty."
+                f"repetition_penalty must be > 0, got {self.repetition_penalty}. Use 1.0 for none."
             )
         if any(not text for text in self.stop_strings):
             raise ValueError("stop_strings must not be empty texts, got ''. Leave it out.")
 
-    def _check_fraction(self, name: str, value: float | None, advice: str, *, zero: bool = False) -> None:
-        if value is not None and not (0 < value <= 1 or (zero and value == 0)):
-            raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1], got {value}. {advice}")
-
     @property
     def new_tokens(self) -> int | None:
-        """The most completion tokens by `max_new_tokens` or by default; None where only `max_length` says."""
-        return (
-            DEFAULT_NEW_TOKENS
-            if self.max_new_tokens is None and self.max_length is None
-            else self.max_new_tokens
-        )
+        """`max_new_tokens` or its default; None if only `max_length` is given."""
+        is_default = self.max_new_tokens is None and self.max_length is None
+        return DEFAULT_NEW_TOKENS if is_default else self.max_new_tokens
 
     @property
     def greedy(self) -> bool:
@@ -97,49 +85,154 @@ class Sampling:
 
     @property
     def truncates_distribution(self) -> bool:
-        """Whether some tokens may be left out of the distribution, so that the kept mass is below 1."""
-        return not self.greedy and bool(
-            self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
-        )
+        """Whether top-k, top-p or min-p may remove tokens from the distribution."""
+        is_nucleus = self.top_p is not None and self.top_p < 1
+        return not self.greedy and bool(self.top_k or self.min_p or is_nucleus)
 
     @property
     def alters_distribution(self) -> bool:
-        """Whether tokens are drawn from another distribution than the policy's at this temperature: one that is cut, greedy or
-        penalised, or that has no stop tokens up to a least length."""
-        bans = self.stop_token_ids != () and max(self.min_new_tokens, self.min_length) > 0
-        return (
-            self.truncates_distribution
-            or self.greedy
-            or self.repetition_penalty != 1
-            or bans
-            or bool(self.processors)
-        )
+        """Whether tokens are drawn from another distribution than the policy's at this temperature."""
+        bans_ends = self.stop_token_ids != () and max(self.min_new_tokens, self.min_length) > 0
+        is_penalised = self.repetition_penalty != 1 or bool(self.processors)
+        return self.truncates_distribution or self.greedy or is_penalised or bans_ends
 
     def refuse_processors(self, engine: str) -> None:
-        """Raise ValueError for settings that only transformers' logits processors apply."""
+        """Raise ValueError if there are settings that only transformers' logits processors apply."""
         if self.processors:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.processors)
             raise ValueError(
-                f"{engine} does not support {', '.join(f'{name}={value!r}' for name, value in self.processors)}. "
-                "Take it out of generation_kwargs, or generate with transformers (use_vllm=False)."
+                f"{engine} does not support {given}. Take it out of generation_kwargs, or generate with transformers (use_vllm=False)."
             )
 
-    def updated(self, generation_kwargs: Mapping[str, Any] | Any | None) -> Sampling:
-        """These settings overridden by `generation_kwargs`: a dict with the field names of transformers'
-        `GenerationConfig`, or such a config.
+    def updated(self, generation_kwargs: Mapping[str, Any] | GenerationConfig | None) -> Sampling:
+        """These settings overridden by a dict with the field names of transformers' `GenerationConfig`, or by such a config.
 
-        Raises: ValueError for what an engine cannot honour (beams, constraints ...) and for unknown names.
+        Raises: ValueError for unsupported settings (beams, constraints, ...) and unknown names.
         """
-        return self if not generation_kwargs else replace(self, **sampling_fields(generation_kwargs))
+        return self if not generation_kwargs else replace(self, **_sampling_fields(generation_kwargs))
+
+
+# Settings of `generate` that do not change which tokens come out, or that the engine decides.
+_WITHOUT_EFFECT = frozenset(
+    [
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "max_cache_len",
+        "pad_token_id",
+        "bos_token_id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "compile_config",
+        "disable_compile",
+        "low_memory",
+        "prefill_chunk_size",
+        "transformers_version",
+        "early_stopping",
+        "length_penalty",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "is_assistant",
+        "max_matching_ngram_size",
+        "continuous_batching_config",
+        "renormalize_logits",
+        "decoder_start_token_id",
+        "synced_gpus",
+    ]
+)
+# Applied by transformers' logits processors.
+_PROCESSED = frozenset(
+    [
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "top_h",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "bad_words_ids",
+        "sequence_bias",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "exponential_decay_length_penalty",
+    ]
+)
+# Values that switch a setting off; other values are refused, unless the setting is in `_PROCESSED`.
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("token_healing", "remove_invalid_values", "use_mtp"), False),
+}
+
+
+def _ends(value: Any) -> tuple[int, ...]:
+    """One or several end tokens; negative ones, an old way to say none, are left out."""
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(int(token) for token in several if int(token) >= 0)
+
+
+def _not_negative(value: Any) -> int:
+    return max(int(value), 0)
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "max_new_tokens": ("max_new_tokens", int),
+    "min_new_tokens": ("min_new_tokens", _not_negative),
+    "max_length": ("max_length", int),
+    "min_length": ("min_length", _not_negative),
+    "temperature": ("temperature", float),
+    "top_k": ("top_k", _not_negative),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "repetition_penalty": ("repetition_penalty", float),
+    "do_sample": ("do_sample", bool),
+    "eos_token_id": ("stop_token_ids", _ends),
+    "stop_strings": ("stop_strings", lambda value: (value,) if isinstance(value, str) else tuple(value)),
+}
+
+
+def _sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) -> dict[str, Any]:
+    """The fields of `Sampling` that are set; None sets nothing."""
+    if isinstance(generation_kwargs, GenerationConfig):
+        generation_kwargs = vars(generation_kwargs)
+    fields: dict[str, Any] = {}
+    refused: list[str] = []
+    processors: list[tuple[str, Any]] = []
+    for name, value in generation_kwargs.items():
+        if value is None or name in _WITHOUT_EFFECT or name.startswith("_"):
+            continue
+        if name in _FIELDS:
+            field, convert = _FIELDS[name]
+            fields[field] = convert(value)
+        elif name in _NEUTRAL and value == _NEUTRAL[name]:
+            continue
+        elif name in _PROCESSED:
+            processors.append((name, value))
+        else:
+            refused.append(f"{name}={value!r}")
+    if refused:
+        raise ValueError(
+            f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. Supported are "
+            f"{', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
+        )
+    return {**fields, "processors": tuple(processors)} if processors else fields
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """One completion.
 
-    `logps` `(T,)`, in nats, belong to the distribution that was sampled from: after repetition penalty,
-    temperature and cuts (where nothing is drawn, for greedy, to the distribution without cuts). `kept` `(T,)`
-    is the log of the mass that top-k, top-p and min-p kept, None where nothing was cut: `logps + kept` are
-    the log-probs without the cuts. Both are at least float32 and on the CPU.
+    `logps` `(T,)`, in nats, are those of the distribution that was sampled from: after repetition penalty, temperature and
+    truncation (greedy: without truncation). `kept` `(T,)` is the log of the mass that top-k, top-p and min-p kept, None without
+    truncation: `logps + kept` are the log-probs without it. Both are at least float32 and on the CPU.
     """
 
     ids: list[int]
@@ -152,8 +245,8 @@ class Generated:
 class Engine(Protocol):
     """Turns prompt ids into completion ids.
 
-    `exact`: whether log-probs of 32 bits are those of the scoring forward up to rounding, as it computes them too.
-    `together`: whether this process generates only at the same time as others, which hold parts of the weights.
+    `exact`: whether float32 log-probs equal those of the scoring forward up to rounding.
+    `together`: whether several processes must call `generate` at the same time, because they share weights.
     """
 
     exact: bool
@@ -169,20 +262,19 @@ class Engine(Protocol):
         streams: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
     ) -> list[Generated]:
-        """One completion per prompt, in order; equal prompts are copies of one and are prefilled once.
+        """One completion for each prompt, in order; equal prompts are run once.
 
-        `streams[i]` names the random stream of request i (default: i): what it becomes depends on its prompt,
-        the seed and its stream, never on the other requests. `limits[i]` is a greatest number of new tokens of
-        its own, beside those of `sampling`.
+        `streams[i]` is the random stream of request i (default: i): its completion depends on its prompt, the seed and the
+        stream, not on the other requests. `limits[i]` is its own maximum of new tokens, beside those of `sampling`.
         """
         ...
 
     def sync_weights(self, model: Any, step: int) -> None:
-        """Take over the weights of `model` as they are after optimiser step `step`."""
+        """Use the weights of `model` after optimiser step `step`."""
         ...
 
     def close(self) -> None:
-        """Give up what the engine holds; it cannot generate afterwards."""
+        """Release the engine's resources; it cannot generate afterwards."""
         ...
 
 
@@ -194,65 +286,53 @@ def check_requests(
     vocabulary: int | None,
     room: int = 1,
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The prompts as tuples of ids, and a stream for each.
+    """The prompts as tuples of ids, and the random stream of each.
 
-    Raises: ValueError for an empty prompt, an id that is no token, a prompt that does not leave `room`
-    (tokens; 0 where an encoder reads it) in the model's `context_length`, and a wrong number of streams.
+    Raises: ValueError for an empty prompt, an invalid token id, a prompt that does not leave `room` tokens (0 for encoders) in
+    the model's context length, and a wrong number of streams.
     """
-    found = [_token_ids(prompt) for prompt in prompts]
+    found = [tuple(p.tolist() if isinstance(p, Tensor) else map(int, p)) for p in prompts]
     for index, prompt in enumerate(found):
         if not prompt:
             raise ValueError(
-                f"prompts[{index}] is empty, expected at least one token. Begin it with the tokenizer's bos "
-                "token."
+                f"prompts[{index}] is empty, expected at least one token, such as the bos token."
             )
         if context_length is not None and len(prompt) + room > context_length:
             wanted = " and must leave room for a completion" if room else ""
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, the model's context length is {context_length}{wanted}. "
-                "Truncate the prompt."
+                f"prompts[{index}] has {len(prompt)} tokens, the model's context length is {context_length}{wanted}. Truncate the "
+                "prompt."
             )
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
             raise ValueError(
-                f"prompts[{index}] has token ids from {min(prompt)} to {max(prompt)}, the model has 0 to "
-                f"{(vocabulary or 0) - 1}. Use the model's own tokenizer, and no -100."
+                f"prompts[{index}] has token ids from {min(prompt)} to {max(prompt)}, the model has 0 to {(vocabulary or 0) - 1}. Use "
+                "the model's own tokenizer, and no -100."
             )
     names = list(range(len(found))) if streams is None else [int(stream) for stream in streams]
     if len(names) != len(found):
-        raise ValueError(
-            f"streams must be one per prompt ({len(found)}), got {len(names)}. Leave it out to count them."
-        )
+        raise ValueError(f"streams must be one per prompt ({len(found)}), got {len(names)}.")
     return found, names
-
-
-def _token_ids(prompt: Sequence[int] | Tensor) -> tuple[int, ...]:
-    return tuple(prompt.tolist() if isinstance(prompt, Tensor) else map(int, prompt))
 
 
 def completion_limits(
     starts: Sequence[int], sampling: Sampling, context_length: int | None, own: Sequence[int] | None = None
 ) -> list[int]:
-    """The most tokens each completion may have: by `max_new_tokens`, `max_length`, the model's context length and its
-    `own` limit.
+    """The maximum of new tokens of each completion, by `sampling`, the model's context length and its `own` limit.
 
-    `starts` are the tokens that a completion goes on from: its prompt's, or those that an encoder-decoder
-    begins with.
+    `starts` are the numbers of tokens before each completion (for an encoder-decoder: in the decoder).
 
-    Raises: ValueError for a prompt that fills `max_length`, and for own limits that are none.
+    Raises: ValueError for a prompt that leaves no room in `max_length`, and for invalid own limits.
     """
     if own is not None and (len(own) != len(starts) or min(own, default=1) < 1):
-        raise ValueError(
-            f"limits must be one number >= 1 per prompt ({len(starts)}), got {list(own)}. Leave out prompts "
-            "that nothing may follow."
-        )
+        raise ValueError(f"limits must be one number >= 1 per prompt ({len(starts)}), got {list(own)}.")
     limits, new_tokens = [], sampling.new_tokens
     for index, start in enumerate(starts):
         rooms = [bound - start for bound in (context_length, sampling.max_length) if bound is not None]
         limit = min(rooms if new_tokens is None else [new_tokens, *rooms])
         if limit < 1:
             raise ValueError(
-                f"prompts[{index}] has {start} tokens, max_length is {sampling.max_length} and must leave "
-                "room for a completion. Use max_new_tokens, or truncate the prompt."
+                f"prompts[{index}] has {start} tokens, max_length is {sampling.max_length} and must leave room for a completion. Use "
+                "max_new_tokens, or truncate the prompt."
             )
         limits.append(limit if own is None else min(limit, own[index]))
     return limits

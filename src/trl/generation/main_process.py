@@ -1,4 +1,4 @@
-"""What one process does for all processes of a run: it is given what each has, and gives each its part."""
+"""Work that the main process does for all processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ _STREAMS = 2**32  # random streams of one process
 
 
 def process_count() -> int:
-    """How many processes work together."""
+    """The number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def first_rng_stream() -> int:
-    """The first random stream of this process: processes that share a seed must not draw the same for the same query."""
-    ready = dist.is_available() and dist.is_initialized()
-    return dist.get_rank() * _STREAMS if ready else 0
+    """The first random stream of this process: processes with one seed must not draw the same for the same query."""
+    return dist.get_rank() * _STREAMS if process_count() > 1 else 0
 
 
 def any_process(value: bool) -> bool:
@@ -35,10 +34,10 @@ def any_process(value: bool) -> bool:
 def through_main(
     own: _T, make: Callable[[list[_T]], Sequence[_R]], *, meanwhile: Callable[[], None] | None = None
 ) -> _R:
-    """This process's part of what the main process makes of `own` of all of them. All must call it.
+    """This process's part of what `make` returns in the main process for `own` of all processes. All must call it.
 
-    `meanwhile` is what the others do for it: their part in what all have to do together within `make`.
-    What goes wrong there is raised in every process: elsewhere than there as an error of the same kind, or as RuntimeError.
+    `meanwhile` runs in the other processes, for collective work inside `make`. An error in the main process is raised in all
+    of them, in the others as the same builtin type or RuntimeError.
     """
     if process_count() == 1:
         return make([own])[0]
@@ -50,7 +49,7 @@ def through_main(
             parts = [("made", part) for part in make(given)]
         except Exception as error:
             failure = error
-            parts = [("failed", (_known(error), str(error)))] * process_count()
+            parts = [("failed", _described(error))] * process_count()
     elif meanwhile is not None:
         meanwhile()
     answer: list[Any] = [None]
@@ -59,35 +58,32 @@ def through_main(
         raise failure
     how, value = answer[0]
     if how == "failed":
-        kind, words = value
-        raise kind(f"in the main process: {words}")
+        kind, text = value
+        raise kind(f"in the main process: {text}")
     return value
 
 
 def by_main(make: Callable[[], _R], *, meanwhile: Callable[[], None] | None = None) -> _R:
-    """What the main process makes, in every process; see `through_main`."""
+    """What `make` returns in the main process, in every process; see `through_main`."""
     return through_main(None, lambda given: [make()] * len(given), meanwhile=meanwhile)
 
 
 def raise_in_all(failure: Exception | None, group: Any = None) -> None:
-    """Raise in every process what went wrong in any of them: elsewhere as in `through_main`. All of the group (None: all there are)
-    must call it."""
-    if group is None and process_count() == 1:
-        if failure is not None:
-            raise failure
-        return
-    found: list[Any] = [None] * dist.get_world_size(group)
-    own = None if failure is None else (_known(failure), str(failure))
-    dist.all_gather_object(found, own, group=group)
+    """Raise an error of any process in every process of the group (None: all). All of them must call it."""
+    own = None if failure is None else _described(failure)
+    found: list[Any] = [own]
+    if group is not None or process_count() > 1:
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, own, group=group)
     if failure is not None:
         raise failure
     for rank, other in enumerate(found):
         if other is not None:
-            kind, words = other
-            raise kind(f"in process {rank}: {words}")
+            kind, text = other
+            raise kind(f"in process {rank}: {text}")
 
 
-def _known(error: Exception) -> type[Exception]:
-    """The kind of error that other processes raise: one that takes a text alone."""
+def _described(error: Exception) -> tuple[type[Exception], str]:
+    """A builtin type that takes a text, and the text: other processes may not be able to build the error itself."""
     kinds = (ConnectionError, PermissionError, ValueError)
-    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError), str(error)

@@ -1,7 +1,7 @@
-"""The attention of rollouts, registered with transformers so that a model's own forward uses it.
+"""Attention over our cache, registered with transformers so that a model's own forward uses it.
 
-Inside `rollout_attention_of(model, cache)` every attention layer keeps the keys and values it is given in the
-cache: of a flat row of prompts, then of one newest token per row. The model's own cache is not used.
+Inside `rollout_attention_of(model, cache)` every attention layer stores its keys and values in the cache: those of a packed row of
+prompts, then those of one new token for each row. The model's own cache is not used.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def rollout_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a flat row, prompts or newest tokens: `query (1, heads, N, D) -> (1, N, heads, D)`."""
-    cache, layer = _CACHE.get(), _layer_of(module)
+    """Attention of a packed row of prompts or of newest tokens: `query (1, heads, N, D) -> (1, N, heads, D)`."""
+    cache, layer = _CACHE.get(), module.layer_idx
+    assert isinstance(layer, int)
     query, key = (
         query.to(value.dtype),
         key.to(value.dtype),
-    )  # under autocast the rotary embedding leaves float32
+    )  # under autocast the rotary embedding returns float32
     if cache.step is None:
         cache.store_prompts(layer, key[0], value[0])
         return packed_attention(
@@ -55,22 +56,14 @@ def rollout_attention(
         return cache.attend(layer, *newest, scale=scale, window=window, softcap=softcap)[None], None
 
 
-def _layer_of(module: nn.Module) -> int:
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    return layer
-
-
 def without_autocast(device: str) -> Any:
-    """A block in which autocast is off."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+    """A block without autocast."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @contextmanager
 def rollout_attention_of(model: Any, cache: RolloutCache) -> Iterator[None]:
-    """Let the model's attention layers work on `cache` inside the block."""
+    """Inside the block the model's attention layers use `cache`."""
     before = model.config._attn_implementation
     model.config._attn_implementation = ROLLOUT_ATTENTION
     token = _CACHE.set(cache)

@@ -1,7 +1,7 @@
-"""Keys and values of rollouts in progress: one copy per prompt, and of each row's own tokens.
+"""The key-value cache of rollouts in progress: one copy for each prompt, and the completion tokens of each row.
 
-Rows (completions in progress) and prompts have places that are counted from 0 without gaps: when one leaves,
-the last ones move into the gaps. Buffers are allocated ahead and only grow.
+Rows (completions in progress) and prompts are numbered from 0 without gaps: if one leaves, the last ones move into the gap.
+Buffers are preallocated and only grow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, and the log-sum-exp of its scores.
+    """Attention over a part of the keys, and the log-sum-exp of its scores.
 
     `query (B, heads, M, D)`, `key`, `value` `(B, heads, K, D)`, `bias` broadcastable to `(B, heads, M, K)` ->
     `(B, heads, M, D)` and `(B, heads, M)`, both at least float32.
@@ -37,7 +37,7 @@ def attend_part(
 
 
 def _products(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """`scale * query @ key^T`, at least float32: scores in half precision would cost percents of weights."""
+    """`scale * query @ key^T`, at least float32: scores in half precision change weights by per cents."""
     key = key.transpose(1, 2)
     if query.dtype.itemsize >= 4:
         return torch.baddbmm(query.new_empty(1), query, key, beta=0, alpha=scale)
@@ -47,13 +47,13 @@ def _products(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    """One attention from two over disjoint keys: outputs `(..., D)` with their log-sum-exps `(...)`."""
+    """Combine attention over two disjoint sets of keys: outputs `(..., D)` with their log-sum-exps `(...)`."""
     share = torch.sigmoid(second[1] - first[1])
     return torch.lerp(first[0], second[0], share[..., None])
 
 
 def visibility_bias(visible: Tensor) -> Tensor:
-    """0 where `visible`, else what no score outweighs; finite, so that a part with no keys is no NaN."""
+    """0 where `visible`, else a very negative number; finite, so that a part without keys is not NaN."""
     hidden = torch.finfo(torch.float32).min / 2
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, hidden)
 
@@ -62,11 +62,11 @@ _FIRST_COLUMNS = 64
 
 
 def fitted(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """A buffer of at least `shape` that begins with what `buffer` holds; zeros elsewhere."""
-    if buffer is not None and all(have >= want for have, want in zip(buffer.shape, shape, strict=True)):
-        return buffer
+    """`buffer`, enlarged with zeros to at least `shape`."""
     if buffer is None:
         return like.new_zeros(shape)
+    if all(have >= want for have, want in zip(buffer.shape, shape, strict=True)):
+        return buffer
     larger = like.new_zeros([max(have, want) for have, want in zip(buffer.shape, shape, strict=True)])
     larger[tuple(slice(size) for size in buffer.shape)] = buffer
     return larger
@@ -83,30 +83,29 @@ class LayerCache:
 
 
 class Moves:
-    """Which places fill the gaps: `source` and `target`, int64, and how many places remain."""
+    """Closes gaps in the numbering: `source` moves to `target` (int64), and `remaining` numbers are left.
+
+    `keep` is bool, False for those that leave.
+    """
 
     def __init__(self, keep: Tensor) -> None:
-        """`keep` bool `(places,)`, False for those that leave."""
         self.remaining = int(keep.sum())
-        gaps = (~keep[: self.remaining]).nonzero()[:, 0]
         self.source = keep[self.remaining :].nonzero()[:, 0] + self.remaining
-        self.target = gaps
+        self.target = (~keep[: self.remaining]).nonzero()[:, 0]
 
     def apply(self, buffer: Tensor, columns: int | None = None) -> None:
-        """Move the places of a buffer, of its first `columns` along the third dimension."""
-        if len(self.source) == 0:
-            return
-        if columns is None:
+        """Move entries of a buffer (along the third dimension only the first `columns`), in place."""
+        if columns is not None:
+            buffer = buffer[:, :, :columns]
+        if len(self.source):
             buffer[self.target] = buffer[self.source]
-        else:
-            buffer[self.target, :, :columns] = buffer[self.source, :, :columns]
 
 
 class Step:
-    """What one decoding step's attention needs beside keys and values; the same in all layers.
+    """The layout of one decoding step, which all layers share.
 
-    `columns` `(R,)` is where each row's newest token lies among its own, `prompt` `(R,)` its prompt's place,
-    `lengths` `(G,)` the prompts' tokens.
+    `columns` `(R,)` is the index of each row's newest token in its completion, `prompt` `(R,)` the row's prompt, `lengths` `(G,)`
+    the prompts' lengths.
     """
 
     def __init__(self, columns: Tensor, prompt: Tensor, lengths: Tensor) -> None:
@@ -119,12 +118,12 @@ class Step:
 
     @cached_property
     def per_prompt(self) -> int:
-        """The most rows that one prompt has."""
+        """The maximum number of rows of one prompt."""
         return int(torch.bincount(self.prompt).max())
 
     @cached_property
     def slots(self) -> Tensor | None:
-        """Each row's place in a table of `per_prompt` rows for each prompt; None where that is its own."""
+        """Each row's index in a table with `per_prompt` rows for each prompt; None if it is the row's number."""
         order = torch.argsort(self.prompt, stable=True)
         counts = torch.bincount(self.prompt, minlength=len(self.lengths))
         rank = self.rows - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -156,7 +155,7 @@ class Step:
         return visibility_bias(keys <= self.columns[:, None])[:, None, None]
 
     def biases(self, window: int | None) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Biases of the prompt and the own part; whether the first is row by row (a window that binds)."""
+        """Attention biases of prompts and completions; whether the first is by row (with an active sliding window)."""
         if not window or self.longest + self.width <= window:
             return self.prompt_bias, self.own_bias, False
         if window not in self._windows:
@@ -166,12 +165,11 @@ class Step:
             seen = (keys < lengths[:, None]) & (keys > newest[:, None] - window)
             own = torch.arange(self.width, device=self.columns.device)
             own_seen = (own <= self.columns[:, None]) & (own > self.columns[:, None] - window)
-            prompt_bias = visibility_bias(seen)
-            self._windows[window] = prompt_bias, visibility_bias(own_seen)[:, None, None]
+            self._windows[window] = visibility_bias(seen), visibility_bias(own_seen)[:, None, None]
         return *self._windows[window], True
 
     def to_slots(self, rows: Tensor) -> Tensor:
-        """`(R, ...)` laid out by prompt, `(G, per_prompt, ...)`; zeros where a prompt has fewer rows."""
+        """`(R, ...)` by prompt, `(G, per_prompt, ...)`, padded with zeros for prompts with fewer rows."""
         shape = (len(self.lengths), self.per_prompt, *rows.shape[1:])
         if self.slots is None:
             return rows.view(shape)
@@ -186,18 +184,18 @@ class Step:
 
 
 class RolloutCache:
-    """Keys and values of all layers, by place."""
+    """Keys and values of all layers."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache() for _ in range(layers)]
         self.prompts = 0
         self.capacity = 0  # rows to allocate for
-        self.most_columns = 0  # own tokens that no row exceeds
+        self.most_columns = 0  # maximum completion length
         self.step: Step | None = None
         self._arriving: tuple[Tensor, int] | None = None
 
     def expect_prompts(self, lengths: Sequence[int], device: torch.device) -> None:
-        """The next forward brings prompts of these lengths, one after another in one flat row."""
+        """Prepare for prompts of these lengths, one after another in the packed row of the next forward."""
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         columns = torch.arange(max(lengths))
         index = starts[:, None] + torch.minimum(columns, torch.tensor(lengths)[:, None] - 1)
@@ -205,7 +203,7 @@ class RolloutCache:
         self.prompts += len(lengths)
 
     def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys and values `(heads, N, D)` of a flat row of prompts."""
+        """Store the keys and values `(heads, N, D)` of a packed row of prompts."""
         assert self._arriving is not None
         index, first = self._arriving
         cache, places = self.layers[layer], slice(first, first + len(index))
@@ -264,14 +262,14 @@ class RolloutCache:
                 buffer[step.rows, :, step.columns] = part
 
     def drop_rows(self, moves: Moves, width: int) -> None:
-        """Rows leave; `width` is the most own tokens that a row has."""
+        """Remove rows; `width` is the longest completion so far."""
         for cache in self.layers:
             for buffer in (cache.own_key, cache.own_value):
                 if buffer is not None:
                     moves.apply(buffer, width)
 
     def drop_prompts(self, moves: Moves) -> None:
-        """Prompts leave that no row needs any more."""
+        """Remove prompts."""
         self.prompts = moves.remaining
         for cache in self.layers:
             for buffer in (cache.prompt_key, cache.prompt_value):

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalty, temperature, cuts, one draw per row, log-probs; and the samplers that only transformers has."""
+"""From logits to tokens: penalty, temperature, truncation, one draw for each row, log-probs; transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW = 1024  # tokens that hold the nucleus of most distributions
 
 
 class Chosen(NamedTuple):
-    """Tokens `(R,)`, their log-probs where they were drawn, and the log of the kept mass, in nats."""
+    """Tokens `(R,)`, their log-probs under the distribution they were drawn from, and the log of the kept mass, in nats."""
 
     ids: Tensor
     logps: Tensor
@@ -28,10 +28,10 @@ class Chosen(NamedTuple):
 
 
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
-    """One token per row of `logits` `(R, V)`, which are overwritten; `numbers` `(R,)` in [0, 1) decide.
+    """One token for each row of `logits` `(R, V)`, which are overwritten, by `numbers` `(R,)` in [0, 1).
 
-    Tokens are laid out on [0, 1) in the order of their ids, each as wide as its probability. Each row's
-    result depends on that row alone.
+    The interval [0, 1) is divided among the tokens in the order of their ids, by probability. A row's result depends on that row
+    only.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     values.sub_(values.amax(dim=1, keepdim=True))
@@ -47,7 +47,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
         exps[:, : values.shape[1]].masked_fill_(values < _border(values, exps, sampling)[:, None], 0.0)
         remaining = exps.sum(dim=1)
         kept, totals = (remaining / totals).log(), remaining
-    ids = _invert(exps, numbers).clamp_(max=values.shape[1] - 1)  # beyond it where logits are no numbers
+    ids = _invert(exps, numbers).clamp_(max=values.shape[1] - 1)  # larger if logits are not finite
     return Chosen(ids, _at(values, ids) - totals.log(), kept)
 
 
@@ -68,7 +68,7 @@ def _padded_exps(values: Tensor) -> Tensor:
 
 
 def _invert(exps: Tensor, numbers: Tensor) -> Tensor:
-    """The token in whose stretch of the cumulated `exps` `(R, V')` each number falls: its block first."""
+    """The token in whose part of the cumulative `exps` `(R, V')` each number falls; its block is found first."""
     rows, width = exps.shape
     blocks = exps.view(rows, width // _BLOCK, _BLOCK)
     sums = blocks.sum(dim=2).double()
@@ -83,11 +83,9 @@ def _invert(exps: Tensor, numbers: Tensor) -> Tensor:
 
 
 def running_sums(values: Tensor) -> Tensor:
-    """`values.cumsum(dim=1)` `(R, N)`; with `full_determinism` on a GPU, where torch has no such kernel, by products with
-    triangles of ones."""
-    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return _sums_by_blocks(values)
-    return values.cumsum(dim=1)
+    """`values.cumsum(dim=1)` `(R, N)`, by matrix products if torch has no deterministic kernel (`full_determinism` on a GPU)."""
+    needs_products = values.is_cuda and torch.are_deterministic_algorithms_enabled()
+    return _sums_by_blocks(values) if needs_products else values.cumsum(dim=1)
 
 
 def _sums_by_blocks(values: Tensor) -> Tensor:
@@ -101,7 +99,7 @@ def _sums_by_blocks(values: Tensor) -> Tensor:
 
 
 def _border(values: Tensor, exps: Tensor, sampling: Sampling) -> Tensor:
-    """The lowest value `(R,)` that top-k, then top-p, then min-p keep; the largest value of each row is 0."""
+    """The lowest value `(R,)` that top-k, top-p and min-p keep, in this order; the largest value of each row is 0."""
     border = values.new_full((len(values),), -math.inf)
     top_k = min(sampling.top_k or 0, values.shape[1])
     nucleus = sampling.top_p is not None and sampling.top_p < 1
@@ -116,7 +114,7 @@ def _border(values: Tensor, exps: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
-    """The lowest value of the smallest set that holds `top_p` of the mass (arXiv:1904.09751, eq. 2)."""
+    """The lowest value of the smallest set with `top_p` of the mass (arXiv:1904.09751, eq. 2)."""
     if ranked is not None:
         return _last_within(ranked, ranked.exp().sum(dim=1, keepdim=True) * top_p)[0]
     wanted = exps.sum(dim=1, keepdim=True) * top_p
@@ -129,7 +127,7 @@ def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: 
 
 
 def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of `ranked` values with less than `wanted` mass before it; whether all hold that much."""
+    """The last of the `ranked` values with less than `wanted` mass before it; whether their sum is at least `wanted`."""
     mass = ranked.exp()
     ends = running_sums(mass.double())
     count = (ends - mass < wanted).sum(dim=1, keepdim=True)
@@ -137,15 +135,15 @@ def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def penalise_(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were `seen` `(R, V)` less likely: positive logits divided, negative multiplied."""
+    """Divide positive and multiply negative logits of the `seen` `(R, V)` tokens by `penalty`, in place."""
     scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
     return logits.copy_(torch.where(seen, scaled, logits))
 
 
 class Processors:
-    """Changes logits as `core.generate` does with these settings, minimal lengths aside. Results do not depend on the batch.
+    """The logits processors of `core.generate` with these settings, except minimum lengths; independent of the batch.
 
-    `ends` are the stop tokens. Temperature, cuts and the repetition penalty are among the processors, in transformers' order.
+    `ends` are the stop tokens. Temperature, truncation and repetition penalty are included, in transformers' order.
     """
 
     def __init__(self, core: Any, sampling: Sampling, ends: Sequence[int]) -> None:
@@ -169,10 +167,10 @@ class Processors:
         ids: Tensor,
         counts: Tensor,
     ) -> Chosen:
-        """One token per row of `logits` `(R, V)`, as `choose` draws it; of `ids` `(R, T)` `counts` `(R,)` are generated.
+        """One token for each row of `logits` `(R, V)`, as drawn by `choose`; the first `counts` `(R,)` of `ids` `(R, T)` are generated.
 
-        `begin` is what an encoder-decoder's completions go on from, None for a decoder. The kept mass is that of the tokens
-        that the processors leave.
+        `begin` are the first tokens of an encoder-decoder's completions, None for a decoder. The kept mass is that of the tokens
+        that the processors keep.
         """
         together = defaultdict(list)
         for row, key in enumerate(zip(prompts, counts.tolist(), strict=True)):
@@ -191,7 +189,7 @@ class Processors:
 
     def _processors(self, prompt: tuple[int, ...], start: int) -> LogitsProcessorList:
         if prompt not in self._of:
-            # transformers (5.19) has no public function for it; some processors read the prompt or its length.
+            # transformers (5.19) has no public function for this; some processors need the prompt or its length.
             self._of[prompt] = self._core._get_logits_processor(
                 self._config, input_ids_seq_length=start, device=self._core.device,
                 encoder_input_ids=torch.tensor([prompt], device=self._core.device), model_kwargs={},

@@ -1,13 +1,13 @@
-"""Prefill and decoding over flat rows: by a model's own forward, or a decode step of our own for models built like Llama.
+"""Prefill and decoding with our cache: by a model's own forward, or with our own decode step for models like Llama.
 
-For that step, the weights of queries, keys and values, and of gate and up projection, are joined once per phase, in copies;
-LoRA adapters are added in the copy. The model itself is never changed. What is not a plain weight is called
-as it is.
+For our step the weights of queries, keys and values, and of gate and up projection, are concatenated once for each call of the
+engine, in copies to which LoRA adapters are added. The model is not changed. Other modules are called as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -22,14 +22,14 @@ from trl.tensors.segments import Segments
 
 
 class Decoder(Protocol):
-    """What turns tokens into logits over a cache."""
+    """Computes logits with a cache."""
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts into the cache; logits `(n, V)` after the last token of each."""
+        """Run prompts, and return the logits `(n, V)` after the last token of each."""
         ...
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Read one token `(R,)` per row, each at its position; logits `(R, V)`."""
+        """Run one token `(R,)` of each row at its position, and return logits `(R, V)`."""
         ...
 
 
@@ -39,7 +39,8 @@ class OwnForward:
     def __init__(self, model: Any, cache: RolloutCache) -> None:
         self.cache, self.device = cache, model.get_input_embeddings().weight.device
         self.decoder: Any = decoder_of(model)
-        self.head, self.rule = model.get_output_embeddings(), logit_rule(model.config)
+        self.head: Any = model.get_output_embeddings()
+        self.rule = logit_rule(model.config)
         self._no_table = torch.zeros(1, 1, 1, 4, dtype=torch.int64, device=self.device)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -55,12 +56,12 @@ class OwnForward:
         return self.logits(self._hidden(tokens, positions, self._no_table))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `(R, V)` of hidden states `(R, H)`, at least float32, in memory of their own."""
+        """Logits `(R, V)` of hidden states `(R, H)`, at least float32, in new memory."""
         products = self.head(hidden)
         return self.rule.apply_(products.to(torch.promote_types(products.dtype, torch.float32)))
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """`mask` travels to the attention layers as it is; it must have four dimensions."""
+        """`mask` must have four dimensions to reach the attention layers unchanged."""
         outputs = self.decoder(
             input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
         )
@@ -68,13 +69,13 @@ class OwnForward:
 
 
 FUSED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the longest row
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles do not depend on the longest row
 MOST_COPIED_BYTES = 4 << 30
-_PACKED_FOR = 64  # rows; the layout is as fast for others
+_PACKED_FOR = 64  # rows; as fast for other numbers
 
 
 def fused_unsupported_reason(model: Any) -> str | None:
-    """Why a decoder has no step of our own, in words; None where it has."""
+    """Why our decode step does not support a model; None if it does."""
     config = model.config
     if config.model_type not in FUSED_MODEL_TYPES:
         return f"its architecture ({config.model_type}) is not one of {', '.join(FUSED_MODEL_TYPES)}"
@@ -94,12 +95,12 @@ def fused_unsupported_reason(model: Any) -> str | None:
 
 
 def _own_class(module: nn.Module) -> type:
-    """A module's class without the one that FSDP2 puts in front of it."""
+    """A module's class without FSDP2's subclass of it."""
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
 def has_readable_weight(module: Any) -> bool:
-    """Whether `readable_weight` can say what a layer computes. Its weights need not be there."""
+    """Whether `readable_weight` supports a layer. Its weights may be sharded."""
     if _is_plain_linear(module):
         return True
     if find_spec("peft") is None:
@@ -116,7 +117,7 @@ def has_readable_weight(module: Any) -> bool:
 
 
 def readable_weight(module: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a linear layer, active LoRA adapters added in a copy; None where it is more."""
+    """Weight and bias of a linear layer, with active LoRA adapters added to a copy; None for other layers."""
     if not has_readable_weight(module):
         return None
     if _is_plain_linear(module):
@@ -135,19 +136,18 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _active(module: Any) -> list[str]:
-    """The active adapters of a LoRA layer."""
     return [name for name in module.active_adapters if name in module.lora_A]
 
 
 class Projection:
-    """Linear layers over the same input, as one product where their weights can be read."""
+    """Linear layers with the same input, as one product if their weights are readable.
+
+    `dtype` is that of autocast. `join=False` concatenates no weights, `pack=False` does not change their layout.
+    """
 
     def __init__(
         self, *modules: nn.Module, dtype: torch.dtype | None = None, join: bool = True, pack: bool = True
     ) -> None:
-        """`dtype` is what autocast would make of the products; `join=False` copies no weight, nor `pack=False` for
-        its layout.
-        """
         self.calls, self.dtype = modules, dtype
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
@@ -171,9 +171,8 @@ class Projection:
             return torch.ops.mkldnn._linear_pointwise(inputs.float(), self.packed, self.bias, "none", [], "")
         if self.weight is not None:
             return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
-        if self.dtype is None:
-            return torch.cat([module(inputs) for module in self.calls], dim=-1)
-        with torch.autocast(inputs.device.type, dtype=self.dtype):
+        device = inputs.device.type
+        with nullcontext() if self.dtype is None else torch.autocast(device, dtype=self.dtype):
             return torch.cat([module(inputs) for module in self.calls], dim=-1)
 
     def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
@@ -184,16 +183,16 @@ class Projection:
 
 
 def takes_packed(weight: Tensor) -> bool:
-    """Whether oneDNN has a layout for products with a weight: float32 on a CPU.
+    """Whether oneDNN has a layout for a weight: float32 on a CPU.
 
-    The same precision, and 2.3 times the speed of `F.linear` on AMD (torch 2.13, whose `F.linear` is MKL's).
+    With the same precision it is 2.3 times as fast as `F.linear` (MKL) on AMD (torch 2.13).
     """
     has_layout = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_layout
 
 
 class FusedLayer:
-    """One decoder layer's weights for one phase."""
+    """A decoder layer with concatenated weights."""
 
     def __init__(self, layer: Any, config: Any, *, dtype: torch.dtype | None, join: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -211,7 +210,7 @@ class FusedLayer:
         self.window = config.sliding_window if config.model_type == "mistral" else own_window
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: RolloutCache, number: int) -> Tensor:
-        """Hidden states `(R, H)` through attention over the cache and the gated MLP."""
+        """Hidden states `(R, H)` after attention over the cache and the gated MLP."""
         rows = len(hidden)
         qkv = self.qkv(normalised(self.norms[0], hidden)).view(rows, -1, self.head_size)
         turned, value = qkv.split([self.heads + self.key_heads, self.key_heads], dim=1)
@@ -229,7 +228,7 @@ class FusedLayer:
 
 
 def normalised(norm: Any, hidden: Tensor) -> Tensor:
-    """RMS norm in float32, as the model's own module computes it, in one kernel; other modules are called."""
+    """RMS norm in float32 in one kernel, equal to the model's own; other modules are called."""
     if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
         return norm(hidden)
     scaled = F.rms_norm(hidden.float(), (hidden.shape[-1],), eps=norm.variance_epsilon)
@@ -237,9 +236,9 @@ def normalised(norm: Any, hidden: Tensor) -> Tensor:
 
 
 class FusedDecoder(OwnForward):
-    """Prefill by the model's own forward; decoding by joined products read from its weights as they are now.
+    """Prefill with the model's own forward, decoding with concatenated copies of its weights.
 
-    `dtype` is the autocast dtype of the phase, None without autocast.
+    `dtype` is the autocast dtype, None without autocast.
     """
 
     def __init__(self, model: Any, cache: RolloutCache, *, dtype: torch.dtype | None = None) -> None:
@@ -248,47 +247,31 @@ class FusedDecoder(OwnForward):
         config = model.config
         self.layers = [FusedLayer(layer, config, dtype=dtype, join=join) for layer in self.decoder.layers]
         self.embeddings = model.get_input_embeddings()
-        reads = join or readable_head(self.head)
-        self.output_head = Projection(self.head, dtype=dtype, join=reads, pack=join)
+        reads = join or _is_plain_linear(self.head)  # whose weight is not copied
+        self.head = Projection(self.head, dtype=dtype, join=reads, pack=join)
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        with without_autocast(tokens.device.type):  # the weights are in its dtype already
-            return self._decode(tokens, positions)
-
-    def _decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden = self.embeddings(tokens)
-        cos, sin = self.decoder.rotary_emb(hidden, positions[None])
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-        cos, sin = cos[0, :, None], sin[0, :, None]
-        for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, cos, sin, self.cache, number)
-        return self.logits(normalised(self.decoder.norm, hidden))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        products = self.output_head(hidden)
-        return self.rule.apply_(products.to(torch.promote_types(products.dtype, torch.float32)))
-
-
-def readable_head(head: nn.Module) -> bool:
-    """Whether reading the head's weight copies nothing."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        with without_autocast(tokens.device.type):  # the weights have its dtype already
+            hidden = self.embeddings(tokens)
+            cos, sin = self.decoder.rotary_emb(hidden, positions[None])
+            half = sin.shape[-1] // 2
+            sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+            cos, sin = cos[0, :, None], sin[0, :, None]
+            for number, layer in enumerate(self.layers):
+                hidden = layer(hidden, cos, sin, self.cache, number)
+            return self.logits(normalised(self.decoder.norm, hidden))
 
 
 def _copied_bytes(model: Any, dtype: torch.dtype | None) -> int:
-    """What joining all weights of a phase takes at most, from the shapes of the layers."""
+    """The maximum size of all concatenated weights, from the shapes of the layers."""
     config = model.config
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     joined = config.hidden_size * (heads * head_size + 2 * config.intermediate_size)
     weight = model.get_input_embeddings().weight
     packs = dtype is None and takes_packed(weight)
-    if packs or dtype is not None or is_adapted(model):
+    is_adapted = any(hasattr(module, "lora_A") for module in model.modules())
+    if packs or dtype is not None or is_adapted:
         joined += config.hidden_size * (config.num_attention_heads * head_size + config.intermediate_size)
     head = weight.numel() if packs else 0
     return (config.num_hidden_layers * joined + head) * (dtype or model.dtype).itemsize
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Whether adapters sit in the model's layers."""
-    return any(hasattr(module, "lora_A") for module in model.modules())

@@ -1,4 +1,4 @@
-"""The embedded engine: rollouts from the model that is trained, in the process that trains it."""
+"""The embedded engine: rollouts from the model that is trained, in the same process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,8 @@ from trl.generation.transformers.requests import Requests, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
 from trl.generation.transformers.stopping import StopStrings, end_tokens
 from trl.models.distributed import is_sharded
-from trl.models.packed.attention import packed_unsupported
-from trl.models.parts import (
-    causal_core,
-    embedded_tokens,
-    head_unsupported,
-    logit_rule,
-    prompt_learning_unsupported,
-)
+from trl.models.packed.attention import flat_obstacle
+from trl.models.parts import causal_core, embedded_tokens, head_obstacle, logit_rule, prompt_learning_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +32,14 @@ Route = Literal["auto", "fused", "forward", "generate"]
 
 
 class TransformersEngine:
-    """Completions from a transformers model as it is: plain, with PEFT adapters, a value head, or sharded.
+    """Completions by a transformers model: plain, with PEFT adapters, with a value head, or sharded.
 
-    `route`: `"fused"` is a decode step of our own (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own
-    forward over our cache, `"generate"` the model's `generate`; `"auto"` takes the first that the model can
-    take, and `fallbacks` says why not an earlier one. `max_batch` rows are decoded at once (default: what 2
-    GiB on a CPU or half of a GPU's free memory holds). `autocast_dtype` defaults to that of the autocast
-    context in which `generate` is called, else to the mixed precision of the `accelerator`.
-    `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which only `"generate"`
-    can do; then all ranks must ask for equally many requests.
+    `route`: `"fused"` is our own decode step (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own forward with our cache,
+    `"generate"` the model's `generate`. `"auto"` uses the first that the model supports; `fallbacks` says why not an earlier one.
+    `max_batch` rows are decoded at once (default: what fits in 2 GiB on a CPU, or half of a GPU's free memory). `autocast_dtype`
+    defaults to that of the autocast context around `generate`, else to the mixed precision of the `accelerator`.
+    `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which requires `"generate"` and the same
+    number of requests in all processes.
 
     Example:
         >>> engine = TransformersEngine(model, tokenizer=tokenizer)  # doctest: +SKIP
@@ -71,7 +64,7 @@ class TransformersEngine:
                 f"max_batch must be at least 1, got {max_batch}. Use None to choose it by memory."
             )
         if route not in ("auto", "fused", "forward", "generate"):
-            raise ValueError(f"route must be auto, fused, forward or generate, got {route!r}. Use 'auto'.")
+            raise ValueError(f"route must be auto, fused, forward or generate, got {route!r}.")
         self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
         self.route: Route = route
         self.max_batch, self.autocast_dtype, self.gather_zero3 = max_batch, autocast_dtype, gather_zero3
@@ -79,7 +72,9 @@ class TransformersEngine:
         self.step = 0
         self._strings: StopStrings | None = None
         self._warned: set[str] = set()
-        self._looked_at: tuple[Any, str | None] | None = None  # a model, and why it cannot run over our cache
+        self._checked: tuple[Any, str | None] | None = (
+            None  # a model, and why its forward cannot use our cache
+        )
 
     def generate(
         self,
@@ -91,83 +86,68 @@ class TransformersEngine:
         more_inputs: MoreInputs | None = None,
         listener: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Generated]:
-        """One completion per prompt, in order; see `Engine.generate`. With `more_inputs` the route is `"generate"`.
+        """One completion for each prompt, in order; see `Engine.generate`. With `more_inputs` the route is `"generate"`.
 
-        `listener(requests, ids)`, both `(R,)`, is called with the newest token of each request that got one.
-        Sampled ids depend on prompt, seed and stream alone; in float32 up to draws that fall on a rounding
-        error.
+        `listener(requests, ids)`, both `(R,)`, is called with each request's newest token. In float32 a draw may depend on
+        rounding errors, which vary with the batch.
 
-        Raises: ValueError for prompts that cannot be completed, FloatingPointError for logits that are no
-        numbers.
+        Raises: ValueError for invalid prompts, FloatingPointError for logits that are not finite.
         """
-        dtype = self._dtype()
+        dtype = self._autocast_dtype()
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as model:
             core = causal_core(model)
-            context_length = context_length_of(model)
+            begin = [core.config.decoder_start_token_id or 0] if _is_encoder_decoder(core) else None
+            length, vocabulary = context_length_of(model), embedded_tokens(core)
             found, names = check_requests(
-                prompts,
-                streams,
-                context_length=context_length,
-                vocabulary=embedded_tokens(core),
-                room=0 if _begin(core) else 1,
+                prompts, streams, context_length=length, vocabulary=vocabulary, room=0 if begin else 1
             )
             if not found:
                 return []
-            requests = self._requests(core, found, names, sampling, context_length, seed, limits)
+            ends = end_tokens(sampling.stop_token_ids, core)
+            if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
+                self._warn(
+                    "The model has no end token and there are no stop tokens or strings, so every completion has its maximum "
+                    "length. Set eos_token_id in its generation config, or Sampling.stop_token_ids."
+                )
+            requests = Requests(
+                found, names, replace(sampling, seed=seed), context_length=length, ends=ends,
+                strings=self._stop_strings(sampling, vocabulary), device=core.device, begin=begin, limits=limits,
+                processors=Processors(core, sampling, ends) if sampling.processors else None,
+            )  # fmt: skip
             requests.listener = listener
-            with _autocast(core.device.type, dtype):
+            with nullcontext() if dtype is None else torch.autocast(core.device.type, dtype=dtype):
                 self._run(model, core, requests, dtype, more_inputs)
         return requests.results()
 
     @property
     def together(self) -> bool:
-        """Whether other processes hold parts of the weights, which are gathered for each call."""
+        """Whether weights are sharded over processes, which gather them for each call."""
         return is_sharded(self.model)
 
     def sync_weights(self, model: nn.Module, step: int) -> None:
-        """Generate from `model` from now on; its weights are read anew at the start of each `generate`."""
+        """Generate with `model` from now on; its weights are read anew by each `generate`."""
         self.model, self.step = model, step
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Nothing is kept between calls."""
         self._strings = None
 
-    def _dtype(self) -> torch.dtype | None:
+    def _autocast_dtype(self) -> torch.dtype | None:
         first = next(self.model.parameters())
-        if first.dtype == torch.float64 or self.autocast_dtype is not None:
-            return None if first.dtype == torch.float64 else self.autocast_dtype
+        if first.dtype == torch.float64:
+            return None
+        if self.autocast_dtype is not None:
+            return self.autocast_dtype
         if torch.is_autocast_enabled(first.device.type):
             return torch.get_autocast_dtype(first.device.type)
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
 
-    def _requests(
-        self,
-        core: Any,
-        prompts: list[tuple[int, ...]],
-        streams: list[int],
-        sampling: Sampling,
-        context_length: int | None,
-        seed: int,
-        limits: Sequence[int] | None,
-    ) -> Requests:
-        ends = end_tokens(sampling.stop_token_ids, core)
-        if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
-            self._warn(
-                "The model has no end token and there are no stop tokens or strings, so every completion "
-                "has its full length. Set eos_token_id in its generation config, or Sampling.stop_token_ids."
-            )
-        return Requests(
-            prompts, streams, replace(sampling, seed=seed), context_length=context_length, ends=ends,
-            strings=self._stop_strings(sampling, core), device=core.device, begin=_begin(core), limits=limits,
-            processors=Processors(core, sampling, ends) if sampling.processors else None,
-        )  # fmt: skip
-
-    def _stop_strings(self, sampling: Sampling, core: Any) -> StopStrings | None:
+    def _stop_strings(self, sampling: Sampling, vocabulary: int) -> StopStrings | None:
         if not sampling.stop_strings:
             return None
         if self._strings is None or self._strings.texts != sampling.stop_strings:
-            self._strings = StopStrings(sampling.stop_strings, self.tokenizer, embedded_tokens(core))
+            self._strings = StopStrings(sampling.stop_strings, self.tokenizer, vocabulary)
         return self._strings
 
     def _run(
@@ -179,14 +159,14 @@ class TransformersEngine:
         more_inputs: MoreInputs | None,
     ) -> None:
         route = "generate" if more_inputs is not None else self._route(model, core)
-        item = (dtype or core.dtype).itemsize
+        config, item = core.config.get_text_config(), (dtype or core.dtype).itemsize
         share = sum(map(len, requests.prompts)), len(requests.prompt_of)
-        config = core.config.get_text_config()
         row = bytes_per_row(config, requests.longest, item, share)
         rows = self.max_batch or default_rows(row, core.device)
         if route == "generate":
+            pads = (config.pad_token_id, getattr(self.tokenizer, "pad_token_id", None))
+            pad = next((int(token) for token in pads if token is not None), 0)
             synced = not self.gather_zero3 and is_sharded(model)
-            pad = _pad(core, self.tokenizer)
             generate_with_model(
                 model, requests, max_rows=rows, pad=pad, synced=synced, more_inputs=more_inputs
             )
@@ -197,26 +177,29 @@ class TransformersEngine:
             RolloutLoop(decoder, cache, requests, max_rows=rows).run()
 
     def _route(self, model: Any, core: Any) -> Route:
-        """The first route that this model can take, or the one that was asked for.
+        """The first route that this model supports, or the requested one.
 
-        Raises: ValueError where the model cannot take the route that was asked for.
+        Raises: ValueError if the model does not support the requested route.
         """
         if self.route == "generate":
             return "generate"
-        if self._looked_at is None or self._looked_at[0] is not core:
-            self._looked_at = core, forward_unsupported_reason(model, core)
-        unsupported = self._looked_at[1]
-        if unsupported is None and is_sharded(core) and not self.gather_zero3:
-            unsupported = "its weights stay sharded"
-        own = unsupported or fused_unsupported_reason(core)
-        for route, reason in (("fused", own), ("forward", unsupported)):
-            if reason is None and self.route in ("auto", route):
-                return route  # pyright: ignore[reportReturnType]
-            if reason is not None and self.route == route:
-                raise ValueError(f"route={route!r} needs another model: {reason}. Use route='auto'.")
-            if reason is not None and reason not in self.fallbacks:
-                self.fallbacks.append(reason)
-        self._warn(f"{type(core).__name__} generates with its own `generate`, because {unsupported}.")
+        if self._checked is None or self._checked[0] is not core:
+            self._checked = core, forward_unsupported_reason(model, core)
+        reason = self._checked[1]
+        if reason is None and is_sharded(core) and not self.gather_zero3:
+            reason = "its weights stay sharded"
+        reasons: dict[Route, str | None] = {
+            "fused": reason or fused_unsupported_reason(core),
+            "forward": reason,
+        }
+        for route, why in reasons.items():
+            if why is None and self.route in ("auto", route):
+                return route
+            if why is not None and self.route == route:
+                raise ValueError(f"route={route!r} needs another model: {why}. Use route='auto'.")
+            if why is not None and why not in self.fallbacks:
+                self.fallbacks.append(why)
+        self._warn(f"{type(core).__name__} generates with its own `generate`, because {reason}.")
         return "generate"
 
     def _warn(self, message: str) -> None:
@@ -225,46 +208,29 @@ class TransformersEngine:
             logger.warning(message)
 
 
+def _is_encoder_decoder(core: Any) -> bool:
+    return getattr(core.config, "is_encoder_decoder", False)
+
+
 def forward_unsupported_reason(model: Any, core: Any) -> str | None:
-    """Why a model's own forward cannot run over our cache, in words; None where it can."""
-    unsupported = packed_unsupported(core) if not getattr(core.config, "is_encoder_decoder", False) else None
-    if getattr(core.config, "is_encoder_decoder", False):
+    """Why a model's own forward cannot use our cache; None if it can."""
+    if _is_encoder_decoder(core):
         return "it is an encoder-decoder model"
     if len(set((getattr(core, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices"
     return (
-        unsupported or prompt_learning_unsupported(model) or head_unsupported(core, logit_rule(core.config))
+        flat_obstacle(core) or prompt_learning_obstacle(model) or head_obstacle(core, logit_rule(core.config))
     )
 
 
 def context_length_of(model: Any, at_most: int | None = None) -> int | None:
-    """The most tokens that a model has positions for beside virtual ones, or `at_most`; None where neither says.
+    """The number of positions of a model without those of virtual tokens, at most `at_most`; None for no limit.
 
-    A decoder's hold prompt and completion, an encoder-decoder has as many for each.
+    A decoder's positions are those of prompt and completion; an encoder-decoder has as many for each.
     """
-    config = causal_core(model).config
-    config = config if getattr(config, "is_encoder_decoder", False) else config.get_text_config()
-    context_length = getattr(config, "max_position_embeddings", None)
-    if context_length is not None and prompt_learning_unsupported(model) is not None:
-        context_length -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
-    return min((each for each in (context_length, at_most) if each is not None), default=None)
-
-
-def _pad(core: Any, tokenizer: Any | None) -> int:
-    """A token for places that nobody looks at."""
-    own = core.config.get_text_config().pad_token_id
-    other = getattr(tokenizer, "pad_token_id", None)
-    return int(own if own is not None else other if other is not None else 0)
-
-
-def _begin(core: Any) -> list[int] | None:
-    """The tokens that an encoder-decoder's completions go on from; None for a decoder."""
-    return (
-        [core.config.decoder_start_token_id or 0]
-        if getattr(core.config, "is_encoder_decoder", False)
-        else None
-    )
-
-
-def _autocast(device: str, dtype: torch.dtype | None) -> Any:
-    return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
+    core = causal_core(model)
+    config = core.config if _is_encoder_decoder(core) else core.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and prompt_learning_obstacle(model) is not None:
+        positions -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
+    return min((each for each in (positions, at_most) if each is not None), default=None)

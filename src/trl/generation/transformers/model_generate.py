@@ -1,7 +1,7 @@
-"""The fallback: the model's own `generate`, with our draws in place of its sampling.
+"""The fallback route: the model's own `generate` with our sampling.
 
-For encoder-decoders, models whose attention does not take flat rows and prompt learning. Finished rows stay
-in the batch; an encoder reads each distinct prompt once, and so does a decoder that is shown images.
+For encoder-decoders, models without support for packed rows, and prompt learning. Finished rows stay in the batch. An encoder
+runs each distinct prompt once, as does a decoder with images.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from trl.models.parts import causal_core, prompt_learning_unsupported
 
 
 class MoreInputs(NamedTuple):
-    """What a decoder is given beside its prompts' ids, such as images.
+    """Inputs of a decoder besides the prompts' ids, such as images.
 
-    `of(requests, width)` makes it for prompts padded on the left to `width`. Requests of one name in `names` have all of it, and
-    their prompt, in common. Tokens in `unread` stand for something in prompts alone: where a completion has them, `blank` is
-    read.
+    `of(requests, width)` builds them for prompts padded on the left to `width`. Requests with the same entry in `names` share
+    them, and their prompt. Tokens in `unread` are placeholders in prompts; in completions the model reads `blank` instead.
     """
 
     of: Callable[[Sequence[int], int], Mapping[str, Tensor]]
@@ -36,10 +35,10 @@ class MoreInputs(NamedTuple):
 def with_more(
     model: Any, inputs: Mapping[str, Tensor], more: MoreInputs, batch: Sequence[int], **settings: Any
 ) -> dict[str, Any]:
-    """What `model.generate` goes on from: padded prompts `(B, T)` of a `batch` of requests, with what `more` says of them.
+    """Inputs of `model.generate`: padded prompts `(B, T)` of a `batch` of requests, with `more` inputs.
 
-    Where requests are copies of each other, their prompts are read here, once each and but for their last tokens, and the cache
-    is copied. `settings` are those of `generate`.
+    Distinct prompts (without their last tokens) are run here once, if there are copies, and the cache is copied. `settings` are
+    those of `generate`.
     """
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     names = [more.names[request] for request in batch]
@@ -64,7 +63,7 @@ def with_more(
 
 
 def _copy_offsets(model: Any, rows: Tensor) -> None:
-    """Qwen-VL and its kin keep how far the positions of rows lag behind their tokens on the model itself."""
+    """Repeat the offset of each row's positions, which models like Qwen-VL store on the model itself."""
     body: Any = causal_core(model).base_model
     offsets = getattr(body, "rope_deltas", None)
     if isinstance(offsets, Tensor):
@@ -76,7 +75,7 @@ def _to(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]
 
 
 class _OurDraws(LogitsProcessor):
-    """Leaves one token per row: the one that the request draws; rows that are done repeat the pad token."""
+    """Leaves one token for each row, the one that its request draws; finished rows repeat the pad token."""
 
     def __init__(self, requests: Requests, members: Tensor, pad: int, more: MoreInputs | None = None) -> None:
         self.requests, self.members, self.pad = requests, members, pad
@@ -93,7 +92,7 @@ class _OurDraws(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def all_done(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """The stopping criterion: all rows end together, so that `generate` never pads one."""
+        """A stopping criterion that ends all rows together, so that `generate` pads none."""
         return self.done.all().expand(len(self.done))
 
 
@@ -106,7 +105,7 @@ def generate_with_model(
     synced: bool = False,
     more_inputs: MoreInputs | None = None,
 ) -> None:
-    """Run requests through `model.generate`, `max_rows` at once; `synced` keeps ZeRO-3's ranks in step."""
+    """Run requests through `model.generate`, `max_rows` at once; `synced` keeps the ranks of ZeRO-3 in step."""
     for batch in _batches(requests, max_rows, level=prompt_learning_unsupported(model) is not None):
         members = torch.tensor(batch, device=requests.device)
         ours = _OurDraws(requests, members, pad, more_inputs)
@@ -124,10 +123,9 @@ def generate_with_model(
 
 
 def _batches(requests: Requests, max_rows: int, *, level: bool) -> Iterator[list[int]]:
-    """Requests that run together, at most `max_rows`.
+    """Requests that run together, at most `max_rows`; with `level`, of one prompt length.
 
-    `level` allows no padding: PEFT (0.21) puts virtual tokens in front of it and drops the position ids, so
-    that padding would move the prompt away from them.
+    PEFT (0.21) puts virtual tokens before the padding and drops position ids, so padding would separate prompt and virtual tokens.
     """
     queue = requests.queue()
     while queue:
@@ -142,7 +140,7 @@ def _batches(requests: Requests, max_rows: int, *, level: bool) -> Iterator[list
 
 @contextmanager
 def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Let `config` be the model's own: `generate` fills the gaps of one it is passed from the model's."""
+    """Make `config` the model's own: `generate` takes what another config leaves out from the model's."""
     core = causal_core(model)
     before = core.generation_config
     core.generation_config = config
@@ -153,7 +151,7 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _config(model: Any, longest: int, pad: int) -> GenerationConfig:
-    """A plain greedy config that keeps only how the model's completions begin."""
+    """A greedy config with the model's own first tokens."""
     begin = {}
     for name in ("decoder_start_token_id", "forced_bos_token_id", "bos_token_id"):
         own = getattr(causal_core(model).generation_config, name, None)
@@ -162,7 +160,7 @@ def _config(model: Any, longest: int, pad: int) -> GenerationConfig:
 
 
 def _inputs(model: Any, requests: Requests, members: Tensor, pad: int) -> dict[str, Any]:
-    """Padded prompts: on the left for decoders; of encoder-decoders, the states of each distinct prompt."""
+    """Prompts padded on the left for decoders; for encoder-decoders, the encoder's states of each prompt."""
     numbers = [requests.prompt_of[request] for request in members.tolist()]
     encoder_decoder = model.config.is_encoder_decoder
     distinct = list(dict.fromkeys(numbers)) if encoder_decoder else numbers
@@ -174,9 +172,9 @@ def _inputs(model: Any, requests: Requests, members: Tensor, pad: int) -> dict[s
         place = slice(0, len(prompt)) if encoder_decoder else slice(width - len(prompt), width)
         ids[row, place], mask[row, place] = torch.tensor(prompt), 1
     inputs = {"input_ids": ids.to(requests.device), "attention_mask": mask.to(requests.device)}
-    rows = torch.tensor([distinct.index(number) for number in numbers], device=requests.device)
     if not encoder_decoder:
         return inputs
+    rows = torch.tensor([distinct.index(number) for number in numbers], device=requests.device)
     if prompt_learning_unsupported(model):
         return {name: part[rows] for name, part in inputs.items()}
     encoded = model.get_encoder()(**inputs, return_dict=True)

@@ -1,6 +1,6 @@
-"""Responses to padded queries by a model's own `generate`, with the logits they were drawn from: for loops of a user's own.
+"""Responses to padded queries by a model's own `generate`, with their logits, for custom training loops.
 
-The trainers' engines take token ids without padding and give log-probs, see `trl.generation.engine`.
+Trainers use engines (`trl.generation.engine`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from trl.tensors.padding import pad
 def generate(
     lm_backbone: nn.Module, queries: Tensor, pad_token_id: int, generation_config: GenerationConfig
 ) -> tuple[Tensor, Tensor]:
-    """Queries `(B, P)`, padded on the left, with their responses behind them, and the logits of each response's tokens.
+    """Left-padded queries `(B, P)` followed by their responses, and the logits of the response tokens.
 
-    `-> (B, P + T), (B, T, V)`. The queries stay as they are; logits are those after temperature and cuts. Responses are
-    padded as `generation_config` says, or else with `pad_token_id`.
+    `-> (B, P + T), (B, T, V)`. Logits are those after temperature and truncation. Responses are padded with the pad token of
+    `generation_config`, or else with `pad_token_id`.
     """
     model: Any = lm_backbone
     inputs = padded_inputs(queries, pad_token_id)
@@ -52,7 +52,7 @@ def batch_generation(
     pad_token_id: int,
     generation_config: GenerationConfig,
 ) -> tuple[Tensor, Tensor]:
-    """`generate` for a few rows at a time, padded on the right to the longest response of all; logits there are 0."""
+    """`generate` for a few rows at a time; results are padded on the right to the longest response, logits with 0."""
     found = [
         generate(model, rows, pad_token_id, generation_config)
         for rows in queries.split(local_rollout_forward_batch_size)
@@ -65,9 +65,9 @@ def batch_generation(
 def respond_to_batch(
     model: nn.Module, queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Sample exactly `txt_len` tokens behind each query, `(B, P) -> (B, txt_len)`; end tokens do not end a response.
+    """Sample exactly `txt_len` tokens after each query, `(B, P) -> (B, txt_len)`, also after end tokens.
 
-    Queries are of one length, without padding. `model` may have a value head. Tokens come from torch's global generator.
+    Queries have one length, without padding. `model` may have a value head. Uses torch's global generator.
     """
     sequences = queries
     for _ in range(txt_len):
@@ -99,6 +99,6 @@ def top_k_top_p_filtering(
 
 
 def decode_and_strip_padding(inputs: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of padded rows, other special tokens included."""
+    """The texts of padded rows, with special tokens but the pad token."""
     texts = tokenizer.batch_decode(inputs, skip_special_tokens=False)
     return [text.replace(str(tokenizer.pad_token), "") for text in texts]

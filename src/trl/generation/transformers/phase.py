@@ -1,4 +1,4 @@
-"""The weights of a model for the length of one generation phase: whole, in eval mode, put back afterwards."""
+"""A model during generation: whole weights, eval mode; restored afterwards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from trl.models.switches import disable_gradient_checkpointing
 
 @contextmanager
 def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool = True) -> Iterator[Any]:
-    """Yield the transformers model or `PeftModel` inside `model`: weights whole, eval mode, no gradients.
+    """Yield the transformers model or `PeftModel` inside `model`, with whole weights, in eval mode, without gradients.
 
-    Wrappers are taken off (torch.compile; DDP, FSDP, DeepSpeed through the `accelerator`; and a `pretrained_model`
-    inside, as value heads have); sharded weights are gathered once (FSDP2 over all modules, ZeRO-3 unless
-    `gather_zero3=False`). Modes and random streams are put back.
+    Wrappers are removed (torch.compile, a value head; DDP, FSDP and DeepSpeed with the `accelerator`). Sharded weights are gathered
+    once (ZeRO-3 not if `gather_zero3=False`). Modes and random states are restored.
     """
     model = getattr(model, "_orig_mod", model)
     with ExitStack() as stack:
@@ -38,19 +37,19 @@ def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool 
 
 
 def without_heads(model: Any) -> Any:
-    """The language model that a value-head wrapper holds as `pretrained_model`."""
+    """The language model inside a value-head wrapper."""
     inner = getattr(model, "pretrained_model", None)
     return inner if isinstance(inner, nn.Module) else model
 
 
 def without_wrappers(model: Any) -> Any:
-    """The transformers model or `PeftModel` inside what prepares it for training and inside a value head."""
+    """The transformers model or `PeftModel` inside training wrappers and a value head."""
     return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))
 
 
 @contextmanager
 def _whole_fsdp2(model: nn.Module) -> Iterator[None]:
-    """All weights gathered by one unsharding of each FSDP2 module, whose hooks stand aside meanwhile."""
+    """Unshard each FSDP2 module once, and disable its hooks meanwhile."""
     sharded = fsdp2_modules(model)
     for module in sharded:
         module.unshard()

@@ -1,4 +1,4 @@
-"""The requests of one call as tensors: where each result is written, and what each draw needs to know."""
+"""The requests of one call as tensors: their limits, random streams and results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def rng_stream_keys(seed: int, streams: Sequence[int]) -> Tensor:
-    """The key of each stream, int64 `(N,)`: streams of different seeds have nothing in common."""
+    """The key of each random stream, int64 `(N,)`; streams of different seeds are independent."""
     start = _mixed(torch.tensor([_signed(seed * _STEP + _STEP)]))
     names = torch.tensor([_signed(stream) for stream in streams], dtype=torch.int64)
     return _mixed(_mixed(start + names * _INCREMENT) ^ start)
@@ -57,9 +57,11 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 class Requests:
-    """Distinct prompts, which of them each request completes, and what came out so far.
+    """The requests of one call and their completions so far.
 
-    `prompt_of[i]` is the request's prompt in `prompts`, the distinct ones in order of first appearance.
+    `prompts` are the distinct prompts in order of first appearance, `prompt_of[i]` the index of request i's prompt. `begin` are
+    the tokens that an encoder-decoder's completions begin with, None for a decoder. `limits` are further maxima of new tokens of
+    each request. `processors` replace the distribution settings of `sampling`.
     """
 
     def __init__(
@@ -76,8 +78,6 @@ class Requests:
         limits: Sequence[int] | None = None,
         processors: Processors | None = None,
     ) -> None:
-        """`begin` is what an encoder-decoder's completions go on from; a decoder's go on from prompts. `limits` are further
-        ones of each request, in new tokens. `processors` apply what `sampling` says of the distribution in its place."""
         self.sampling, self.processors, self.device = sampling, processors, device
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         self.prompts = list(numbers)
@@ -105,36 +105,40 @@ class Requests:
 
     def queue(self) -> deque[int]:
         """Request indices: long prompts first, copies of a prompt together."""
-        order = range(len(self.prompt_of))
         key = [(-len(self.prompts[number]), number) for number in self.prompt_of]
-        return deque(sorted(order, key=key.__getitem__))
+        return deque(sorted(range(len(key)), key=key.__getitem__))
 
     def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Give each of the `requests` `(R,)` its next token by its `logits` `(R, V)`, which are overwritten.
+        """Draw the next token of each of the `requests` `(R,)` from its `logits` `(R, V)`, which are overwritten.
 
-        Returns the tokens and, bool, which requests are done with them.
+        Returns the tokens and, bool, which requests end with them.
 
-        Raises: FloatingPointError for logits that are no numbers.
+        Raises: FloatingPointError for logits that are not finite.
         """
         counts = self.counts[requests]
-        self._shape(requests, counts, logits)
+        self._penalise(requests, counts, logits)
         numbers = uniforms(self.keys[requests], counts)
         if self.processors is None:
             drawn = choose(logits, numbers, self.sampling)
         else:
             starts = [self.prompts[self.prompt_of[request]] for request in requests.tolist()]
             drawn = self.processors.choose(logits, numbers, starts, self.begin, self.ids[requests], counts)
-        self._check(drawn, requests, counts)
+        if not bool((finite := torch.isfinite(drawn.logps)).all()):
+            row = int((~finite).nonzero()[0, 0])
+            raise FloatingPointError(
+                f"logits must be finite, got NaN or infinity for prompts[{int(requests[row])}] at completion token "
+                f"{int(counts[row])}. Look for diverged weights, or use a wider dtype than float16."
+            )
         self._write(requests, counts, drawn)
         if self.listener is not None:
             self.listener(requests, drawn.ids)
         self.counts[requests] = counts + 1
-        done, stopped = self.stops.done(drawn.ids, requests, counts + 1, self._generated)
+        done, stopped = self.stops.done(drawn.ids, requests, counts + 1, self.ids)
         self.stopped[requests] = stopped
         return drawn.ids, done
 
-    def _shape(self, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
-        """Repetition penalty and the ban on early ends, in place."""
+    def _penalise(self, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
+        """Apply the repetition penalty and the minimum length, in place."""
         if self.sampling.repetition_penalty != 1.0 and self.processors is None:
             penalise_(logits, self._seen(requests, logits.shape[1]), self.sampling.repetition_penalty)
         if self.minima is not None and len(self.stops.ends):
@@ -143,21 +147,12 @@ class Requests:
             logits[early[:, None], ends] = -torch.inf
 
     def _seen(self, requests: Tensor, vocabulary: int) -> Tensor:
-        """Bool `(R, V)`: tokens that a request's prompt or completion holds."""
+        """Bool `(R, V)`: tokens of each request's prompt and completion."""
         if self._seen_by is None:
             self._seen_by = torch.zeros(len(self.keys), vocabulary, dtype=torch.bool, device=self.device)
             for request, prompt in enumerate(self.prompt_of):
                 self._seen_by[request, self._tensor(self.begin or self.prompts[prompt])] = True
         return self._seen_by[requests]
-
-    def _check(self, drawn: Chosen, requests: Tensor, counts: Tensor) -> None:
-        bad = ~torch.isfinite(drawn.logps)
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0, 0])
-            raise FloatingPointError(
-                f"logits must be finite, got NaN or infinity for prompts[{int(requests[row])}] at completion "
-                f"token {int(counts[row])}. Look for diverged weights, or use a wider dtype than float16."
-            )
 
     def _write(self, requests: Tensor, counts: Tensor, drawn: Chosen) -> None:
         if self.logps is None:
@@ -170,11 +165,8 @@ class Requests:
         if self._seen_by is not None:
             self._seen_by[requests, drawn.ids] = True
 
-    def _generated(self, request: int, count: int) -> list[int]:
-        return self.ids[request, :count].tolist()
-
     def results(self) -> list[Generated]:
-        """What came out, in the order of the requests."""
+        """The completions, in the order of the requests."""
         assert self.logps is not None
         ids, logps = self.ids.tolist(), self.logps.cpu()
         kept = None if self.kept is None else self.kept.cpu()

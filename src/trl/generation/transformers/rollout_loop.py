@@ -1,4 +1,4 @@
-"""Continuous batching: rows leave when they are done, waiting requests take their places."""
+"""Continuous batching: finished rows leave the batch, and waiting requests take their places."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trl.generation.transformers.cache import Moves, RolloutCache, Step
 from trl.generation.transformers.decoders import Decoder
 from trl.generation.transformers.requests import Requests
 
-PREFILL_TOKENS = 8192  # prompts of about so many tokens are read in one flat row
-_REFILL_SHARE = 4  # new rows come once a quarter of the places is free: small prefills are slow
+PREFILL_TOKENS = 8192  # of prompts that are prefilled in one packed row
+_REFILL_SHARE = 4  # new rows enter when a quarter of the places is free, because small prefills are slow
 
 
 class RolloutLoop:
@@ -31,20 +31,16 @@ class RolloutLoop:
         cache.capacity, cache.most_columns = self.max_rows, requests.longest
 
     def run(self) -> None:
-        """Until every request is done."""
+        """Run until every request is done."""
         while self.queue or len(self.request):
-            if self._has_room():
+            free = self.max_rows - len(self.request)
+            if self.queue and free >= min(len(self.queue), max(1, self.max_rows // _REFILL_SHARE)):
                 self._admit()
             if len(self.request):
                 self._advance()
 
-    def _has_room(self) -> bool:
-        free = self.max_rows - len(self.request)
-        wanted = min(len(self.queue), max(1, self.max_rows // _REFILL_SHARE))
-        return bool(self.queue) and free >= wanted
-
     def _admit(self) -> None:
-        """Read the next requests' prompts, a flat row of them at a time, and draw their first tokens."""
+        """Prefill the next requests' prompts, a packed row of them at a time, and draw their first tokens."""
         while self.queue and len(self.request) < self.max_rows:
             arriving, new = self._next_requests()
             lengths = [len(self.requests.prompts[number]) for number in new]
@@ -57,7 +53,7 @@ class RolloutLoop:
             self._enter(arriving)
 
     def _next_requests(self) -> tuple[list[int], list[int]]:
-        """The next requests that fit, and their prompts that are not in the cache yet."""
+        """The next requests that fit, and those of their prompts that are not cached yet."""
         arriving: list[int] = []
         new: list[int] = []
         tokens = 0
@@ -72,7 +68,7 @@ class RolloutLoop:
         return arriving, new
 
     def _enter(self, arriving: list[int]) -> None:
-        """Rows for requests whose prompts are in the cache, with their first tokens."""
+        """Add rows for requests with cached prompts, and draw their first tokens."""
         numbers = [self.requests.prompt_of[request] for request in arriving]
         logits = torch.stack([self.firsts[number] for number in numbers])
         waiting = self._waiting_prompt()
@@ -88,11 +84,11 @@ class RolloutLoop:
         self._finish(done)
 
     def _waiting_prompt(self) -> int | None:
-        """The prompt of the next waiting request, which may be in the cache for requests before it."""
+        """The prompt of the next waiting request, which may be cached for earlier requests."""
         return self.requests.prompt_of[self.queue[0]] if self.queue else None
 
     def _advance(self) -> None:
-        """One token for every row."""
+        """Draw one token for every row."""
         if self.cache.step is None:
             columns = self.requests.counts[self.request] - 1
             self.cache.step = Step(columns, self.prompt, self.lengths)
@@ -103,7 +99,7 @@ class RolloutLoop:
         self._finish(done)
 
     def _finish(self, done: Tensor) -> None:
-        """Rows that are done leave, and prompts that no row and no waiting request needs."""
+        """Remove rows that are done, and prompts that no row or waiting request needs."""
         if not bool(done.any()):
             return
         width = int(self.requests.counts[self.request].max())
@@ -114,14 +110,12 @@ class RolloutLoop:
         )
         self.cache.step = None
         needed = torch.bincount(self.prompt, minlength=len(self.lengths)) > 0
-        place = self.place_of.get(self._waiting_prompt(), None)
-        if place is not None:
-            needed[place] = True
-        if not bool(needed.all()):
-            self._forget(Moves(needed), needed)
-
-    def _forget(self, moves: Moves, needed: Tensor) -> None:
-        """Prompts leave the cache; rows follow theirs to its new place."""
+        waiting = self.place_of.get(self._waiting_prompt(), None)
+        if waiting is not None:
+            needed[waiting] = True
+        if bool(needed.all()):
+            return
+        moves = Moves(needed)
         self.cache.drop_prompts(moves)
         place = torch.arange(len(needed), device=needed.device)
         place[moves.source] = moves.target
@@ -132,29 +126,26 @@ class RolloutLoop:
 
 
 def _moved(moves: Moves, state: Tensor) -> Tensor:
-    """A row's or prompt's state after the moves."""
+    """The state of rows or prompts after the moves."""
     state = state.clone()
     moves.apply(state)
     return state[: moves.remaining]
 
 
 def default_rows(bytes_per_row: int, device: torch.device, most: int = 512) -> int:
-    """How many rows are decoded at once: what fits into 2 GiB on a CPU, half of a GPU's free memory."""
-    budget = 2 << 30
-    if device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] // 2
+    """The number of rows that are decoded at once: what fits in 2 GiB on a CPU, or half of a GPU's free memory."""
+    budget = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
     return int(max(1, min(most, budget // max(bytes_per_row, 1))))
 
 
 def bytes_per_row(config: object, tokens: int, itemsize: int, share: Sequence[int]) -> int:
-    """Memory of one row: keys and values of its `tokens` and its share of the prompts, three rows of logits.
+    """Memory of one row: keys and values of its `tokens` and of its share of the prompts, and three rows of logits.
 
     `share` are the tokens of all prompts and the number of requests that share them.
     """
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // getattr(
-        config, "num_attention_heads", 1
-    )
+    query_heads = getattr(config, "num_attention_heads", 1)
+    heads = getattr(config, "num_key_value_heads", None) or query_heads
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // query_heads
     layers = getattr(config, "num_hidden_layers", 1)
     held = tokens + share[0] // max(share[1], 1)
     return 2 * layers * heads * size * itemsize * held + 12 * getattr(config, "vocab_size", 0)
