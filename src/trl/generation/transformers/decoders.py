@@ -74,7 +74,7 @@ MOST_COPIED_BYTES = 4 << 30
 _PACKED_FOR = 64  # rows; as fast for other numbers
 
 
-def fused_unsupported_reason(model: Any) -> str | None:
+def fused_unsupported(model: Any) -> str | None:
     """Why our decode step does not support a model; None if it does."""
     config = model.config
     if config.model_type not in FUSED_MODEL_TYPES:

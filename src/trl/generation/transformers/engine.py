@@ -15,15 +15,21 @@ from trl.generation.engine import Generated, Sampling, check_requests
 from trl.generation.transformers.attention import rollout_attention_of
 from trl.generation.transformers.cache import RolloutCache
 from trl.generation.transformers.choosing import Processors
-from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported_reason
+from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
 from trl.generation.transformers.phase import generating
 from trl.generation.transformers.requests import Requests, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
 from trl.generation.transformers.stopping import StopStrings, end_tokens
 from trl.models.distributed import is_sharded
-from trl.models.packed.attention import flat_obstacle
-from trl.models.parts import causal_core, embedded_tokens, head_obstacle, logit_rule, prompt_learning_obstacle
+from trl.models.packed.attention import packed_unsupported
+from trl.models.parts import (
+    causal_core,
+    embedded_tokens,
+    head_unsupported,
+    logit_rule,
+    prompt_learning_unsupported,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -184,12 +190,12 @@ class TransformersEngine:
         if self.route == "generate":
             return "generate"
         if self._checked is None or self._checked[0] is not core:
-            self._checked = core, forward_unsupported_reason(model, core)
+            self._checked = core, forward_unsupported(model, core)
         reason = self._checked[1]
         if reason is None and is_sharded(core) and not self.gather_zero3:
             reason = "its weights stay sharded"
         reasons: dict[Route, str | None] = {
-            "fused": reason or fused_unsupported_reason(core),
+            "fused": reason or fused_unsupported(core),
             "forward": reason,
         }
         for route, why in reasons.items():
@@ -212,14 +218,16 @@ def _is_encoder_decoder(core: Any) -> bool:
     return getattr(core.config, "is_encoder_decoder", False)
 
 
-def forward_unsupported_reason(model: Any, core: Any) -> str | None:
+def forward_unsupported(model: Any, core: Any) -> str | None:
     """Why a model's own forward cannot use our cache; None if it can."""
     if _is_encoder_decoder(core):
         return "it is an encoder-decoder model"
     if len(set((getattr(core, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices"
     return (
-        flat_obstacle(core) or prompt_learning_obstacle(model) or head_obstacle(core, logit_rule(core.config))
+        packed_unsupported(core)
+        or prompt_learning_unsupported(model)
+        or head_unsupported(core, logit_rule(core.config))
     )
 
 
@@ -231,6 +239,6 @@ def context_length_of(model: Any, at_most: int | None = None) -> int | None:
     core = causal_core(model)
     config = core.config if _is_encoder_decoder(core) else core.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and prompt_learning_obstacle(model) is not None:
+    if positions is not None and prompt_learning_unsupported(model) is not None:
         positions -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
     return min((each for each in (positions, at_most) if each is not None), default=None)
