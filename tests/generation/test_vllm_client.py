@@ -14,10 +14,10 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from tests.generation.stand_in import TOKEN, StandIn, serving
+from tests.generation.weight_parts_worker import checkpoint_weights
 from tests.tiny import tiny_model
 from trl.extras.vllm_client import VLLMClient, pil_to_base64
 from trl.generation.serving.connection import VARIABLE, ServerLost, server_token
-from trl.generation.vllm.weights import checkpoint_weights
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.generation.weight_parts_worker import KINDS, policy_of
+from tests.generation.weight_parts_worker import KINDS, checkpoint_weights, policy_of
 from tests.tiny import tiny_model
 from tests.trainer.one_step import ROOT
 from tests.two_processes import launch
 from trl.generation.serving.connection import VARIABLE
 from trl.generation.vllm import weights as weight_parts
-from trl.generation.vllm.weights import WeightParts, checkpoint_weights
+from trl.generation.vllm.weights import WeightParts
 
 
 def read(parts):
@@ -60,8 +60,8 @@ def test_sums_are_made_for_one_layer_at_a_time():
     inner = weight_parts.WeightParts._converted
 
     class Watched(WeightParts):
-        def _converted(self, part):
-            found = inner(self, part)
+        def _converted(self, part, *shape_of):
+            found = inner(self, part, *shape_of)
             alive.update(weight for weight in found.values() if weight.data_ptr() not in own)
             return found
 

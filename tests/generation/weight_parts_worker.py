@@ -39,6 +39,21 @@ def policy_of(kind):
     return get_peft_model(tiny_model("llama"), adapter)
 
 
+@torch.no_grad()
+def checkpoint_weights(model):
+    """All weights at once, by the names of a checkpoint without adapters."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from trl.generation.vllm.weights import check_sendable, pieces
+    from trl.models.parts import causal_core
+
+    check_sendable(model)
+    core, found = causal_core(model), {}
+    for piece in pieces(core):
+        found |= piece.tensors()
+    return revert_weight_conversion(core, found)
+
+
 def with_small_buckets():
     from trl.generation.serving import weight_channel
 
@@ -86,7 +101,6 @@ def whole_bytes(model, how):
 def gathers_by_parts(kind, how, param_dtype=None):
     """Peak and bound of what is whole at any moment, in bytes, and how many parts there are."""
     from trl.generation.vllm import weights as weight_parts
-    from trl.generation.vllm.weights import checkpoint_weights
 
     model = policy_of(kind)
     copied = policy_of(kind)

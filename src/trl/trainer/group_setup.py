@@ -15,7 +15,7 @@ from trl.generation.transformers.engine import TransformersEngine, context_lengt
 from trl.generation.transformers.stopping import end_tokens
 from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
-from trl.generation.vllm.served import Served, check_served, served_of, server_engine
+from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_served, served_of
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
@@ -143,8 +143,13 @@ def engine_of(
     """What generates: the policy itself, or vLLM if that is asked for, in the server that was found; always the policy where it
     is not its `own` rollouts that are learned from."""
     if served is not None:
-        return server_engine(
-            served, args, model, context_length=rollout_window(args, policy), accelerator=accelerator
+        return VLLMServerEngine(
+            model,
+            served.client,
+            accelerator=accelerator,
+            context_length=rollout_window(args, policy),
+            regex=args.vllm_guided_decoding_regex,
+            patience=args.vllm_server_timeout,
         )
     parts = {"tokenizer": policy.tokenizer, "accelerator": accelerator}
     if not (args.use_vllm and own):

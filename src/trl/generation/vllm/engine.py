@@ -1,4 +1,4 @@
-"""vLLM in the process that trains: rollouts from a copy of the policy that is brought up to date before each phase."""
+"""vLLM in the training process: rollouts from its copy of the policy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from trl.generation.vllm.weights import WeightParts
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """How vLLM is set up: `memory` is its share of the device's memory in (0, 1], `context_length` the most tokens of prompt and
-    completion (None: the model's), `implementation` whose code of the model runs (`"vllm"`, `"transformers"`), `sleeps`
-    whether its memory is given back between generations (GPUs), `regex` what every completion must match, `parallel` over
-    how many processes one copy is split (tensor parallelism)."""
+    """Settings of vLLM.
+
+    `memory`: its share of the device's memory in (0, 1]. `parallel`: number of processes that share one copy (tensor parallelism).
+    `context_length`: maximum of prompt and completion tokens (None: the model's). `implementation`: the model's code, `"vllm"` or
+    `"transformers"`. `sleeps`: release memory between generations (GPUs). `regex`: a pattern that every completion matches.
+    """
 
     memory: float = 0.3
     parallel: int = 1
@@ -36,14 +38,12 @@ class VLLMSettings:
 
 
 class VLLMEngine(PolicyCopy):
-    """Completions by vLLM in this process: one copy for each process that trains, or for each `settings.parallel` of them.
+    """Completions by vLLM in this process: one copy of the policy for each `settings.parallel` processes.
 
-    The copy is made from the policy's config, and gets its weights from `sync_weights`, adapters added on the way: nothing
-    is read from or written to a checkpoint but the config and the tokenizer. Log-probs are vLLM's, of the distribution that
-    was sampled from; they differ from the policy's by the rounding of other kernels, and `kept` is never known. Processes
-    that share a copy must call `generate` together, with any number of requests each.
+    The copy is built from the policy's config and tokenizer, and gets its weights from `sync_weights`. Processes that share a copy
+    must call `generate` together, with any number of requests each.
 
-    Raises: ImportError where vLLM is missing, ValueError for processes that `parallel` does not divide.
+    Raises: ImportError without vLLM, ValueError if `parallel` does not divide the number of processes.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class VLLMEngine(PolicyCopy):
         return self._sharing is not None
 
     def close(self) -> None:
-        """Give vLLM's memory back."""
+        """Release vLLM's memory."""
         self._llm, self._sent = None, None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -89,7 +89,8 @@ class VLLMEngine(PolicyCopy):
                 [to_sampling_params(request.settings) for request in requests],
                 use_tqdm=False,
             )
-        return [_generated(answer.outputs[0]) for answer in answers[first : first + len(own)]]
+        outputs = [answer.outputs[0] for answer in answers[first : first + len(own)]]
+        return [completion_of(*drawn(output), output.finish_reason) for output in outputs]
 
     def _send(self, parts: WeightParts) -> None:
         with parts.read() as weights, self._awake() as engine:
@@ -97,7 +98,7 @@ class VLLMEngine(PolicyCopy):
             engine.reset_prefix_cache()
 
     def _of_all_sharing(self, own: list[Request]) -> tuple[list[Request], int]:
-        """The requests of all processes that share this copy, and the place of the first of this process."""
+        """The requests of all processes that share this copy, and the index of this process's first one."""
         if self._sharing is None:
             return own, 0
         import torch.distributed as dist
@@ -109,7 +110,7 @@ class VLLMEngine(PolicyCopy):
 
     @contextmanager
     def _awake(self) -> Iterator[Any]:
-        """vLLM with its memory on the device; what it holds sleeps again afterwards."""
+        """vLLM with its memory on the device; with `sleeps` it is released afterwards."""
         engine = self._engine()
         if self._asleep:
             engine.wake_up()
@@ -122,13 +123,14 @@ class VLLMEngine(PolicyCopy):
                 self._asleep = True
 
     def _engine(self) -> Any:
-        """vLLM's own engine, built when it is first needed, with weights that mean nothing yet."""
+        """vLLM's own engine, built on first use with random weights."""
         if self._llm is not None:
             return self._llm
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within the process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
         from vllm import LLM  # pyright: ignore
 
         core = self._core()
+        dtype = MIXED.get(getattr(self.accelerator, "mixed_precision", "no")) or core.dtype
         distributed: dict[str, Any] = {}
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             distributed = {"distributed_executor_backend": "external_launcher"}
@@ -140,7 +142,7 @@ class VLLMEngine(PolicyCopy):
                 model=folder,
                 skip_tokenizer_init=self.tokenizer is None,
                 load_format="dummy",
-                dtype=str(self._dtype(core)).removeprefix("torch."),
+                dtype=str(dtype).removeprefix("torch."),
                 max_model_len=self.settings.context_length,
                 gpu_memory_utilization=self.settings.memory,
                 model_impl=self.settings.implementation,
@@ -152,12 +154,9 @@ class VLLMEngine(PolicyCopy):
             )
         return self._llm
 
-    def _dtype(self, core: Any) -> torch.dtype:
-        return MIXED.get(getattr(self.accelerator, "mixed_precision", "no")) or core.dtype
-
 
 def _sharing(parallel: int) -> Any:
-    """The process group of those that share one copy with this process; None where none does."""
+    """The group of processes that share one copy with this process; None for one process."""
     if parallel == 1:
         return None
     import torch.distributed as dist
@@ -169,9 +168,5 @@ def _sharing(parallel: int) -> Any:
             f"{[size for size in range(1, processes + 1) if processes % size == 0]}."
         )
     blocks = [list(range(first, first + parallel)) for first in range(0, processes, parallel)]
-    groups = [dist.new_group(ranks) for ranks in blocks]  # every process makes all of them
+    groups = [dist.new_group(ranks) for ranks in blocks]  # every process must build all of them
     return groups[dist.get_rank() // parallel]
-
-
-def _generated(output: Any) -> Generated:
-    return completion_of(*drawn(output), output.finish_reason)

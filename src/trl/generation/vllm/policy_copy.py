@@ -1,4 +1,4 @@
-"""What engines have in common that complete with a copy of the policy, such as vLLM: requests, seeds, when weights are sent."""
+"""Base of engines with their own copy of the policy, such as vLLM: requests, seeds, and when weights are sent."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and its own settings: arguments of vLLM's `SamplingParams`, as JSON has them."""
+    """A prompt and its arguments of vLLM's `SamplingParams`, as JSON values."""
 
     prompt: tuple[int, ...]
     settings: Mapping[str, Any]
 
 
 class PolicyCopy(ABC):
-    """Completions by a copy of the policy, which `sync_weights` brings up to date, adapters added on the way.
+    """Completions by a copy of the policy, which `sync_weights` updates, with adapters added.
 
-    Log-probs are the copy's, of the distribution that was sampled from; they differ from the policy's by the rounding of
-    other kernels, and `kept` is never known. `context_length` is the most tokens of prompt and completion (None: the model's), `regex`
-    what every completion must match.
+    Log-probs are the copy's, under the distribution that was sampled from; they differ from the policy's by the rounding of other
+    kernels, and `kept` is unknown. `context_length` is the maximum of prompt and completion tokens (None: the model's), `regex` a
+    pattern that every completion matches.
     """
 
     exact = False
@@ -51,15 +51,13 @@ class PolicyCopy(ABC):
     ) -> None:
         self.model, self.accelerator = model, accelerator
         self.context_length, self.regex = context_length, regex
-        self._sent: tuple[int, ...] | None = None  # which weights the copy has
+        self._sent: tuple[int, ...] | None = None  # identifies the weights of the copy
         check_sendable(without_wrappers(model))
-
-    # ---- what an engine says
 
     @property
     @abstractmethod
     def together(self) -> bool:
-        """Whether this process generates only at the same time as others."""
+        """Whether several processes must generate at the same time."""
 
     @abstractmethod
     def _completed(self, own: Sequence[Request]) -> list[Generated]:
@@ -67,20 +65,18 @@ class PolicyCopy(ABC):
 
     @abstractmethod
     def _send(self, parts: WeightParts) -> None:
-        """Give these weights to the copy, by the names of a checkpoint."""
+        """Send these weights to the copy."""
 
     def _is_new(self, is_new: bool) -> bool:
-        """Whether weights have to be sent, where this process thinks so (or not)."""
+        """Whether weights have to be sent; `is_new` is what this process finds."""
         return is_new
 
     def _agree(self, failure: Exception | None) -> None:
-        """Raise what went wrong, in all processes that generate together."""
+        """Raise an error in all processes that generate together."""
         raise_in_all(failure)
 
-    # ---- what all do
-
     def forget(self) -> None:
-        """Send the weights again when they are next asked for, as after loading others: not all ways to write them are noticed."""
+        """Send the weights again at the next `sync_weights`, for example after loading others."""
         self._sent = None
 
     def generate(
@@ -93,8 +89,9 @@ class PolicyCopy(ABC):
     ) -> list[Generated]:
         """One completion per prompt, in order; see `Engine.generate`.
 
-        Each request has a seed of its own, made of the seed and its stream; vLLM's kernels may round otherwise in another
-        batch. Raises: ValueError for prompts that cannot be completed, in all processes that generate together.
+        Each request has its own seed, derived from the seed and its stream; rounding may depend on the batch.
+
+        Raises: ValueError for invalid prompts, in all processes that generate together.
         """
         own, failure = [], None
         try:
@@ -125,9 +122,9 @@ class PolicyCopy(ABC):
         ]
 
     def sync_weights(self, model: nn.Module, step: int) -> None:
-        """Send the weights of `model` to the copy, unless it has them."""
+        """Send the weights of `model` to the copy, if they changed."""
         self.model = model
-        reshard(model)  # or the versions would be those of gathered copies
+        reshard(model)  # versions of gathered copies say nothing
         versions = tuple(parameter._version for parameter in model.parameters())
         state = (step, id(model), hash(versions))
         if self._is_new(state != self._sent):
@@ -139,7 +136,7 @@ class PolicyCopy(ABC):
         if not is_fsdp1(self.model):
             self._send(WeightParts(self.model))
             return
-        with generating(self.model, self.accelerator) as whole:  # FSDP1 knows no smaller part
+        with generating(self.model, self.accelerator) as whole:  # FSDP1 gathers the whole model only
             self._send(WeightParts(whole))
 
     def _core(self) -> Any:
@@ -147,7 +144,7 @@ class PolicyCopy(ABC):
 
 
 def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> dict[str, Any]:
-    """The settings that all requests of a call have."""
+    """The settings that all requests of a call share."""
     sampling.refuse_processors("vLLM")
     found: dict[str, Any] = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -168,19 +165,19 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
 
 
 def _own_settings(sampling: Sampling, prompt: int, limit: int, seed: int) -> dict[str, Any]:
-    """The settings of a request whose prompt has this many tokens, and its completion at most `limit`."""
+    """The settings of one request with a prompt of this many tokens and a completion of at most `limit`."""
     least = max(sampling.min_new_tokens, sampling.min_length - prompt, 0)
     found = {"max_tokens": limit, "min_tokens": min(limit, least)}
     return found if sampling.greedy else found | {"seed": seed}
 
 
 def completion_of(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> Generated:
-    """A completion as vLLM gave it.
+    """A completion of vLLM.
 
-    Raises: RuntimeError where it was broken off.
+    Raises: RuntimeError if it was aborted.
     """
     if finish_reason not in ("stop", "length"):
         raise RuntimeError(
-            f"vLLM ended a completion with {finish_reason!r}, expected 'stop' or 'length'. See its log for the reason."
+            f"vLLM ended a completion with {finish_reason!r}, expected 'stop' or 'length'. See its log."
         )
     return Generated(list(ids), torch.tensor(logprobs, dtype=torch.float32), None, finish_reason)

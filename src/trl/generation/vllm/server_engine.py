@@ -1,10 +1,10 @@
-"""vLLM in a server of its own: rollouts from a copy of the policy that is sent there before each phase."""
+"""vLLM in a separate server: rollouts from its copy of the policy, and the checks of the server before the first step."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,22 +12,83 @@ from torch import nn
 from trl.generation.engine import Generated
 from trl.generation.main_process import any_process, by_main, process_count, through_main
 from trl.generation.serving.connection import ServerLost
+from trl.generation.transformers.engine import MIXED, context_length_of
 from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.policy_copy import PolicyCopy, Request, completion_of
 from trl.generation.vllm.weights import WeightParts
+from trl.models.parts import causal_core
+from trl.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 _Answers = list[dict[str, Any]] | None  # of one process; None: the server lost its weights
 
 
-class VLLMServerEngine(PolicyCopy):
-    """Completions by a server that `trl vllm-serve` started.
+class Served(NamedTuple):
+    """A server that answers. Only the main process has the `client`."""
 
-    Only the main process has a `client`; the requests of all processes go through it, in one call, so that they must generate
-    and `sync_weights` together, with any number of requests each. What goes wrong there is raised in all of them. A server that
-    is started anew gets its weights again: `patience` is how many seconds to wait for it. `device` is where weights are sent
-    from (None: the policy's).
+    client: VLLMClient | None
+    address: str
+    model: str
+    context_length: int
+    vocabulary: int
+    dtype: str
+
+
+def served_of(args: Any) -> Served:
+    """The server of `args`; the main process waits for it.
+
+    Raises: ConnectionError if it does not answer within `vllm_server_timeout` seconds, PermissionError for a wrong token.
+    """
+    made: list[VLLMClient] = []
+
+    def connect() -> Served:
+        address = (args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+        client = VLLMClient(*address, args.vllm_group_port, args.vllm_server_timeout)
+        made.append(client)
+        facts = client.model()
+        found = facts["model"], int(facts["max_model_len"]), int(facts["vocab_size"]), facts["dtype"]
+        return Served(None, client.base_url, *found)
+
+    served = by_main(connect)
+    return served._replace(client=made[0] if made else None)
+
+
+def check_served(served: Served, args: Any, policy: Policy) -> None:
+    """Raise ValueError if the server has another vocabulary than the policy, or too small a context length."""
+    core = causal_core(policy.model)
+    vocabulary = core.config.get_text_config().vocab_size
+    where = f"the vLLM server at {served.address} serves {served.model}"
+    if served.vocabulary != vocabulary:
+        raise ValueError(
+            f"{where}, with a vocabulary of {served.vocabulary}, expected the policy's, {vocabulary}. Start it with the model that is "
+            "trained: `trl vllm-serve --model <model>`."
+        )
+    # The default of max_prompt_length is no promise: prompts are checked when they are prepared.
+    is_default = args.max_prompt_length == type(args).max_prompt_length
+    needed = (args.max_completion_length or 1) + (1 if is_default else args.max_prompt_length or 1)
+    own = context_length_of(policy.model, getattr(args, "vllm_max_model_length", None))
+    if served.context_length < needed and (own is None or own >= needed):
+        raise ValueError(
+            f"{where}, with a context length of {served.context_length} tokens, expected at least {needed}: max_prompt_length="
+            f"{args.max_prompt_length} and max_completion_length={args.max_completion_length}. Start it with --max_model_len "
+            f"{needed}, or lower them."
+        )
+    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    dtype = str(MIXED.get(mixed) or core.dtype).removeprefix("torch.")
+    if served.dtype != dtype:
+        logger.warning(
+            "%s in %s, and the policy is trained in %s, so that the log-probs differ by rounding. Start the server with --dtype %s.",
+            where, served.dtype, dtype, dtype,
+        )  # fmt: skip
+
+
+class VLLMServerEngine(PolicyCopy):
+    """Completions by a server of `trl vllm-serve`.
+
+    Only the main process has a `client`, through which the requests of all processes go in one call. So all processes must call
+    `generate` and `sync_weights` together, with any number of requests each, and errors are raised in all of them. A server that
+    was restarted gets its weights again, after at most `patience` seconds. Weights are sent from `device` (None: the policy's).
     """
 
     def __init__(
@@ -46,11 +107,11 @@ class VLLMServerEngine(PolicyCopy):
 
     @property
     def together(self) -> bool:
-        """Whether other processes generate through the same client."""
+        """Whether there are other processes, which use the same client."""
         return process_count() > 1
 
     def close(self) -> None:
-        """Leave the server, which goes on serving."""
+        """Disconnect from the server, which continues to run."""
         self._sent = None
         if self.client is not None:
             self.client.close_communicator()
@@ -59,65 +120,57 @@ class VLLMServerEngine(PolicyCopy):
         return any_process(is_new)
 
     def _completed(self, own: Sequence[Request]) -> list[Generated]:
-        asked = [{"prompt_ids": list(one.prompt), "sampling": dict(one.settings)} for one in own]
+        requests = [{"prompt_ids": list(one.prompt), "sampling": dict(one.settings)} for one in own]
         try:
-            answers = self._answers(asked)
+            answers: _Answers = through_main(requests, self._complete)
+            if answers is None:  # in all processes
+                self._send_all()
+                answers = through_main(requests, self._complete)
+            if answers is None:
+                raise ConnectionError("The vLLM server lost its weights twice in a row. See its log.")
         except Exception:
-            self._sent = None  # whose weights the server has is not known: whoever goes on sends them first
+            self._sent = None  # the server's weights are unknown
             raise
         return [completion_of(one["ids"], one["logprobs"], one["finish_reason"]) for one in answers]
 
-    def _answers(self, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        answers: _Answers = through_main(asked, self._ask)
-        if answers is None:  # in all processes
-            self._send_all()
-            answers = through_main(asked, self._ask)
-        if answers is None:
-            raise ConnectionError(
-                "The vLLM server lost its weights twice in a row. See its log for the reason."
-            )
-        return answers
-
-    def _ask(self, asked: list[list[dict[str, Any]]]) -> list[_Answers]:
-        """The server's answers to the requests of each process; None to each where it lost the weights."""
-        requests = [request for part in asked for request in part]
+    def _complete(self, of_processes: list[list[dict[str, Any]]]) -> list[_Answers]:
+        """The server's answers for each process; None for each if the server lost the weights."""
+        requests = [request for part in of_processes for request in part]
         if not requests:
-            return [[] for _ in asked]
+            return [[] for _ in of_processes]
         try:
             answers = iter(self._connected().complete(requests))
         except ServerLost as lost:
-            if self._sent is None:  # never had any, or lost them just now
+            if self._sent is None:  # it never had weights, or lost them again
                 raise
             logger.warning("%s It gets the weights of this step again.", lost)
-            return [None] * len(asked)
-        return [[next(answers) for _ in part] for part in asked]
+            return [None] * len(of_processes)
+        return [[next(answers) for _ in part] for part in of_processes]
 
     def _send(self, parts: WeightParts) -> None:
         was_connected = by_main(self._connect)
-        if self._sent_by_main(parts, again=was_connected):
+        if by_main(lambda: self._deliver(parts, retry=was_connected), meanwhile=parts.take_part):
             return
         by_main(lambda: self._connect(anew=True))
-        self._sent_by_main(parts, again=False)
-
-    def _sent_by_main(self, parts: WeightParts, *, again: bool) -> bool:
-        """Send the weights; False where the server was lost, and is to be sent them `again`."""
-        return by_main(lambda: self._deliver(parts, again), meanwhile=parts.take_part)
+        by_main(lambda: self._deliver(parts, retry=False), meanwhile=parts.take_part)
 
     def _connect(self, *, anew: bool = False) -> bool:
-        """Join the server's weight channel, unless that was done before and is not to be done `anew`; whether it was."""
+        """Join the server's weight channel, unless that was done and is not to be done `anew`; whether it was."""
         client = self._connected()
         was_connected = client.is_connected
         if anew or not was_connected:
             client.check_server(self.patience)
-            client.init_communicator(self._place())
+            device = self._device or getattr(self.accelerator, "device", None)
+            client.init_communicator(device or next(self.model.parameters()).device)
         return was_connected
 
-    def _deliver(self, parts: WeightParts, again: bool) -> bool:
+    def _deliver(self, parts: WeightParts, *, retry: bool) -> bool:
+        """Send the weights; False if the server was lost and there is a `retry`."""
         try:
             with parts.read() as weights:
                 self._connected().send_weights(parts.shapes, (weight for _, weight in weights))
         except ServerLost as lost:
-            if not again:
+            if not retry:
                 raise
             logger.warning("%s", lost)
             return False
@@ -125,12 +178,5 @@ class VLLMServerEngine(PolicyCopy):
 
     def _connected(self) -> VLLMClient:
         if self.client is None:
-            raise ValueError(
-                "client is None in the main process, expected a VLLMClient. Other processes have none."
-            )
+            raise ValueError("client is None in the main process, expected a VLLMClient.")
         return self.client
-
-    def _place(self) -> torch.device | str:
-        if self._device is not None:
-            return self._device
-        return getattr(self.accelerator, "device", None) or next(self.model.parameters()).device
