@@ -104,7 +104,7 @@ class Sampling:
                 f"{engine} does not support {given}. Take it out of generation_kwargs, or generate with transformers (use_vllm=False)."
             )
 
-    def updated(self, generation_kwargs: Mapping[str, Any] | GenerationConfig | None) -> Sampling:
+    def updated(self, generation_kwargs: Mapping[str, Any] | Any | None) -> Sampling:
         """These settings overridden by a dict with the field names of transformers' `GenerationConfig`, or by such a config.
 
         Raises: ValueError for unsupported settings (beams, constraints, ...) and unknown names.

@@ -1,4 +1,4 @@
-"""The HTTP side of `trl vllm-serve`: a FastAPI app over a backend that generates, and the server that runs it."""
+"""The HTTP server of `trl vllm-serve`: a FastAPI app over a backend that generates."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from trl.reporting.deadlines import start
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2
-_DRAINED_BYTES = 16 * 1024**2  # of a refused body, so that the client can read the answer
-_IDLE_S = 120  # after which an idle connection is closed
-_ENDING_S = 2  # for requests to end when the server is shut down
+_DRAINED_BYTES = 16 * 1024**2  # of a refused body
+_IDLE_S = 120  # until an idle connection is closed
+_ENDING_S = 2  # for requests to end at shutdown
 _ERRORS_SHOWN = 5  # of a body
-_SENDING = ("/update_weights/", "/update_named_param/")  # meanwhile the client waits to send
+_SENDING = ("/update_weights/", "/update_named_param/")  # the client waits to send
 
 
 class GenerationServer:
-    """Binds its address at once, so that no other program takes it while a model is loaded; `serve` answers requests.
+    """A server that binds its address at once, before the model is loaded; `serve` answers requests.
 
     Raises: OSError if the address cannot be bound.
     """
@@ -58,13 +58,13 @@ class GenerationServer:
         self._running: uvicorn.Server | None = None
 
     def listen(self) -> None:
-        """Let clients connect: they wait for `serve`. Raises: OSError if another program listens here by now."""
+        """Accept connections, which wait for `serve`. Raises: OSError if another program listens here."""
         self._socket.listen()
 
     def serve(self, backend: VLLMBackend, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """Answer requests until `shutdown` is called in another thread, or the process gets SIGTERM or SIGINT.
+        """Answer requests until `shutdown` is called in another thread, or SIGTERM or SIGINT.
 
-        Raises: BackendDied if the backend is gone.
+        Raises: BackendDied if the backend has ended.
         """
         app = _Admission(make_app(self, backend), token=token, max_body_bytes=max_body_bytes)
         config = uvicorn.Config(
@@ -78,12 +78,12 @@ class GenerationServer:
             raise self.died
 
     def shutdown(self) -> None:
-        """Let `serve` return."""
+        """Make `serve` return."""
         if self._running is not None:
             self._running.should_exit = True
 
     def close(self) -> None:
-        """Give up the address."""
+        """Release the address."""
         self._socket.close()
 
     def __enter__(self) -> GenerationServer:
@@ -119,7 +119,7 @@ class _Admission:
         given = dict(scope["headers"]).get(b"authorization", b"")
         if path == "/health/" or hmac.compare_digest(given, self._expected):
             kept = [each for each in scope["headers"] if each[0] != b"content-type"]
-            headers = [*kept, (b"content-type", b"application/json")]  # whatever a client names its JSON
+            headers = [*kept, (b"content-type", b"application/json")]  # clients may give another type
             await self.app({**scope, "path": path, "headers": headers}, receive_limited, send)
             return
         if request.method == "POST":
@@ -134,7 +134,7 @@ class _Admission:
 
 
 async def _drain(receive: Receive, message: Message) -> None:
-    """Read the rest of a refused body: a client that is still sending would not read the answer."""
+    """Read the rest of a refused body, because a client that is sending does not read the answer."""
     left = _DRAINED_BYTES
     while message.get("more_body") and left > 0:
         message = await receive()
@@ -175,10 +175,8 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
     @app.post("/init_communicator/")
     async def init_communicator(body: JoinBody) -> Any:
         if body.world_size != backend.world_size + 1:
-            raise ValueError(
-                f"world_size must be {backend.world_size + 1}, this server's {backend.world_size} workers and the client, got "
-                f"{body.world_size}."
-            )
+            size = backend.world_size + 1
+            raise ValueError(f"world_size must be {size}, all workers and the client, got {body.world_size}.")
         if body.port == server.port:
             raise ValueError(f"port {body.port} is this server's own. Choose another group_port.")
         where: Any = {"host": server.host, "port": body.port, "size": body.world_size}
@@ -207,7 +205,7 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         if request.url.path in _SENDING:
-            await _called(backend.leave)  # or the client would wait for this server to receive
+            await _called(backend.leave)  # the client would wait for this server to receive
         return _error(400, _described(error) if isinstance(error, RequestValidationError) else str(error))
 
     async def died(request: Request, error: Exception) -> JSONResponse:
@@ -233,7 +231,7 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
 
 
 async def _called(function: Callable[[], Any]) -> Any:
-    """The result of a call that may take long: on a daemon thread, which does not delay the server's end."""
+    """The result of a long call, on a daemon thread, which does not delay shutdown."""
     return await asyncio.wrap_future(start(function, "vllm-server").future)
 
 
@@ -242,7 +240,7 @@ def _error(status: int, text: str) -> JSONResponse:
 
 
 def _described(error: RequestValidationError) -> str:
-    """The fields of a body that are wrong, and why."""
+    """The invalid fields of a body."""
     found = error.errors()
     shown = [
         f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}" for each in found[:_ERRORS_SHOWN]
@@ -257,5 +255,5 @@ def _completions(found: dict[str, Any]) -> JSONResponse:
     except ValueError:
         raise FloatingPointError(
             "the completions' log-probs must be finite, got NaN or infinity: the weights that the server was sent are not finite, or "
-            "too large for its dtype. Look for a run that diverged, or start the server with a wider --dtype."
+            "too large for its dtype. Check whether the run diverged, or start the server with a wider --dtype."
         ) from None

@@ -11,13 +11,13 @@ TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields, whose values are not converted: no "2" for 2."""
+    """A JSON object without unknown fields and conversions ("2" is not 2)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
-class Drawing(Body):
-    """How completions are drawn: the arguments that `VLLMClient.generate` and `chat` share."""
+class SamplingBody(Body):
+    """Sampling arguments that `VLLMClient.generate` and `chat` share."""
 
     n: int = 1
     repetition_penalty: float = 1.0
@@ -31,7 +31,7 @@ class Drawing(Body):
     generation_kwargs: dict[str, Any] | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """These as arguments of vLLM's `SamplingParams`; `generation_kwargs` win."""
+        """Arguments of vLLM's `SamplingParams`; `generation_kwargs` take precedence."""
         names = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
         found = {name: getattr(self, name) for name in names}
         if self.guided_decoding_regex is not None:
@@ -39,8 +39,8 @@ class Drawing(Body):
         return found | (self.generation_kwargs or {})
 
 
-class GenerateBody(Drawing):
-    """`/generate/`: prompts as texts or token ids; for each an image, a list of images or None, as base64."""
+class GenerateBody(SamplingBody):
+    """`/generate/`: prompts as texts or token ids, each with an image, a list of images (base64) or None."""
 
     prompts: list[str | TokenIds]
     images: list[str | list[str] | None] | None = None
@@ -48,9 +48,9 @@ class GenerateBody(Drawing):
     @model_validator(mode="after")
     def _one_entry_each(self) -> GenerateBody:
         if self.images is not None and len(self.images) != len(self.prompts):
+            count = len(self.prompts)
             raise ValueError(
-                f"images must have one entry for each of {len(self.prompts)} prompts, got {len(self.images)}. Use None for a prompt "
-                "without images"
+                f"images must have one entry for each of {count} prompts (or None), got {len(self.images)}"
             )
         return self
 
@@ -60,7 +60,7 @@ class GenerateBody(Drawing):
         return [] if found is None else [found] if isinstance(found, str) else found
 
 
-class ChatBody(Drawing):
+class ChatBody(SamplingBody):
     """`/chat/`: conversations, with images (if any) within their messages."""
 
     messages: list[list[dict[str, Any]]]
@@ -71,19 +71,19 @@ class ChatBody(Drawing):
     @field_validator("messages", mode="before")
     @classmethod
     def _several(cls, messages: Any) -> Any:
-        """A single conversation counts as one of several."""
+        """A single conversation becomes a list of one."""
         is_one = isinstance(messages, list) and bool(messages) and isinstance(messages[0], dict)
         return [messages] if is_one else messages
 
     @field_validator("messages")
     @classmethod
     def _with_images_inside(cls, messages: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-        """Images become data URLs, the only form that vLLM is given: the server fetches nothing."""
+        """Images become data URLs, because the server downloads nothing."""
         return [[_message(message) for message in conversation] for conversation in messages]
 
 
 class JoinBody(Body):
-    """`/init_communicator/`: where the weight channel's processes meet."""
+    """`/init_communicator/`: the address of the weight channel."""
 
     port: int = Field(gt=0, lt=65536)
     world_size: int
@@ -93,7 +93,7 @@ class JoinBody(Body):
 
 
 class WeightBody(Body):
-    """One weight to come, as in `/update_named_param/` and in the list of `/update_weights/`."""
+    """The description of one weight, in `/update_named_param/` and in the list of `/update_weights/`."""
 
     name: str
     dtype: str
@@ -108,13 +108,13 @@ class WeightBody(Body):
 
 
 class WeightsBody(Body):
-    """`/update_weights/`: all weights of a checkpoint, in the order in which they will be sent."""
+    """`/update_weights/`: all weights of a checkpoint, in the order in which they are sent."""
 
     weights: list[WeightBody]
 
 
 class CompletionRequest(Body):
-    """A prompt, with arguments of vLLM's `SamplingParams` for its one completion."""
+    """A prompt, with arguments of vLLM's `SamplingParams` for one completion."""
 
     prompt_ids: TokenIds
     sampling: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class CompleteBody(Body):
 
 
 class LeaveBody(Body):
-    """`/close_communicator/`: the name of the channel to leave; None means whichever is open."""
+    """`/close_communicator/`: the name of the channel to leave; None for any."""
 
     channel: str | None = None
 
@@ -154,6 +154,4 @@ def _part(part: Any) -> Any:
     url = part["image_url"].get("url") if isinstance(part.get("image_url"), dict) else part.get("image_url")
     if part["type"] == "image_url" and isinstance(url, str) and url.startswith("data:"):
         return {"type": "image_url", "image_url": {"url": url}}
-    raise ValueError(
-        f"parts of type {part['type']!r} must be text, or images as base64 or data URLs. Send the image itself"
-    )
+    raise ValueError(f"parts of type {part['type']!r} must be text, or images as base64 or data URLs")

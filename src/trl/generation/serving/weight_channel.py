@@ -1,7 +1,6 @@
-"""Tensors from one process to others, bit for bit, over a process group of its own.
+"""Tensors from one process to others, bit for bit, over a separate process group.
 
-The default group of `torch.distributed` stays untouched, so that a trainer and vLLM's workers, each with a default group
-of theirs, can still talk to one another.
+Trainer and vLLM's workers each have their own default group of `torch.distributed`, which is not used.
 """
 
 from __future__ import annotations
@@ -22,26 +21,25 @@ from torch.distributed import TCPStore
 from trl.generation.serving.connection import reachable, resolved
 
 BUCKET_BYTES = 64 * 1024**2
-_ALIGNED = 16  # bytes: more than any element needs
-_LOOK_S = 1e-3
-_SENDER = "sender"  # the key under which rank 0 leaves its address
-_READY = "ready"  # the key under which receivers are counted that are about to receive
+_ALIGNED = 16  # bytes, at least the size of any element
+_POLL_S = 1e-3
+_SENDER = "sender"  # key of rank 0's address
+_READY = "ready"  # key of the number of receivers that are ready
 _Item = TypeVar("_Item")
-Entry = tuple[torch.dtype, Sequence[int]]  # a tensor to come: its dtype and its shape
+Entry = tuple[torch.dtype, Sequence[int]]  # dtype and shape of a tensor
 
 
 class WeightChannel:
-    """What rank 0 sends, ranks 1 and up receive, in the same order, over gloo (CPU tensors) or NCCL (CUDA tensors).
+    """Rank 0 sends, ranks 1 and up receive, in the same order, over gloo (CPU tensors) or NCCL (CUDA tensors).
 
-    Tensors travel in buckets of at most `BUCKET_BYTES`, larger ones alone. A channel that failed once is of no use any
-    more: close it, and join another.
+    Tensors are sent in buckets of at most `BUCKET_BYTES`, larger ones alone. After an error the channel cannot be used again.
     """
 
     def __init__(self, group: Any, store: TCPStore, device: torch.device, timeout_s: float) -> None:
         self._group: Any = group
-        self._store: TCPStore | None = store  # lives as long as the group
+        self._store: TCPStore | None = store  # the group needs it
         self.device, self.timeout_s = device, timeout_s
-        self._turns = 0  # how often the sender waited for the receivers
+        self._rounds = 0  # how often the sender waited for the receivers
         self._closed = Event()
 
     @classmethod
@@ -57,12 +55,12 @@ class WeightChannel:
         timeout_s: float = 240.0,
         serves_store: bool = False,
     ) -> WeightChannel:
-        """Meet the other ranks at `host:port`; returns once all `size` of them are there.
+        """Join the other ranks at `host:port`; returns after all `size` of them have joined.
 
-        The rank that `serves_store` listens at that address, the others connect to it; they may come first. `timeout_s`
-        (seconds) holds for the meeting, and later for each bucket.
+        The rank that `serves_store` listens at the address, the others connect to it, in any order. `timeout_s` (seconds) is for
+        joining, and later for each bucket.
 
-        Raises: ConnectionError if the address cannot be had, or the others do not come in time.
+        Raises: ConnectionError if the address is not available, or the others do not join in time.
         """
         until = time.monotonic() + timeout_s
         place = torch.device(device if backend == "nccl" else "cpu")
@@ -70,17 +68,17 @@ class WeightChannel:
             store = _store(host, port, serves_store, timeout_s)
             group = _group(store, rank, size, backend, _own_address(store, host, port, rank), timeout_s)
             channel = cls(group, store, place, timeout_s)
-            channel._broadcast(torch.zeros(1, dtype=torch.uint8, device=place), _left(until))
+            left = max(0.1, until - time.monotonic())
+            channel._broadcast(torch.zeros(1, dtype=torch.uint8, device=place), left)
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             raise ConnectionError(
-                f"The weight channel at {host}:{port} needs all {size} processes within {timeout_s:g} s; rank {rank} could "
-                f"not join it over {backend}: {_first_line(error)}. Check that the port is free, that the machines reach "
-                "one another, and the log of the other side."
+                f"The weight channel at {host}:{port} needs all {size} processes within {timeout_s:g} s; rank {rank} could not join it "
+                f"over {backend}: {_first_line(error)}. Check that the port is free, the network, and the log of the other side."
             ) from error
         return channel
 
     def announce(self) -> None:
-        """Tell the sender that this rank (1 and up) is about to receive.
+        """Tell the sender that this rank (1 and up) is ready to receive.
 
         Raises: ConnectionError if the channel broke.
         """
@@ -89,37 +87,34 @@ class WeightChannel:
                 self._store.add(_READY, 1)
 
     def await_receivers(self) -> None:
-        """Wait (rank 0) until all receivers have announced themselves once more, for as long as the channel is open: what keeps
-        them may take longer than a bucket.
+        """Wait (rank 0) until all receivers are ready, without a time limit, as they may have other work.
 
-        Raises: ConnectionError if the channel is closed, here or there.
+        Raises: ConnectionError if the channel is closed on either side.
         """
-        self._turns += 1
+        self._rounds += 1
         pause = 0.001
         while True:
             group, store = self._group, self._store
             if group is None or store is None:
-                raise ConnectionError("The weight channel was closed before all receivers were at it.")
+                raise ConnectionError("The weight channel was closed before all receivers were ready.")
             with _as_connection_errors():
-                if store.add(_READY, 0) >= self._turns * (group.size() - 1):
+                if store.add(_READY, 0) >= self._rounds * (group.size() - 1):
                     return
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """Send these tensors (rank 0), which may lie on any device.
+        """Send tensors of any device (rank 0).
 
-        Raises: ConnectionError if a receiver is gone or does not take them in time.
+        Raises: ConnectionError if a receiver has ended or is not in time.
         """
         for bucket in buckets(tensors, lambda tensor: byte_count((tensor.dtype, tensor.shape))):
             self._broadcast(_packed(bucket, self.device))
 
     def receive(self, entries: Iterable[Entry]) -> Iterator[Tensor]:
-        """The tensors that rank 0 sends, given the dtype and shape of each (ranks 1 and up).
+        """Receive the tensors of rank 0, given the dtype and shape of each (ranks 1 and up). All of them must be read.
 
-        All of them have to be taken: the sender waits for it.
-
-        Raises: ConnectionError if the sender is gone or does not send them in time.
+        Raises: ConnectionError if the sender has ended or is not in time.
         """
         for bucket in buckets(entries, byte_count):
             sizes = [byte_count(entry) for entry in bucket]
@@ -131,7 +126,7 @@ class WeightChannel:
                 start += _padded(size)
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank gets an error. Closing twice does nothing."""
+        """Leave the channel: ranks that wait for this one get an error. Closing twice does nothing."""
         group, self._group, self._store = self._group, None, None
         self._closed.set()
         if group is not None:
@@ -163,19 +158,19 @@ class WeightChannel:
             )
 
     def _await(self, work: Any, timeout_s: float) -> None:
-        """Wait for a broadcast over gloo, until the channel is closed in another thread: what is under way goes on waiting then."""
+        """Wait for a broadcast over gloo, or until the channel is closed in another thread, which does not end the broadcast."""
         until = time.monotonic() + timeout_s
         while not work.is_completed() and time.monotonic() < until:
-            if self._closed.wait(_LOOK_S):
-                raise ConnectionError("The weight channel was closed amid a transfer. Join a new one.")
+            if self._closed.wait(_POLL_S):
+                raise ConnectionError("The weight channel was closed during a transfer. Join a new one.")
 
 
 def buckets(
     items: Iterable[_Item], size: Callable[[_Item], int], *, limit: int = BUCKET_BYTES
 ) -> Iterator[list[_Item]]:
-    """Successive items in lists of at most `limit` bytes each, by `size`; an item that is larger is a list alone.
+    """Successive items in lists of at most `limit` bytes each, by `size`; larger items alone.
 
-    Which items share a list depends on their sizes only, so that both ends of a channel cut alike.
+    The lists depend only on the sizes, so both ends of a channel build the same ones.
     """
     bucket: list[_Item] = []
     filled = 0
@@ -191,13 +186,13 @@ def buckets(
 
 
 def byte_count(entry: Entry) -> int:
-    """How many bytes a tensor of this dtype and shape has."""
+    """The size of a tensor in bytes."""
     dtype, shape = entry
     return math.prod(shape) * dtype.itemsize
 
 
 def _padded(size: int) -> int:
-    """`size` rounded up, so that the next tensor of a bucket starts where any dtype may start."""
+    """`size` rounded up, so that the next tensor of a bucket is aligned for any dtype."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -213,7 +208,7 @@ def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _store(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
-    """The store at `host:port`; whoever serves it listens on that address only."""
+    """The store at `host:port`; its server listens on that address only."""
     timeout = timedelta(seconds=timeout_s)
     if not serves:
         return TCPStore(reachable(host), port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -229,7 +224,7 @@ def _store(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
 
 
 def _own_address(store: TCPStore, host: str, port: int, rank: int) -> str:
-    """This machine's address on the way between the sender and the store: the only one that gloo listens on."""
+    """This machine's address between sender and store, the only one that gloo listens on."""
     if rank == 0:
         address = _address_towards(reachable(host), port)
         store.set(_SENDER, address)
@@ -249,7 +244,7 @@ def _group(store: TCPStore, rank: int, size: int, backend: str, address: str, ti
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        # NCCL's watchdog would end the process; the waits for a bucket end before it does.
+        # NCCL's watchdog ends the process; the timeouts of buckets are shorter.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)
         return ProcessGroupNCCL(store, rank, size, options)
     from torch.distributed import ProcessGroupGloo
@@ -263,17 +258,13 @@ def _group(store: TCPStore, rank: int, size: int, backend: str, address: str, ti
 
 @contextmanager
 def _as_connection_errors() -> Iterator[None]:
-    """Turn errors of a store whose other side is gone into ConnectionErrors."""
+    """Turn errors of a store whose other side has ended into ConnectionErrors."""
     try:
         yield
     except RuntimeError as error:  # torch's DistError is one
         raise ConnectionError(
             f"The weight channel broke: {_first_line(error)}. See the log of the other side for the reason."
         ) from error
-
-
-def _left(until: float) -> float:
-    return max(0.1, until - time.monotonic())
 
 
 def _first_line(error: BaseException) -> str:

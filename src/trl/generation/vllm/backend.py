@@ -1,4 +1,4 @@
-"""What `trl vllm-serve` serves: vLLM, with its engine and its workers in processes of their own."""
+"""The backend of `trl vllm-serve`: vLLM, with its engine and workers in separate processes."""
 
 from __future__ import annotations
 
@@ -18,69 +18,47 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from trl.generation.serving.bodies import ChatBody, Drawing, GenerateBody, WeightBody
+    from trl.generation.serving.bodies import ChatBody, GenerateBody, SamplingBody, WeightBody
 
 
 WORKER = "trl.generation.vllm.worker.WeightReceiver"
-_CLOSING_S = 30.0  # for the engine to end by itself
+_CLOSING_S = 30.0  # for the engine to end
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class ServedModel:
-    """The model, and how vLLM runs it: each field is an argument of `vllm.LLM` with its name there."""
+    """Arguments of `vllm.LLM`, with their names there."""
 
-    model: str = field(metadata={"help": "Folder or name on the Hub of the model to serve."})
-    revision: str | None = field(
-        default=None,
-        metadata={"help": "Branch, tag or commit of the model. The default branch if not given."},
+    model: str = field(metadata={"help": "Folder or Hub name of the model."})
+    revision: str | None = _option(None, "Branch, tag or commit of the model. By default the default branch.")
+    tensor_parallel_size: int = _option(1, "Number of GPUs over which the model is split.")
+    data_parallel_size: int = _option(1, "Only 1: for more copies of the model, start more servers.")
+    gpu_memory_utilization: float = _option(
+        0.9, "Share in (0, 1] of each GPU's memory that vLLM uses; on a CPU, of the machine's memory."
     )
-    tensor_parallel_size: int = field(
-        default=1, metadata={"help": "Over how many GPUs the model is split, each with a worker of its own."}
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
+        "auto", "Dtype of weights and activations; `auto` is that of the checkpoint."
     )
-    data_parallel_size: int = field(
-        default=1, metadata={"help": "Only 1: for more copies of the model, start more servers."}
+    max_model_len: int | None = _option(
+        None, "Maximum of prompt and completion tokens together. By default the model's context length."
     )
-    gpu_memory_utilization: float = field(
-        default=0.9,
-        metadata={
-            "help": "Share in (0, 1] of each GPU's memory that vLLM takes for weights, activations and the key-value cache; "
-            "on a CPU, share of the machine's memory."
-        },
+    enable_prefix_caching: bool | None = _option(
+        None, "Reuse the key-value cache of common prefixes of prompts. By default vLLM decides."
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
-        default="auto",
-        metadata={"help": "Dtype of weights and activations; `auto` is that of the checkpoint."},
+    enforce_eager: bool = _option(
+        False, "Run without CUDA graphs: faster start and less memory, slower generation."
     )
-    max_model_len: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens of prompt and completion together. What the model allows if not given."
-        },
+    kv_cache_dtype: str = _option(
+        "auto", "Dtype of the key-value cache (`fp8` saves memory); `auto` is the model's."
     )
-    enable_prefix_caching: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether prompts that start alike share what was computed for the start. vLLM decides if not given."
-        },
-    )
-    enforce_eager: bool = field(
-        default=False,
-        metadata={"help": "Run without CUDA graphs: a quicker start and less memory, slower generation."},
-    )
-    kv_cache_dtype: str = field(
-        default="auto",
-        metadata={"help": "Dtype of the key-value cache (`fp8` saves memory); `auto` is the model's."},
-    )
-    trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Run the model's own code from its repository. Only if you trust it."},
-    )
-    vllm_model_impl: Literal["vllm", "transformers", "auto"] = field(
-        default="vllm",
-        metadata={
-            "help": "Whose code of the model runs: vLLM's, that of transformers, or vLLM's where it has some."
-        },
+    trust_remote_code: bool = _option(False, "Run the model's own code from its repository.")
+    vllm_model_impl: Literal["vllm", "transformers", "auto"] = _option(
+        "vllm", "Implementation of the model: vLLM's, that of transformers, or vLLM's if it exists."
     )
 
     def __post_init__(self) -> None:
@@ -97,30 +75,28 @@ class ServedModel:
 
 
 class NoChannel(RuntimeError):
-    """Weights cannot be received: no channel was joined, or it broke."""
+    """There is no weight channel, or it broke."""
 
 
 class BackendDied(RuntimeError):
-    """vLLM's engine has ended for good."""
+    """vLLM's engine has ended."""
 
 
 def check_vllm(needed_by: str = "use_vllm") -> None:
-    """Raise ImportError where vLLM is missing."""
+    """Raise ImportError without vLLM."""
     if find_spec("vllm") is None:
         raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install trl[vllm]`.")
 
 
 class VLLMBackend:
-    """vLLM behind one lock, for a `GenerationServer`: methods may be called in any thread.
+    """vLLM for a `GenerationServer`, behind one lock: methods may be called in any thread.
 
-    Raises: ImportError where vLLM is missing, whatever vLLM raises for a model that it cannot run.
+    Raises: ImportError without vLLM, and what vLLM raises for an unsupported model.
     """
 
     def __init__(self, served: ServedModel) -> None:
         check_vllm()
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "1"  # or the engine would block signals and other threads
-        )
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # else the engine blocks signals and other threads
         bind_cpu_workers(served.tensor_parallel_size)
         from vllm import LLM  # pyright: ignore
 
@@ -137,12 +113,12 @@ class VLLMBackend:
         self.served, self.world_size = served, served.tensor_parallel_size
         self._lock = threading.Lock()
         self.channel: str | None = None
-        self._spoilt: str | None = None  # why the weights are no model's
+        self._unusable: str | None = None  # why the weights are incomplete
         self._llm.collective_rpc("end_with", args=(os.getpid(),))
         self._shared = {name for name in self._llm.collective_rpc("shared_memory_name") if name}
 
     def check(self) -> None:
-        """Raise BackendDied where vLLM's engine is gone, which it notices by itself."""
+        """Raise BackendDied if vLLM's engine has ended."""
         resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
         if getattr(resources, "engine_dead", False):
             raise BackendDied("vLLM's engine has ended. See the server's log.")
@@ -161,49 +137,41 @@ class VLLMBackend:
         }
 
     def complete(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """One completion for each request, with its log-probs and why it ended."""
+        """One completion for each request, with its log-probs and finish reason."""
         prompts = [{"prompt_token_ids": request["prompt_ids"]} for request in requests]
         settings = [sampling_params(request.get("sampling", {})) for request in requests]
         with self._generating() as llm:
             answers = llm.generate(prompts, settings, use_tqdm=False) if prompts else []
-        return [_completed(answer.outputs[0]) for answer in answers]
+        outputs = [answer.outputs[0] for answer in answers]
+        return [
+            {"ids": ids, "logprobs": logprobs, "finish_reason": output.finish_reason}
+            for output in outputs
+            for ids, logprobs in [drawn(output)]
+        ]
 
-    def generate(self, asked: GenerateBody) -> dict[str, Any]:
+    def generate(self, body: GenerateBody) -> dict[str, Any]:
         """Completions of prompts."""
-        prompts = [_prompt(prompt, asked.images_of(index)) for index, prompt in enumerate(asked.prompts)]
-        settings = sampling_params(asked.sampling())
+        prompts = [_prompt(prompt, body.images_of(index)) for index, prompt in enumerate(body.prompts)]
+        settings = sampling_params(body.sampling())
         with self._generating() as llm:
-            answers = (
-                llm.generate(prompts, settings, use_tqdm=False, tokenization_kwargs=_truncation(asked))
-                if prompts
-                else []
-            )
+            options = {"use_tqdm": False, "tokenization_kwargs": _truncation(body)}
+            answers = llm.generate(prompts, settings, **options) if prompts else []
         return _listed(answers)
 
-    def chat(self, asked: ChatBody) -> dict[str, Any]:
+    def chat(self, body: ChatBody) -> dict[str, Any]:
         """Completions of conversations."""
-        conversations = asked.messages
-        settings = sampling_params(asked.sampling())
+        settings = sampling_params(body.sampling())
+        names = ("chat_template", "tools", "chat_template_kwargs")
+        options = {"use_tqdm": False, "tokenization_kwargs": _truncation(body)}
+        options |= {name: getattr(body, name) for name in names}
         with self._generating() as llm:
-            answers = (
-                llm.chat(
-                    conversations,
-                    settings,
-                    use_tqdm=False,
-                    chat_template=asked.chat_template,
-                    tools=asked.tools,
-                    chat_template_kwargs=asked.chat_template_kwargs,
-                    tokenization_kwargs=_truncation(asked),
-                )
-                if conversations
-                else []
-            )
+            answers = llm.chat(body.messages, settings, **options) if body.messages else []
         return _listed(answers)
 
     def join(
         self, *, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float
     ) -> None:
-        """Join a weight channel with all workers, after leaving the one before."""
+        """Join a weight channel with all workers, and leave the older one."""
         device = self.about()["device"]
         if backend == "nccl" and device != "cuda":
             raise ValueError(f"backend must be 'gloo' for a server on {device}, got 'nccl'.")
@@ -213,31 +181,33 @@ class VLLMBackend:
             self.channel = secrets.token_hex(8)
 
     def load(self, weights: Sequence[WeightBody], *, whole: bool) -> list[str]:
-        """Receive these weights over the channel, load them, and forget what was computed with the old ones. Returns the names of
-        the model's weights that did not come, by vLLM's names, where these should be all."""
+        """Receive weights over the channel, load them, and clear the prefix cache.
+
+        With `whole` (all weights of a checkpoint) returns the names, in vLLM's model, of weights that were not received.
+        """
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
             raise ValueError(
-                "vLLM packs its weights on a CPU and takes no single one any more. Send all of them: update_model_params "
+                "vLLM packs its weights on a CPU, so that single ones cannot be updated. Send all of them: update_model_params "
                 "(/update_weights/)."
             )
         entries = [(weight.name, weight.dtype, weight.shape) for weight in weights]
         with self._working() as llm:
-            self._spoilt, before = "An update of the weights is under way.", self._spoilt
+            self._unusable, before = "An update of the weights is under way.", self._unusable
             try:
                 self._on_workers("receive_weights", entries, whole)
             except RuntimeError as error:
                 self.channel = None
-                self._spoilt = f"The last update of the weights failed ({error}). Send all of them again."
+                self._unusable = f"The last update of the weights failed ({error}). Send all of them again."
                 raise
-            self._spoilt = None if whole else before
+            self._unusable = None if whole else before
             llm.reset_prefix_cache()
             kept = llm.collective_rpc("kept_weights") if whole else []
         return sorted({name for names in kept for name in names})
 
     def leave(self, channel: str | None = None) -> None:
-        """Leave the weight channel, if one was joined; a `channel` of another name is left alone."""
+        """Leave the weight channel, if it is open and has this name (None: any)."""
         with self._working() as llm:
             if channel not in (None, self.channel):
                 return
@@ -245,18 +215,18 @@ class VLLMBackend:
             llm.collective_rpc("leave_weight_channel")
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed for prompts."""
+        """Clear the prefix cache."""
         with self._working() as llm:
             llm.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the engine and its workers, and remove the shared memory that they leave."""
+        """End the engine and its workers, and remove their shared memory."""
         self._llm.llm_engine.engine_core.shutdown(timeout=_CLOSING_S)
         remove_shared_memory(self._shared, _SHARED_MEMORY)
 
     @contextmanager
     def _working(self) -> Iterator[Any]:
-        """vLLM, for this thread alone. Raises: BackendDied where its engine has ended, ValueError for what it does not take."""
+        """vLLM, locked for this thread. Raises: BackendDied if its engine has ended, ValueError for invalid requests."""
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore
 
         with self._lock:
@@ -269,14 +239,14 @@ class VLLMBackend:
     @contextmanager
     def _generating(self) -> Iterator[Any]:
         with self._working() as llm:
-            if self._spoilt is not None:
-                raise RuntimeError(self._spoilt)
+            if self._unusable is not None:
+                raise RuntimeError(self._unusable)
             yield llm
 
     def _on_workers(self, method: str, *arguments: Any) -> None:
-        """Call a method of `WeightReceiver` on all workers. Raises: RuntimeError with what any of them says went wrong."""
-        said = self._llm.collective_rpc(method, args=arguments)
-        errors = {f"worker {rank}: {text}" for rank, text in enumerate(said) if text is not None}
+        """Call a method of `WeightReceiver` on all workers. Raises: RuntimeError with the errors of all of them."""
+        answers = self._llm.collective_rpc(method, args=arguments)
+        errors = {f"worker {rank}: {text}" for rank, text in enumerate(answers) if text is not None}
         if errors:
             raise RuntimeError("; ".join(sorted(errors)))
 
@@ -284,7 +254,7 @@ class VLLMBackend:
 def sampling_params(arguments: dict[str, Any]) -> Any:
     """vLLM's `SamplingParams` of these arguments, with the log-probs of the sampled tokens.
 
-    Raises: ValueError for arguments that do not exist or do not fit.
+    Raises: ValueError for unknown or invalid arguments.
     """
     private = sorted(
         name for name in arguments if name.startswith("_") or name in ("output_kind", "skip_clone")
@@ -295,7 +265,7 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
         )
     found: dict[str, Any] = {**arguments, "logprobs": 0}
     if found.get("top_k") == -1:
-        found["top_k"] = 0  # every token
+        found["top_k"] = 0  # all tokens
     try:
         with as_value_errors():
             return to_sampling_params(found)
@@ -305,7 +275,7 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def as_value_errors() -> Iterator[None]:
-    """Turn vLLM's errors about what it was asked into ValueErrors, which they are no more (vLLM 0.32)."""
+    """Turn vLLM's errors about invalid requests into ValueErrors, which they no longer are in vLLM 0.32."""
     from vllm import exceptions  # pyright: ignore
 
     try:
@@ -315,9 +285,9 @@ def as_value_errors() -> Iterator[None]:
 
 
 def bind_cpu_workers(count: int) -> None:
-    """Give each of several workers on a CPU its part of the cores, unless the user has said which.
+    """Divide the cores among several workers on a CPU, unless the user has.
 
-    vLLM (0.32) would ask for as many NUMA nodes as workers. To be removed once it shares out cores itself.
+    vLLM (0.32) needs as many NUMA nodes as workers otherwise. To be removed once it divides cores itself.
     """
     from vllm.platforms import current_platform  # pyright: ignore
 
@@ -330,14 +300,14 @@ def bind_cpu_workers(count: int) -> None:
 
 
 def remove_shared_memory(names: set[str], folder: Path) -> None:
-    """Remove the files of workers that go by these names; another server with one of them could not start."""
+    """Remove the workers' files, which would prevent another server with one of these names from starting."""
     for name in names:
         for file in folder.glob(f"{name}-*cpushm*"):
             file.unlink(missing_ok=True)
 
 
 def _prompt(prompt: str | list[int], images: Sequence[str]) -> dict[str, Any]:
-    """A prompt as vLLM takes it; it turns the images' placeholders into their tokens."""
+    """A prompt in vLLM's format; vLLM replaces the images' placeholders by their tokens."""
     found: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     if images:
         found["multi_modal_data"] = {"image": [_image(image) for image in images]}
@@ -353,18 +323,13 @@ def _image(text: str) -> Any:
         raise ValueError(f"images must be PNG or JPEG in base64, got {text[:20]!r}...: {error}.") from None
 
 
-def _truncation(asked: Drawing) -> dict[str, Any] | None:
-    kept = asked.truncate_prompt_tokens
+def _truncation(body: SamplingBody) -> dict[str, Any] | None:
+    kept = body.truncate_prompt_tokens
     return None if kept is None else {"truncate_prompt_tokens": kept}
 
 
-def _completed(output: Any) -> dict[str, Any]:
-    ids, logprobs = drawn(output)
-    return {"ids": ids, "logprobs": logprobs, "finish_reason": output.finish_reason}
-
-
 def _listed(answers: Sequence[Any]) -> dict[str, Any]:
-    """Prompts, and the completions of all of them in one list: those of the first prompt come first."""
+    """The token ids of the prompts, and the completions of all of them in one list, ordered by prompt."""
     found = [drawn(output) for answer in answers for output in answer.outputs]
     return {
         "prompt_ids": [list(answer.prompt_token_ids) for answer in answers],
@@ -374,7 +339,7 @@ def _listed(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def to_sampling_params(settings: Mapping[str, Any]) -> Any:
-    """vLLM's `SamplingParams` of arguments as JSON has them."""
+    """vLLM's `SamplingParams` of JSON values."""
     from vllm import SamplingParams  # pyright: ignore
 
     found = dict(settings)
@@ -386,13 +351,13 @@ def to_sampling_params(settings: Mapping[str, Any]) -> Any:
 
 
 def drawn(output: Any) -> tuple[list[int], list[float]]:
-    """A completion's tokens, and the log-prob of each under the distribution that it was drawn from."""
+    """A completion's tokens, and their log-probs under the distribution that they were drawn from."""
     ids = list(output.token_ids)
     return ids, [step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)]
 
 
 def chunk_list(lst: list, n: int) -> list[list]:
-    """A list in `n` parts, the first of them one longer where it does not divide.
+    """A list in `n` parts of equal length; the first ones are one longer if `n` does not divide it.
 
     >>> chunk_list([1, 2, 3, 4, 5], 2)
     [[1, 2, 3], [4, 5]]
@@ -403,5 +368,5 @@ def chunk_list(lst: list, n: int) -> list[list]:
 
 
 def sanitize_logprob(logprob: Any) -> float | None:
-    """The number of a log-prob of vLLM's; None, which JSON has, where it is NaN."""
+    """The value of vLLM's log-prob; None for NaN, which JSON does not have."""
     return None if math.isnan(logprob.logprob) else logprob.logprob

@@ -1,4 +1,4 @@
-"""The client of `trl vllm-serve`: completions over HTTP, weights over a channel of their own."""
+"""The client of `trl vllm-serve`: completions over HTTP, weights over a `WeightChannel`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from trl.reporting.deadlines import start
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_TIMEOUT_S = 240.0  # for the meeting of all workers, and for each bucket of weights
-_NAMES_SHOWN = 5  # of the weights that a warning lists
+CHANNEL_TIMEOUT_S = 240.0  # for joining, and for each bucket of weights
+_NAMES_SHOWN = 5  # in a warning
 
 
 class VLLMClient:
-    """Talks to a server that was started with `trl vllm-serve`.
+    """Client of a server that was started with `trl vllm-serve`. It does not need vLLM.
 
-    `base_url` (such as http://10.0.0.7:8000) comes before `host` and `server_port`; the host 0.0.0.0 means this machine.
-    `group_port` is where the server's machine listens for the meeting of weight channels, `connection_timeout` how many seconds
-    to wait for the server here. `token` is the server's secret (None: TRL_VLLM_SERVER_TOKEN, or what a server of this machine
-    left). The package vllm is not needed on this side.
+    `base_url` (such as http://10.0.0.7:8000) takes precedence over `host` and `server_port`; the host 0.0.0.0 means this machine.
+    `group_port` is the port of the weight channel on the server's machine, `connection_timeout` the time to wait for the server
+    in seconds. `token` is the server's secret (None: TRL_VLLM_SERVER_TOKEN, or the file of a server on this machine).
 
-    Raises: ConnectionError where no server answers in time.
+    Raises: ConnectionError if no server answers in time.
 
     Example:
         >>> from trl.extras.vllm_client import VLLMClient
@@ -60,19 +59,17 @@ class VLLMClient:
         self.base_url, self.host, self.server_port = self._http.base_url, self._http.host, self._http.port
         self.group_port = group_port
         self._channel: WeightChannel | None = None
-        self._channel_name: str | None = None  # what the server calls it
+        self._channel_name: str | None = None  # given by the server
         self._joining: Future[WeightChannel] | None = None
-        self._warned = False  # of weights that the server keeps
+        self._warned = False  # about weights that the server was not sent
         self.check_server(connection_timeout)
 
-    # ---- the server
-
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server answers, for `total_timeout` seconds at most, asking every `retry_interval` seconds.
+        """Wait until the server answers, at most `total_timeout` seconds, with a request every `retry_interval` seconds.
 
-        Raises: ConnectionError where it does not.
+        Raises: ConnectionError if it does not.
         """
-        until, told = time.monotonic() + total_timeout, False
+        until, is_waiting = time.monotonic() + total_timeout, False
         while True:
             try:
                 self._http.get("/health/", timeout_s=max(5.0, retry_interval))
@@ -82,39 +79,35 @@ class VLLMClient:
                 if left <= 0:
                     raise ConnectionError(
                         f"No vLLM server answered at {self.base_url} within {total_timeout:g} s ({error.__cause__ or error}). Start one "
-                        "with `trl vllm-serve --model <model>` (it answers once the model is loaded), or set the host, the port and "
-                        "the time to wait."
+                        "with `trl vllm-serve --model <model>`, or change host, port or timeout."
                     ) from error
-                if not told:  # or a program that waits would look like one that hangs
-                    logger.warning(
-                        "No vLLM server answers at %s yet. Waiting up to %.0f s for it.", self.base_url, left
-                    )
-                    told = True
+                if not is_waiting:
+                    logger.warning("Waiting up to %.0f s for the vLLM server at %s.", left, self.base_url)
+                    is_waiting = True
                 time.sleep(min(retry_interval, left))
 
     def get_world_size(self) -> int:
-        """How many workers of vLLM take weights."""
+        """The number of vLLM's workers."""
         return int(self._http.get("/get_world_size/")["world_size"])
 
     def model(self) -> dict[str, Any]:
-        """What is served: `model`, `dtype`, `max_model_len` (tokens), `vocab_size`, `device`."""
+        """`model`, `dtype`, `max_model_len` (tokens), `vocab_size` and `device` of the server."""
         return self._http.get("/model/")
-
-    # ---- completions
 
     def complete(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A completion of each request, with `ids`, `logprobs` and `finish_reason`.
 
-        A request has `prompt_ids` and `sampling`, arguments of vLLM's `SamplingParams`. Raises: ServerLost where the server lost
-        the weights that it was sent, as it was started anew.
+        A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`).
+
+        Raises: ServerLost if the server lost the weights, for example by a restart.
         """
         answer = self._http.post("/complete/", {"requests": [dict(request) for request in requests]})
         self._check_channel(answer)
         found = answer["completions"]
-        if len(found) != len(requests):  # they could be those of somebody else
+        if len(found) != len(requests):
             raise RuntimeError(
-                f"The vLLM server at {self.base_url} gave {len(found)} completions for {len(requests)} requests. Start it anew; its log "
-                "says what went wrong."
+                f"The vLLM server at {self.base_url} gave {len(found)} completions for {len(requests)} requests. See its log, and "
+                "restart it."
             )
         return found
 
@@ -133,11 +126,11 @@ class VLLMClient:
         guided_decoding_regex: str | None = None,
         generation_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, list[list[Any]]]:
-        """`n` completions of each prompt, a text or its tokens: `prompt_ids` of each prompt, `completion_ids` and `logprobs` of
-        each completion, those of a prompt side by side.
+        """`n` completions of each prompt (a text or its token ids).
 
-        `images` are PIL images, one or a list for each prompt (None: none). `top_k` -1 and `top_p` 1 cut nothing;
-        `generation_kwargs` are further arguments of vLLM's `SamplingParams`.
+        Returns `prompt_ids` of each prompt, and `completion_ids` and `logprobs` of each completion, ordered by prompt. `images` are
+        PIL images, one or a list for each prompt (None: none). `top_k=-1` and `top_p=1` do not truncate. `generation_kwargs` are
+        further arguments of vLLM's `SamplingParams`.
         """
         sampling = _sampling(locals())
         if isinstance(prompts, str):
@@ -164,7 +157,7 @@ class VLLMClient:
         tools: list | None = None,
         chat_template: str | None = None,
     ) -> dict[str, list[list[Any]]]:
-        """The same of conversations, by the chat template of the server's tokenizer or the one given here."""
+        """`generate` for conversations, with the chat template of the server's tokenizer or another `chat_template`."""
         sampling = _sampling(locals())
         template = {
             "chat_template_kwargs": chat_template_kwargs,
@@ -177,10 +170,8 @@ class VLLMClient:
         return self._http.post("/chat/", {"messages": shown, **sampling, **template})
 
     def reset_prefix_cache(self) -> None:
-        """Have the server forget the prompts it has read."""
+        """Clear the server's prefix cache."""
         self._http.post("/reset_prefix_cache/")
-
-    # ---- weights
 
     @property
     def is_connected(self) -> bool:
@@ -188,16 +179,14 @@ class VLLMClient:
         return self._channel is not None
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Open the weight channel, from `device` (NCCL between GPUs, else gloo). A server has one: an older one is closed.
+        """Join the weight channel with tensors on `device` (NCCL between GPUs, else gloo). It replaces the server's older one.
 
-        Raises: ConnectionError where the workers cannot be met.
+        Raises: ConnectionError if the workers do not join.
         """
         self._drop_channel()
-        if self._joining is not None:  # an attempt that failed must not take part in this meeting
+        if self._joining is not None:  # a failed attempt must end first
             wait([self._joining])
-        self._http.post(
-            "/close_communicator/"
-        )  # or the new sender would find the meeting place of the older one
+        self._http.post("/close_communicator/")  # frees the port of an older channel
         size, place = self.get_world_size() + 1, _device(device)
         backend = "nccl" if place.type == "cuda" and self.model().get("device") == "cuda" else "gloo"
         how: Any = {"backend": backend, "device": place, "timeout_s": CHANNEL_TIMEOUT_S}
@@ -216,13 +205,12 @@ class VLLMClient:
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Send all weights of a checkpoint, by their names.
 
-        Raises: ServerLost where the server has no channel to this program (any more), RuntimeError for what fails there.
+        Raises: ServerLost if the server has no channel to this program, RuntimeError if loading fails there.
         """
         self.send_weights(weights, weights.values())
 
     def send_weights(self, shapes: Mapping[str, Tensor], weights: Iterable[Tensor]) -> None:
-        """The same with `weights` that are made one after the other, in this thread, in the order of `shapes`: tensors by their
-        names, which only tell dtypes and shapes (on the device meta)."""
+        """Send `weights`, which are produced one after another, in the order of `shapes`: tensors without data by their names."""
         described = [_described(name, weight) for name, weight in shapes.items()]
         self._send("/update_weights/", {"weights": described}, weights)
 
@@ -231,28 +219,27 @@ class VLLMClient:
         self._send("/update_named_param/", _described(name, weights), [weights])
 
     def update_model_params(self, model: nn.Module) -> None:
-        """Send all weights of a model, LoRA adapters added to copies of them, a layer at a time.
+        """Send all weights of a model, with LoRA adapters added to copies, a layer at a time.
 
-        Raises: ValueError for weights of which other processes have parts.
+        Raises: ValueError for weights that are sharded over processes.
         """
         parts = WeightParts(model)
         if parts.is_sharded and process_count() > 1:
             raise ValueError(
-                "model is sharded (ZeRO-3 or FSDP), expected whole weights: one process alone cannot gather them. Let "
-                "VLLMServerEngine send them, whose sync_weights is called in all processes."
+                "model is sharded (ZeRO-3 or FSDP), which one process cannot gather. Use VLLMServerEngine.sync_weights in all processes."
             )
         with parts.read() as weights:
             self.send_weights(parts.shapes, (weight for _, weight in weights))
 
     def close_communicator(self) -> None:
-        """Close the weight channel. Nothing happens where there is none, where the server is gone, or has one to another program."""
+        """Close the weight channel, if it is open. A server that does not answer, or serves another program, is left alone."""
         is_open, name = self.is_connected, self._channel_name
         self._drop_channel()
         if is_open:
             try:
                 self._http.post("/close_communicator/", {"channel": name}, timeout_s=10.0)
             except (OSError, RuntimeError):
-                return  # gone, or another one by now: that closed it
+                return  # the server is gone, or another one runs there
 
     def _send(self, path: str, body: dict[str, Any], tensors: Iterable[Tensor]) -> None:
         channel = self._channel
@@ -265,48 +252,41 @@ class VLLMClient:
 
         def close_on_failure(sending: Future[Any]) -> None:
             if sending.exception() is not None:
-                channel.close()  # or the sending would wait for a receiver
+                channel.close()  # sending would wait for a receiver
 
         update = start(lambda: self._http.post(path, body), "weight-update").future
         update.add_done_callback(close_on_failure)
         try:
-            channel.await_receivers()  # the server may have other requests to answer first
+            channel.await_receivers()  # the server may answer other requests first
             with _on(channel.device):
-                channel.send(tensors)  # in this thread: reading them may be work of all processes
+                channel.send(tensors)  # in this thread, because all processes may gather them together
             answer = update.result()
-        except Exception as error:
-            self._drop_channel()  # or the server would wait for the rest
-            failure = update.exception()
-            if failure is not None and failure is not error and isinstance(error, ConnectionError):
+        except BaseException as error:
+            self._drop_channel()  # the server would wait for the rest
+            failure = update.exception() if isinstance(error, Exception) else None
+            if isinstance(error, ConnectionError) and failure is not None and failure is not error:
                 raise failure from error
-            raise  # could not be read here: the server only knows that they did not come
-        except BaseException:
-            self._drop_channel()
             raise
-        self._warn_of_kept(answer.get("kept") or [])
-
-    def _warn_of_kept(self, names: Sequence[str]) -> None:
-        """Say once for a channel which weights of the server's model did not come."""
-        if names and not self._warned:
+        names = answer.get("kept") or []
+        if names and not self._warned:  # once for each channel
+            self._warned = True
             shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
             logger.warning(
                 "The vLLM server at %s keeps its own values of %d weights that it was not sent: %s. Start it with the model that is "
-                "trained, unless that is what you want.",
-                self.base_url, len(names), shown,
+                "trained, unless this is intended.", self.base_url, len(names), shown,
             )  # fmt: skip
-            self._warned = True
 
     def _check_channel(self, answer: Mapping[str, Any]) -> None:
-        """Raise where the server's weights are not those that came through this channel."""
+        """Raise if the server's weights are not those sent through this channel."""
         if self._channel_name is None or answer.get("channel") == self._channel_name:
             return
         self._drop_channel()
         if answer.get("channel") is None:
             raise ServerLost(
-                f"The vLLM server at {self.base_url} has lost the weights it was sent: it was started anew, or a transfer failed."
+                f"The vLLM server at {self.base_url} has lost its weights: it was restarted, or a transfer failed."
             )
         raise RuntimeError(
-            f"The vLLM server at {self.base_url} has been given weights by another program since. Give each run a server of its own."
+            f"The vLLM server at {self.base_url} has been given weights by another program. Use one server for each run."
         )
 
     def _drop_channel(self) -> None:
@@ -317,7 +297,7 @@ class VLLMClient:
 
 
 def pil_to_base64(image: Any) -> str:
-    """A PIL image as the text of its PNG file in base64."""
+    """A PIL image as a PNG file in base64."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode("ascii")
@@ -341,7 +321,7 @@ def _encoded(images: Any) -> Any:
 
 
 def _without_pixels(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its images as addresses that hold them."""
+    """A message with its images as data URLs."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -360,15 +340,15 @@ def _described(name: str, weight: Tensor) -> dict[str, Any]:
 
 
 def _device(given: torch.device | str | int) -> torch.device:
-    """A device; a number means that GPU, or the CPU where there is none."""
+    """A device; a number means that GPU, or the CPU without GPUs."""
     if isinstance(given, int):
         return torch.device("cuda", given) if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(given)
     if device.type != "cuda" or device.index is not None:
         return device
-    return torch.device("cuda", torch.cuda.current_device())  # that of this thread: others join and send
+    return torch.device("cuda", torch.cuda.current_device())  # other threads may have another one
 
 
 def _on(device: torch.device) -> Any:
-    """The device as the current one of this thread."""
+    """Make the device this thread's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

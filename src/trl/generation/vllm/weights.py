@@ -115,11 +115,11 @@ class Piece:
         return {f"{self.place}.{name}" if self.place else name: value for name, value in found.items()}
 
     def _without_adapters(self) -> nn.Module:
-        module = self.module
-        if not self.is_adapted or (isinstance(module, nn.Linear) and not _has_saved_copy(module)):
+        module, is_linear = self.module, isinstance(self.module, nn.Linear)
+        if not self.is_adapted:
             return module
         if not _has_saved_copy(module):
-            return module.get_base_layer()
+            return module if is_linear else module.get_base_layer()
         if module.disable_adapters or not module.active_adapters:
             return module.original_module
         return module.modules_to_save[module.active_adapters[0]]

@@ -1,4 +1,4 @@
-"""What each of vLLM's workers can do besides generating: receive weights from a trainer over a `WeightChannel`."""
+"""Extension of vLLM's workers, which receive weights over a `WeightChannel`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from trl.generation.serving.weight_channel import WeightChannel
 
 logger = logging.getLogger(__name__)
-_MEETING_S = 300.0  # longest wait for the others of a channel
-NamedEntry = Sequence[Any]  # a weight to come: its name, its dtype ("float32") and its shape
+_JOINING_S = 300.0
+NamedEntry = Sequence[Any]  # name, dtype ("float32") and shape of a weight
 
 
 class WeightReceiver:
-    """Given to vLLM as `worker_extension_cls`: each worker inherits it, and is one receiver of the channel.
+    """vLLM's `worker_extension_cls`: each worker inherits it, and is one receiver of the channel.
 
-    The methods return what went wrong, None where nothing did, and never raise: the executor of several workers (vLLM
-    0.32) stops reading at the first that raises, and would take the others' answers for those to its next question.
+    The methods return an error's text or None and never raise, because the executor of several workers (vLLM 0.32) stops reading
+    at the first error, and mistakes the other answers for those of its next call.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class WeightReceiver:
     def join_weight_channel(
         self, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float
     ) -> str | None:
-        """Meet the sender and the other workers at `host:port`, where the first worker listens."""
+        """Join the channel at `host:port`, where the first worker listens."""
         self.leave_weight_channel()
         try:
             self.weight_channel = WeightChannel.join(
@@ -51,9 +51,9 @@ class WeightReceiver:
         return None
 
     def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | None:
-        """Receive the weights of `entries` and load them; a channel on which that failed is left.
+        """Receive the weights of `entries` and load them; after an error the channel is closed.
 
-        `whole` says that they are all weights of a checkpoint, named as there.
+        `whole`: they are all weights of a checkpoint, with its names.
         """
         if self.weight_channel is None:
             return "no weight channel has been joined. Call init_communicator first."
@@ -68,18 +68,20 @@ class WeightReceiver:
         except Exception as error:
             logger.error("Loading %s failed:\n%s", arriving.at, traceback.format_exc())
             self.leave_weight_channel()
-            said = f"loading {arriving.at} failed with {type(error).__name__}: {error}"
+            text = f"loading {arriving.at} failed with {type(error).__name__}: {error}"
             try:
                 if whole:
                     self._end_reload()
             except Exception as later:
-                said += f"; nor could the model be put together again ({type(later).__name__}: {later}). Start the server anew"
-            return said
+                text += (
+                    f"; restoring the model failed, too ({type(later).__name__}: {later}). Restart the server"
+                )
+            return text
         return None
 
     def kept_weights(self) -> list[str]:
-        """The parameters of the model that the last whole update did not reach, of which vLLM only says something in its log. None
-        for models that do not say what they load, and for quantised ones."""
+        """The model's parameters that the last whole update did not load; none for quantised models, and for models that do not
+        return what they load."""
         return list(self.weights_kept)
 
     def _reload_and_compare(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -100,9 +102,9 @@ class WeightReceiver:
             self.weights_kept = sorted(names - loaded[-1])
 
     def end_with(self, server: int) -> None:
-        """End vLLM's engine, and with it this worker, when the process `server` is gone without having done so itself.
+        """End vLLM's engine, and with it this worker, when the process `server` has ended.
 
-        vLLM (0.32) would stay, with its memory, after a server that was killed. To be removed once it does not.
+        The engine of vLLM (0.32) survives a server that is killed. To be removed once it does not.
         """
         if not hasattr(os, "pidfd_open"):  # on Linux only
             return
@@ -110,20 +112,20 @@ class WeightReceiver:
         threading.Thread(target=_end_after, args=(os.pidfd_open(server), engine), daemon=True).start()
 
     def shared_memory_name(self) -> str | None:
-        """What the names of this worker's files in shared memory start with; None for workers without such files.
+        """The prefix of this worker's files in shared memory; None without such files.
 
-        Workers on CPUs (vLLM 0.32) leave them behind. To be removed once they do not.
+        Workers on CPUs (vLLM 0.32) do not remove them. To be removed once they do.
         """
         return os.environ.get("VLLM_DIST_IDENT")
 
     def leave_weight_channel(self) -> None:
-        """Leave the channel, if one was joined."""
+        """Leave the channel, if it is open."""
         channel, self.weight_channel = self.weight_channel, None
         if channel is not None:
             channel.close()
 
     def _end_reload(self) -> None:
-        """Make the model whole again, though of mixed weights, after a reload that broke off: the next one needs that."""
+        """Finish a reload that failed, with mixed weights, which the next reload needs."""
         from vllm.config import set_current_vllm_config  # pyright: ignore
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore
             finalize_layerwise_reload,
@@ -134,33 +136,33 @@ class WeightReceiver:
 
 
 class WeightSyncWorkerExtension(WeightReceiver):
-    """A `WeightReceiver` whose methods raise: `worker_extension_cls` of a vLLM that a program makes for itself."""
+    """A `WeightReceiver` whose methods raise, as `worker_extension_cls` of a program's own vLLM."""
 
     client_rank: int | None = None
 
     @property
     def communicator(self) -> WeightChannel | None:
-        """The channel that was joined, None where none was."""
+        """The channel, None if it was not joined."""
         return self.weight_channel
 
     def init_communicator(self, host: str, port: int, world_size: int, client_device_uuid: str) -> None:
-        """Meet the client and the other workers, `world_size` processes altogether, at `host:port`.
+        """Join the client and the other workers, `world_size` processes altogether, at `host:port`.
 
-        Raises: RuntimeError where they do not meet, and where the client trains on this worker's GPU.
+        Raises: RuntimeError if that fails, and if the client trains on this worker's GPU.
         """
         on_gpu = self.device.type == "cuda"
         if on_gpu and str(torch.cuda.get_device_properties(self.device).uuid) == client_device_uuid:
             raise RuntimeError("The client trains on the GPU of this worker. Give each a device of its own.")
         backend = "nccl" if on_gpu else "gloo"
-        _raise(self.join_weight_channel(host, port, world_size, backend, _MEETING_S))
+        _raise(self.join_weight_channel(host, port, world_size, backend, _JOINING_S))
         self.client_rank = 0
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Receive one weight and load it. Raises: RuntimeError where that fails."""
+        """Receive one weight and load it. Raises: RuntimeError if that fails."""
         _raise(self.receive_weights([(name, dtype.removeprefix("torch."), shape)], whole=False))
 
     def close_communicator(self) -> None:
-        """Leave the channel, if one was joined."""
+        """Leave the channel, if it is open."""
         self.leave_weight_channel()
         self.client_rank = None
 
@@ -171,7 +173,7 @@ def _raise(failure: str | None) -> None:
 
 
 class Arriving:
-    """Name and tensor of each weight of `entries`, as they arrive; `at` says which one it is at."""
+    """Names and tensors of the weights of `entries` as they arrive; `at` describes the current one."""
 
     def __init__(self, channel: WeightChannel, entries: Sequence[NamedEntry]) -> None:
         self.at = "no weight"
@@ -181,7 +183,7 @@ class Arriving:
         return self._tensors
 
     def take_rest(self) -> None:
-        """Take what the model did not ask for: the sender waits until all is taken."""
+        """Receive what the model did not read, because the sender waits for it."""
         for _ in self._tensors:
             pass
 
@@ -193,6 +195,6 @@ class Arriving:
 
 
 def _end_after(process: int, engine: int) -> None:
-    """Tell `engine` to end once the process of a file descriptor is gone."""
+    """End `engine` after the process of a file descriptor has ended."""
     select.select([process], [], [])
     os.kill(engine, signal.SIGTERM)
