@@ -233,7 +233,7 @@ BAD = [
     ("/generate/", {"prompts": ["a"], "n": True}, "n: Input should be a valid integer"),
     ("/generate/", {"prompts": ["a"], "truncate_prompt_tokens": "2"}, "truncate_prompt_tokens"),
     ("/generate/", {"prompts": ["a", {}]}, "prompts.1"),
-    ("/generate/", {"prompts": ["a"], "images": []}, "images must have one entry for each of 1 prompts, got 0"),
+    ("/generate/", {"prompts": ["a"], "images": []}, "images must have one entry for each of 1 prompts"),
     ("/chat/", {"messages": ["hello"]}, "messages.0"),
     ("/chat/", {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]]}, "Send the image itself"),
     ("/init_communicator/", {"port": 51216, "world_size": 2, "backend": "gloo"}, "world_size must be 3"),
