@@ -235,7 +235,7 @@ BAD = [
     ("/generate/", {"prompts": ["a", {}]}, "prompts.1"),
     ("/generate/", {"prompts": ["a"], "images": []}, "images must have one entry for each of 1 prompts"),
     ("/chat/", {"messages": ["hello"]}, "messages.0"),
-    ("/chat/", {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]]}, "Send the image itself"),
+    ("/chat/", {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]]}, "must be text, or images as base64 or data URLs"),
     ("/init_communicator/", {"port": 51216, "world_size": 2, "backend": "gloo"}, "world_size must be 3"),
     ("/init_communicator/", {"port": 0, "world_size": 3, "backend": "gloo"}, "port: "),
     ("/init_communicator/", {"port": 51216, "world_size": 3, "backend": "mpi"}, "backend: "),

@@ -169,7 +169,7 @@ def test_a_server_that_is_started_anew_gets_the_weights_again(group_port, caplog
             found = found_of("plain", given=given, served=asks(url, group_port))[1]
     assert_same(found, expected, 1e-9)
     assert len(first.received) == 1 and len(second.received) == 2
-    assert "has lost the weights it was sent" in caplog.text
+    assert "has lost its weights" in caplog.text
 
 
 def test_a_server_whose_engine_died_is_one_that_ended(group_port):

@@ -147,7 +147,7 @@ def test_a_model_that_cannot_be_put_together_again_is_told_too(monkeypatch):
     monkeypatch.setattr(Worker, "_end_reload", fails)
     with joined() as (worker, sender):
         said, _ = sent(worker, sender, {"bad": torch.ones(2, 2)}, whole=True)
-        assert said.startswith("loading bad (float32, [2, 2]) failed with KeyError: 'bad'; nor could")
+        assert said.startswith("loading bad (float32, [2, 2]) failed with KeyError: 'bad'; restoring")
         assert "RuntimeError: no" in said
 
 
