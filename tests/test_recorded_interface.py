@@ -170,6 +170,19 @@ def test_config_fields():
     assert config_fields() == RECORDED["configs"]
 
 
+@pytest.mark.parametrize("path", RECORDED.get("configs", ()))
+def test_config_fields_are_explained(path):
+    """Every field has a help text; a config that is a table of fields lists its own in its docstring."""
+    kind = public_objects()[path]
+    if not issubclass(kind, TrainingArguments):
+        return
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for field in dataclasses.fields(kind):
+        assert field.metadata.get("help"), field.name
+        assert field.name in inherited or f"{field.name} (`" in (kind.__doc__ or ""), field.name
+    assert json.loads(json.dumps(kind("out", use_cpu=True).to_dict()))["output_dir"] == "out"
+
+
 @pytest.mark.parametrize("method", RUNS)
 def test_metric_names(method):
     assert RUNS[method]() == RECORDED["metrics"][method]

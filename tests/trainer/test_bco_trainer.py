@@ -1,6 +1,5 @@
 """BCO: its numbers by hand, however a step is cut; the running delta, prompt matching, resumption, bad input."""
 
-import dataclasses
 import math
 import sys
 
@@ -21,7 +20,6 @@ from tests.trainer.kto_runs import (
     step,
 )
 from tests.trainer.resume_worker import tokenizer
-from trl.trainer.bco_config import BCOConfig
 from trl.trainer.bco_trainer import BCOTrainer
 
 BETA = 0.3
@@ -180,10 +178,6 @@ def test_rows_of_one_kind_cannot_be_matched():
     with pytest.raises(ValueError, match="no undesirable prompt"):
         data = Dataset.from_list([{**rows()[0], "embedding_input_ids": [3]}] * 8)
         make(**MATCHED, train_dataset=data)
-
-
-def test_every_field_has_help():
-    assert all(field.metadata.get("help") for field in dataclasses.fields(BCOConfig))
 
 
 def test_the_call_of_0_11():

@@ -8,56 +8,11 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from trl.options.older import LegacyTrainingArguments
 from trl.trainer.sft_config import SFTConfig
-
-# The whole table of level 0.26: field -> default, as declared.
-DEFAULTS = {
-    "learning_rate": 2e-5,
-    "logging_steps": 10,
-    "bf16": None,
-    "gradient_checkpointing": True,
-    "model_init_kwargs": None,
-    "chat_template_path": None,
-    "dataset_text_field": "text",
-    "dataset_kwargs": None,
-    "dataset_num_proc": None,
-    "eos_token": None,
-    "pad_token": None,
-    "max_length": 1024,
-    "shuffle_dataset": False,
-    "packing": False,
-    "packing_strategy": "bfd",
-    "padding_free": False,
-    "pad_to_multiple_of": None,
-    "eval_packing": None,
-    "completion_only_loss": None,
-    "assistant_only_loss": False,
-    "loss_type": "nll",
-    "activation_offloading": False,
-    "resume_without": None,
-}
-OLDER = dict.fromkeys(["max_seq_length", *LegacyTrainingArguments.__annotations__])
-
-
-def declared(kind):
-    defaults = {}
-    for field in dataclasses.fields(kind):
-        factory = field.default_factory
-        defaults[field.name] = field.default if factory is dataclasses.MISSING else factory()
-    return defaults
 
 
 def config(tmp_path, **given):
     return SFTConfig(str(tmp_path), use_cpu=True, **given)
-
-
-def test_every_default():
-    base = declared(TrainingArguments)
-    ours = {
-        name: value for name, value in declared(SFTConfig).items() if name not in base or base[name] != value
-    }
-    assert ours == {**DEFAULTS, **OLDER}
 
 
 @pytest.mark.parametrize(
@@ -91,20 +46,6 @@ def test_arguments_of_transformers_4_move_with_one_warning(tmp_path, older, plac
 def test_a_warmup_ratio_beyond_its_range_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="warmup_ratio"):
         config(tmp_path, warmup_ratio=3)
-
-
-def test_values_of_a_config_on_a_cpu(tmp_path):
-    args = config(tmp_path)
-    resolved = {**DEFAULTS, "bf16": False}
-    assert {name: getattr(args, name) for name in resolved} == resolved
-
-
-def test_every_field_has_a_help_text_and_stands_in_the_docstring():
-    base = declared(TrainingArguments)
-    for field in dataclasses.fields(SFTConfig):
-        assert field.metadata.get("help"), field.name
-        if field.name not in base:
-            assert f"    {field.name} (`" in (SFTConfig.__doc__ or "")
 
 
 def test_the_first_positional_argument_is_output_dir(tmp_path):
