@@ -238,7 +238,7 @@ def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list) ->
     if len(waiting) != len(images):
         raise ValueError(
             f"{len(images)} images for {len(waiting)} image places in the messages, expected as many. Give one image for "
-            'each {"type": "image"} part.'
+            "each {\"type\": \"image\"} part, in a column 'images' or 'image'."
         )
     for part, image in zip(waiting, images, strict=True):
         part["image"] = image

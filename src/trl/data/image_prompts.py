@@ -1,4 +1,4 @@
-"""Prompts with images: their text with a placeholder for each image, up to the point where a policy goes on."""
+"""Prompts with images: their text with a placeholder for each image, up to where a policy continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datasets import Dataset
 from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.image_rows import ImageRows, TextHalves, check_every_row, first_texts, image_column
 from trl.data.prompts import PROMPT_IDS
-from trl.data.rendering import Chat, Message, TemplateRefusal, render_prompt, text_tokenizer
+from trl.data.rendering import Chat, Message, render_prompt, text_tokenizer
 from trl.data.tokenization import single_begin
 from trl.data.validation import Place, SFTRowType
 
@@ -23,18 +23,16 @@ class ImagePrompts(ImageRows):
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def halves(self, row: Mapping[str, Any], index: int, images: list[Any]) -> TextHalves:
-        """The text of a prompt, ready for the processor and to be gone on from, with a placeholder for each image.
+        """The text of a prompt, ready for the processor, with a placeholder for each image.
 
         Raises: ValueError or TypeError naming row and column.
         """
         if not self.row_type.is_conversational:
             return self.texts(row, index, images)
         messages, _ = self.conversation(row, index, images)
-        place = self.place(index, "prompt")
-        try:
-            text = render_prompt(self.processor, self._chat(row, index, messages))
-        except TemplateRefusal as error:
-            raise ValueError(f"{place}: {error}") from error
+        place, chat = self.place(index, "prompt"), self._chat(row, index, messages)
+        with place.named():
+            text = render_prompt(self.processor, chat)
         return self._counted(TextHalves(text, ""), images, place)
 
     def text(self, row: Mapping[str, Any], index: int, images: list[Any]) -> str:

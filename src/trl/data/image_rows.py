@@ -5,7 +5,7 @@ without decoding an image is checked before the first step.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -16,22 +16,9 @@ from datasets import Dataset, Image, IterableDataset, LargeList, List
 from transformers import ProcessorMixin
 from transformers.image_utils import is_valid_image
 
-from trl.data.formats import (
-    column_names,
-    maybe_convert_to_chatml,
-    prepare_multimodal_messages,
-    remove_none_values,
-)
-from trl.data.rendering import (
-    Chat,
-    Message,
-    TemplateRefusal,
-    read_tools,
-    render,
-    split_rendering,
-    template_source,
-    text_tokenizer,
-)
+from trl.data.formats import column_names, maybe_convert_to_chatml, prepare_multimodal_messages
+from trl.data.rendering import Chat, Message, render, split_rendering, template_source, text_tokenizer
+from trl.data.tokenization import template_inputs
 from trl.data.validation import (
     Place,
     SFTRowType,
@@ -91,12 +78,6 @@ def refuse_images(dataset: Any, *, name: str) -> None:
             "SFTTrainer, DPOTrainer, GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have "
             "them; or remove the column."
         )
-
-
-def image_placeholder(processor: ProcessorMixin) -> str | None:
-    """The text that the processor replaces by an image's tokens, where it says."""
-    token = getattr(processor, "image_token", None)
-    return None if token is None else str(token)
 
 
 def image_row_type(
@@ -160,7 +141,9 @@ class ImageRows:
 
     @property
     def placeholder(self) -> str | None:
-        return image_placeholder(self.processor)
+        """The text that the processor replaces by an image's tokens; None where it does not say."""
+        token = getattr(self.processor, "image_token", None)
+        return None if token is None else str(token)
 
     def halves(self, row: Mapping[str, Any], index: int, images: list[Any]) -> TextHalves:
         """The text of a row, ready for the processor: it ends with a stop token and has a placeholder for each image.
@@ -172,14 +155,13 @@ class ImageRows:
         messages, prompt_length = self.conversation(row, index, images)
         chat = self._chat(row, index, messages)
         place = self.place(index, self.row_type.columns[-1])
-        try:
-            if not prompt_length:
-                return self._counted(TextHalves("", render(self.processor, chat)), images, place)
-            prompt = chat._replace(messages=messages[:prompt_length])
-            halves = split_rendering(self.processor, prompt, messages[prompt_length:])
-        except TemplateRefusal as error:
-            raise ValueError(f"{place}: {error}") from error
-        return self._counted(TextHalves(*halves), images, place)
+        with place.named():
+            if prompt_length:
+                prompt = chat._replace(messages=messages[:prompt_length])
+                found = TextHalves(*split_rendering(self.processor, prompt, messages[prompt_length:]))
+            else:
+                found = TextHalves("", render(self.processor, chat))
+        return self._counted(found, images, place)
 
     def check(self, row: Mapping[str, Any], index: int, images: list[Any], *, is_rendered: bool) -> None:
         """Raise what `halves` raises; what only rendering shows is left out unless `is_rendered`."""
@@ -196,19 +178,13 @@ class ImageRows:
         """All messages of a row with the images in their places, and how many of them are the prompt."""
         converted = maybe_convert_to_chatml(dict(row))
         roles = accepted_roles(template_source(self.processor))
-        columns = self.row_type.columns
-        turns = [
-            check_messages(converted.get(column), self.place(index, column), roles=roles)
-            for column in columns
-        ]
-        for column, messages in zip(columns, turns, strict=True):
-            self._check_no_placeholder(messages, self.place(index, column))
-        try:
+        turns = []
+        for column in self.row_type.columns:
+            place = self.place(index, column)
+            turns.append(check_messages(converted.get(column), place, roles=roles))
+            self._check_no_placeholder(turns[-1], place)
+        with self.place(index, self.column or self.row_type.columns[0]).named():
             placed = prepare_multimodal_messages([message for turn in turns for message in turn], images)
-        except (ValueError, TypeError) as error:
-            raise type(error)(
-                f"{self.place(index, self.column or columns[0])}: {error}{self._hint()}"
-            ) from error
         return placed, len(turns[0]) if len(turns) == 2 else 0
 
     def texts(self, row: Mapping[str, Any], index: int, images: list[Any]) -> TextHalves:
@@ -218,42 +194,35 @@ class ImageRows:
             check_text(row.get(column), self.place(index, column), may_be_empty=column == "prompt")
             for column in columns
         ]
-        found = sum(text.count(self.placeholder) for text in texts) if self.placeholder else len(images)
-        if found != len(images):
-            raise ValueError(
-                f"{self.place(index, self.column or columns[0])}: {len(images)} images for {found} placeholders "
-                f"{self.placeholder!r} in the text, expected as many. Write one where each image belongs.{self._hint()}"
-            )
-        return TextHalves(texts[0], texts[1]) if len(texts) == 2 else TextHalves("", texts[0])
-
-    def _hint(self) -> str:
-        return "" if self.column else " The rows have no column 'images' or 'image'."
+        halves = TextHalves(*texts) if len(texts) == 2 else TextHalves("", texts[0])
+        return self._counted(halves, images, self.place(index, self.column or columns[0]))
 
     def _check_no_placeholder(self, messages: list[Message], place: Place) -> None:
         """The placeholder belongs to the template: written out in a message, it would stand for one image more."""
         if not self.placeholder:
             return
         for index, message in enumerate(messages):
-            if any(self.placeholder in text for text in _texts_of(message)):
+            content = message.get("content") or []
+            parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
+            if any(isinstance(part, str) and self.placeholder in part for part in parts):
                 raise ValueError(
                     f"{place}, message {index}: the text holds the placeholder {self.placeholder!r}, which the chat "
                     'template writes itself. Remove it, or write {"type": "image"} parts where images belong.'
                 )
 
     def _chat(self, row: Mapping[str, Any], index: int, messages: list[Message]) -> Chat:
-        try:
-            tools = read_tools(row.get("tools"))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{self.place(index, 'tools')}: {error}") from error
-        return Chat(messages, tools, remove_none_values(row.get("chat_template_kwargs") or {}))
+        return Chat(messages, *template_inputs(row, self.place(index, "tools")))
 
     def _counted(self, halves: TextHalves, images: list[Any], place: Place) -> TextHalves:
         found = sum(half.count(self.placeholder) for half in halves) if self.placeholder else len(images)
         if found != len(images):
-            raise ValueError(
-                f"{place}: the chat template writes the placeholder {self.placeholder!r} {found} times for "
-                f"{len(images)} images, expected as many. Use the processor's own chat template."
+            remedy = (
+                "Use the processor's own chat template."
+                if self.row_type.is_conversational
+                else "Write one where each image belongs, and give the images in a column 'images' or 'image'."
             )
+            given = f"{len(images)} images for {found} placeholders {self.placeholder!r} in the text"
+            raise place.error(given, "as many", remedy)
         return halves
 
     def _closed(self, halves: TextHalves) -> TextHalves:
@@ -268,12 +237,6 @@ class ImageRows:
         if end and not completion.endswith(end) and tokenizer.eos_token_id not in written:
             completion += end
         return TextHalves(prompt, completion)
-
-
-def _texts_of(message: Message) -> Iterator[str]:
-    content = message.get("content") or []
-    parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
-    return (part for part in parts if isinstance(part, str))
 
 
 # ---- a whole data set
@@ -311,11 +274,10 @@ def first_texts(dataset: Dataset | IterableDataset, column: str | None, *, name:
 
     Raises: ValueError where there is no row.
     """
-    if is_stored(dataset):
-        found = {} if len(dataset) else None  # a data set of images only has rows without columns
-        found = next(iter(_texts(dataset, column)), found)
-    else:
-        found = next(iter(dataset), None)
+    rows = _texts(dataset, column) if is_stored(dataset) else dataset
+    found = next(iter(rows), None)
+    if found is None and is_stored(dataset) and len(dataset):
+        return {}  # a data set of images only has rows without columns
     if found is None:
         raise ValueError(
             f"{name} dataset: no rows, expected at least one with images. Check its file and filters."
