@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tensors.test_local_loss import COUNT, nll, plain_loss, with_entropy
+from tests.tensors.test_local_loss import COUNT, clipped, nll, plain_loss
 from tests.tensors.test_logprobs import RULES, LargestTensor, assert_close, gradients, inputs, plain_scores
 from trl.tensors.any_head import local_loss_through, token_scores_through
 from trl.tensors.softmax_rows import LogitRule, Statistics
@@ -35,10 +35,8 @@ def test_any_head_equals_its_merged_weight(rule, chunk_size):
     hidden, weight, targets, bias = inputs(COUNT)
     head = LowRankHead(weight.requires_grad_(False), bias)
     leaves = (hidden, head.down, head.up, bias)
-    expected = plain_loss(with_entropy, hidden, head.merged(), targets, bias, RULES[rule])
-    found = local_loss_through(
-        head, hidden, targets, with_entropy, rule=RULES[rule], entropy_in_loss=True, chunk_size=chunk_size
-    )
+    expected = plain_loss(clipped, hidden, head.merged(), targets, bias, RULES[rule])
+    found = local_loss_through(head, hidden, targets, clipped, rule=RULES[rule], chunk_size=chunk_size)
     assert_close(found.values, expected.detach(), 1e-10)
     for ours, theirs in zip(gradients(found.total, *leaves), gradients(expected.sum(), *leaves), strict=True):
         assert_close(ours, theirs, 1e-10)

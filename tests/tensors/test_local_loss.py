@@ -33,16 +33,11 @@ def clipped(logps, rows):
     return -torch.min(ratio * ADVANTAGES[rows], ratio.clamp(0.8, 1.2) * ADVANTAGES[rows])
 
 
-def with_entropy(logps, rows, entropies):
-    return -logps * WEIGHTS[rows] - 0.1 * entropies * (1 - WEIGHTS[rows])
-
-
-LOSSES = {"nll": nll, "dft": dft, "clipped": clipped, "entropy": with_entropy}
+LOSSES = {"nll": nll, "dft": dft, "clipped": clipped}
 
 
 def plain_loss(loss_of, hidden, weight, targets, bias, rule):
-    logps, entropies, _ = plain_scores(hidden, weight, targets, bias, rule)
-    return loss_of(logps, slice(0, COUNT), *([entropies] if loss_of is with_entropy else []))
+    return loss_of(plain_scores(hidden, weight, targets, bias, rule)[0], slice(0, COUNT))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -60,7 +55,6 @@ def test_equals_plain_logits(loss, rule, chunk_size):
         bias=bias,
         rule=RULES[rule],
         wanted=Statistics(correct=True),
-        entropy_in_loss=loss == "entropy",
         chunk_size=chunk_size,
     )
     assert_close(found.values, values.detach(), 1e-10)
@@ -70,14 +64,12 @@ def test_equals_plain_logits(loss, rule, chunk_size):
         assert_close(ours, theirs, 1e-10)
 
 
-@pytest.mark.parametrize("loss", ["nll", "entropy"])
+@pytest.mark.parametrize("loss", ["nll", "clipped"])
 def test_float32_to_1e6(loss):
     hidden, weight, targets, bias = inputs(COUNT, dtype=torch.float32)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     values = plain_loss(LOSSES[loss], wide[0], wide[1], targets, wide[2], LogitRule())
-    found = local_loss(
-        hidden, weight, targets, LOSSES[loss], bias=bias, entropy_in_loss=loss == "entropy", chunk_size=4
-    )
+    found = local_loss(hidden, weight, targets, LOSSES[loss], bias=bias, chunk_size=4)
     assert_close(found.total.double(), values.sum(), 1e-6)
     for ours, theirs in zip(
         gradients(found.total, hidden, weight, bias), gradients(values.sum(), *wide), strict=True

@@ -56,7 +56,9 @@ def _load(model_id: str, architecture: Any | None, kwargs: dict[str, Any]) -> Pr
         return _load_adapter(model_id, adapter, architecture, kwargs)
 
     allows_missing = kwargs.pop("allow_missing_weights", False)
-    _check_config_file(model_id, kwargs)
+    elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
+    if not elsewhere and Path(model_id).is_dir() and not Path(model_id, "config.json").is_file():
+        raise FileNotFoundError(f"'{model_id}' has no config.json. Give a folder that a model was saved in.")
     model_class: Any = architecture or _architecture_of(_load_config(model_id, kwargs), model_id, kwargs)
     if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
         kwargs["device_map"] = get_kbit_device_map()
@@ -202,19 +204,6 @@ def _load_config(model_id: str, kwargs: dict[str, Any]) -> PretrainedConfig:
         raise FileNotFoundError(
             f"No config.json could be read for '{model_id}' ({_first_line(error)}). Check the name or path."
         ) from error
-
-
-def _check_config_file(model_id: str, kwargs: dict[str, Any]) -> None:
-    """Raise for a folder that holds no model, naming those that lie in it."""
-    folder = Path(model_id)
-    elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
-    if elsewhere or not folder.is_dir() or (folder / "config.json").is_file():
-        return
-    inside = sorted(f"'{config.parent}'" for config in folder.glob("*/config.json"))
-    found = f" In it lie {', '.join(inside[:5])}{', ...' if inside[5:] else ''}." if inside else ""
-    raise FileNotFoundError(
-        f"'{model_id}' has no config.json, expected a folder that a model was saved in.{found} Name another one."
-    )
 
 
 def _architecture_of(config: PretrainedConfig, model_id: str, kwargs: dict[str, Any]) -> Any:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EMBEDDINGS_AND_HEADS = ("lm_head", "embed_tokens", "wte", "wpe", "score")
-# Methods whose 16-bit weights outside the quantised ones are left alone: their kernels expect them as they are.
-_KEEPS_HALF_PRECISION = ("gptq", "aqlm", "eetq", "hqq", "torchao")
 
 
 def require_peft() -> None:
@@ -149,18 +147,14 @@ def prepare_model_for_kbit_training(
 
     Gradient checkpointing is switched on with what frozen weights need, unless `use_gradient_checkpointing` is false.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    if _quantization_method(model) not in _KEEPS_HALF_PRECISION:
-        for parameter in model.parameters():
-            half = parameter.dtype in (torch.float16, torch.bfloat16)
-            if (
-                half and type(parameter).__name__ != "Params4bit"
-            ):  # these are packed: the dtype is their storage's
-                parameter.data = parameter.data.to(torch.float32)
-    if use_gradient_checkpointing:
+    from peft import prepare_model_for_kbit_training as prepare
+
+    model = prepare(model, use_gradient_checkpointing=False)
+    return (
         enable_gradient_checkpointing(model, gradient_checkpointing_kwargs)
-    return model
+        if use_gradient_checkpointing
+        else model
+    )
 
 
 def peft_module_casting_to_bf16(model: Any) -> None:
@@ -192,11 +186,6 @@ def _is_plain_float32(module: torch.nn.Module) -> bool:
         return False
     weight = getattr(module, "weight", None)
     return type(weight) is torch.nn.Parameter and weight.dtype == torch.float32
-
-
-def _quantization_method(model: Any) -> str | None:
-    method = getattr(model, "quantization_method", None)
-    return getattr(method, "value", method)
 
 
 def _require_trainable(model: Any) -> None:

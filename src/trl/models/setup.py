@@ -124,7 +124,11 @@ def take_chat_template(
     if path is None:
         return model, peft_config
     if Path(path).is_file() or Path(path).suffix in TEMPLATE_FILES:
-        tokenizer.chat_template = _read_template(Path(path))
+        if not Path(path).is_file():
+            raise FileNotFoundError(
+                f"chat_template_path={path!r}: no such file. Give the path of a Jinja file."
+            )
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         return model, peft_config
     try:
         model, _, added = clone_chat_template(model, tokenizer, path)
@@ -144,14 +148,6 @@ def take_chat_template(
             len(added),
         )
     return model, peft_config
-
-
-def _read_template(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"chat_template_path={str(path)!r}: there is no such file. Give a Jinja file's path."
-        )
-    return path.read_text(encoding="utf-8")
 
 
 def _embedding_name(model: Any) -> str:

@@ -7,7 +7,6 @@ its own autograd and hooks work and one chunk's logits exist at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -55,7 +54,6 @@ def local_loss_through(
     *,
     rule: LogitRule = PLAIN_LOGITS,
     wanted: Statistics = NOTHING_ELSE,
-    entropy_in_loss: bool = False,
     chunk_size: int | None = None,
 ) -> LocalLoss:
     """`local_loss` for any head: the same contract, with one more product per chunk.
@@ -64,12 +62,9 @@ def local_loss_through(
     >>> loss.total
     tensor(2.7726)
     """
-    wanted = replace(wanted, entropy=wanted.entropy or entropy_in_loss)
     scores = token_scores_through(head, hidden, targets, rule=rule, wanted=wanted, chunk_size=chunk_size)
-    values = []
-    for rows in chunks(len(hidden), _chunk_size(hidden, chunk_size)):
-        entropies = [scores.entropies[rows]] if entropy_in_loss and scores.entropies is not None else []
-        values.append(loss_of(scores.logps[rows], rows, *entropies))
+    size = _chunk_size(hidden, chunk_size)
+    values = [loss_of(scores.logps[rows], rows) for rows in chunks(len(hidden), size)]
     per_token = torch.cat(values) if values else torch.zeros_like(scores.logps)
     return LocalLoss(
         per_token.sum(), per_token.detach(), TokenScores._make(x if x is None else x.detach() for x in scores)

@@ -8,7 +8,6 @@ matrix products where scoring first and going back later takes four.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from trl.tensors.heads import Head, HeadGradients, Scoring, check_shapes, chunks
 from trl.tensors.logprobs import NOTHING_ELSE, PLAIN_LOGITS, TokenScores, empty_scores, write_scores
 from trl.tensors.softmax_rows import LogitRule, Statistics, row_slopes_
 
-LossOf = Callable[..., Tensor]
+LossOf = Callable[[Tensor, slice], Tensor]
 
 
 class LocalLoss(NamedTuple):
@@ -39,15 +38,13 @@ def local_loss(
     bias: Tensor | None = None,
     rule: LogitRule = PLAIN_LOGITS,
     wanted: Statistics = NOTHING_ELSE,
-    entropy_in_loss: bool = False,
     chunk_size: int | None = None,
 ) -> LocalLoss:
     """Sum of `loss_of(logps, rows)` over chunks of tokens, its gradients computed in the same pass.
 
     Shapes as in `token_scores`. `loss_of` gets the log-probs `(C,)` of the tokens `rows` (a slice of `N`) and
-    returns each one's already weighted loss `(C,)`; with `entropy_in_loss` it is called as
-    `loss_of(logps, rows, entropies)`. A token's loss may depend on that token alone, and only hidden states,
-    weight and bias get gradients: whatever else `loss_of` reads is a constant.
+    returns each one's already weighted loss `(C,)`. A token's loss may depend on that token alone, and only hidden
+    states, weight and bias get gradients: whatever else `loss_of` reads is a constant.
 
     The gradients wait, already summed, for the backward pass, which can run once. Where no input needs a
     gradient, none is computed.
@@ -58,10 +55,9 @@ def local_loss(
     (tensor(4.1589), tensor([1.3863, 1.3863, 1.3863]))
     """
     check_shapes(hidden, weight, targets, bias)
-    wanted = replace(wanted, entropy=wanted.entropy or entropy_in_loss)
     scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
     total, values, *scores = _LocalLoss.apply(
-        hidden, weight, bias, targets, loss_of, scoring, entropy_in_loss, torch.is_grad_enabled()
+        hidden, weight, bias, targets, loss_of, scoring, torch.is_grad_enabled()
     )
     return LocalLoss(total, values, TokenScores(*scores))
 
@@ -76,15 +72,12 @@ class _LocalLoss(torch.autograd.Function):
         targets: Tensor,
         loss_of: LossOf,
         scoring: Scoring,
-        entropy_in_loss: bool,
         with_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3] if with_gradient else (False, False, False)
         gradients = HeadGradients.empty(hidden, weight, bias, wanted=wanted, dtype=scoring.exact_dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            values, scores = _pass_over_chunks(
-                hidden, weight, bias, targets, loss_of, scoring, gradients, entropy_in_loss=entropy_in_loss
-            )
+            values, scores = _pass_over_chunks(hidden, weight, bias, targets, loss_of, scoring, gradients)
         ctx.gradients = gradients
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(values, *(x for x in scores if x is not None))
@@ -100,7 +93,7 @@ class _LocalLoss(torch.autograd.Function):
             )
         # Let go of the sums: autograd then takes them over as gradients instead of copying them.
         gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.scaled_(slope).cast(*ctx.dtypes), None, None, None, None, None)
+        return (*gradients.scaled_(slope).cast(*ctx.dtypes), None, None, None, None)
 
 
 def _pass_over_chunks(
@@ -111,8 +104,6 @@ def _pass_over_chunks(
     loss_of: LossOf,
     scoring: Scoring,
     gradients: HeadGradients,
-    *,
-    entropy_in_loss: bool,
 ) -> tuple[Tensor, TokenScores]:
     """Losses and scores of every row; adds their gradients to `gradients` on the way."""
     head = Head.cast(weight, bias, scoring.product_dtype)
@@ -123,36 +114,24 @@ def _pass_over_chunks(
         head.logits_into(part.logits, hidden[rows], scoring.rule)
         chunk = scoring.score(part, targets[rows])
         write_scores(scores, rows, chunk)
-        loss_inputs = [
-            x for x in (chunk.logps, chunk.entropies if entropy_in_loss else None) if x is not None
-        ]
-        values[rows], slopes = _losses(loss_of, loss_inputs, rows, with_slopes=gradients.any_wanted)
+        values[rows], slopes = _losses(loss_of, chunk.logps, rows, with_slopes=gradients.any_wanted)
         if gradients.any_wanted:
-            factors = row_slopes_(
-                part,
-                chunk,
-                targets[rows],
-                scoring.rule,
-                logps_slope=slopes[0],
-                entropies_slope=slopes[1] if entropy_in_loss else None,
-            )
+            factors = row_slopes_(part, chunk, targets[rows], scoring.rule, logps_slope=slopes)
             gradients.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
     return values, scores
 
 
-def _losses(
-    loss_of: LossOf, inputs: list[Tensor], rows: slice, *, with_slopes: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """Losses `(C,)` of one chunk and their slopes over the inputs, log-probs first."""
+def _losses(loss_of: LossOf, logps: Tensor, rows: slice, *, with_slopes: bool) -> tuple[Tensor, Tensor]:
+    """Losses `(C,)` of one chunk and their slopes over the log-probs."""
     with torch.set_grad_enabled(with_slopes):
-        leaves = [x.detach().requires_grad_(with_slopes) for x in inputs]
-        values = loss_of(leaves[0], rows, *leaves[1:])
-        if values.shape != inputs[0].shape:
+        leaf = logps.detach().requires_grad_(with_slopes)
+        values = loss_of(leaf, rows)
+        if values.shape != logps.shape:
             raise ValueError(
-                f"loss_of must return one loss per token, shape {tuple(inputs[0].shape)}, "
-                f"got {tuple(values.shape)}. Leave the sum to local_loss."
+                f"loss_of must return one loss per token, shape {tuple(logps.shape)}, got {tuple(values.shape)}. Leave the "
+                "sum to local_loss."
             )
         if not values.requires_grad:
-            return values, [torch.zeros_like(x) for x in inputs]
-        slopes = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
-    return values.detach(), list(slopes)
+            return values, torch.zeros_like(logps)
+        slopes = torch.autograd.grad(values.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
+    return values.detach(), slopes

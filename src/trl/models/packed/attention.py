@@ -168,7 +168,7 @@ def packed_attention(
     # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
     window = _binding_window(plan.segments, sliding_window or getattr(module, "sliding_window", None))
     query, key, value = _in_autocast_dtype(query, key, value)
-    if _takes_variable_length(query, dropout, softcap, window):
+    if _takes_variable_length(query, dropout, softcap):
         return _variable_length(query, key, value, attention_mask, plan, scaling, window), None
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and (softcap is not None or query.device.type != "cpu"):
@@ -253,27 +253,25 @@ def _binding_window(segments: Segments, window: int | None) -> int | None:
 # ---- one kernel for all segments on a GPU
 
 
-def _takes_variable_length(query: Tensor, dropout: float, softcap: float | None, window: int | None) -> bool:
+def _takes_variable_length(query: Tensor, dropout: float, softcap: float | None) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
     if not (query.is_cuda and half and dropout == 0.0 and softcap is None and query.shape[-1] <= 256):
         return False
-    kernel = _variable_length_kernel()
-    return kernel is not None and (window is None or "window_size" in _options_of(kernel))
+    return _variable_length_kernel() is not None
 
 
 @cache
 def _variable_length_kernel() -> Callable[..., Any] | None:
-    """PyTorch's variable-length attention (2.10 and later), or None."""
+    """PyTorch's variable-length attention with windows and grouped heads (later than 2.10), or None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn
-
-
-@cache
-def _options_of(kernel: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(kernel).parameters)
+    return (
+        varlen_attn
+        if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+        else None
+    )
 
 
 def _variable_length(
@@ -289,26 +287,13 @@ def _variable_length(
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     if bounds["gather"] is not None:
         key, value = key[bounds["gather"]], value[bounds["gather"]]
-    options = _causal_option(kernel, window)
-    if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in _options_of(kernel):
-            options["enable_gqa"] = True
-        else:
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     output = kernel(
         query.contiguous(), key.contiguous(), value.contiguous(), bounds["queries"], bounds["keys"],
-        bounds["longest_query"], bounds["longest_key"], scale=scaling, **options,
+        bounds["longest_query"], bounds["longest_key"], scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output[None]
-
-
-def _causal_option(kernel: Callable[..., Any], window: int | None) -> dict[str, Any]:
-    """How this version of the kernel is told to be causal (torch 2.10 had a flag, later ones a window)."""
-    if "window_size" in _options_of(kernel):
-        return {"window_size": (-1 if window is None else window - 1, 0)}
-    return {"is_causal": True}
 
 
 def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,7 +33,7 @@ class ClassificationScorer(ScorerBase):
     """How one sequence or token classifier is scored, decided once, as `Scorer` decides for language models.
 
     A decoder with a linear head gives the logits of its sequences' ends and of any token alike. Other classifiers
-    (encoders, prompt learning) are run as they are on padded rows; `fallbacks` says so.
+    (encoders) are run as they are on padded rows, which `fallbacks` says. Raises ValueError for prompt learning.
 
     Example:
         >>> scorer = ClassificationScorer(model, pad_token_id=tokenizer.pad_token_id)  # doctest: +SKIP
@@ -44,9 +43,9 @@ class ClassificationScorer(ScorerBase):
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
         core = causal_core(model)
         _check_classifier(core)
-        virtual_tokens = prompt_learning_unsupported(model)
-        self._row_by_row = virtual_tokens is not None  # virtual tokens hide from the model where its rows end
-        reason = virtual_tokens or _head_unsupported(core)
+        if reason := prompt_learning_unsupported(model):
+            raise ValueError(f"{reason}, which classifiers do not support. Use LoRA, or train all weights.")
+        reason = _head_unsupported(core)
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
 
     def score(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -58,9 +57,7 @@ class ClassificationScorer(ScorerBase):
         laid_out = self.lay_out({name: value for name, value in batch.items() if name not in _OF_TOKENS})
         if self.uses_head:
             return self._through_head(model, laid_out, laid_out.sequence_ends)
-        if not self._row_by_row:
-            return self._own_sequence_logits(model, laid_out)
-        return torch.cat([self._own_sequence_logits(model, row) for row in _single_rows(laid_out)])
+        return self._own_sequence_logits(model, laid_out)
 
     def score_tokens(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Logits `(K, C)` and labels `(K,)` of the tokens whose label is not -100, with gradient.
@@ -186,20 +183,6 @@ def _check_rows(batch: Mapping[str, Any]) -> None:
         raise ValueError(
             f"every row must have a real token to be scored at its end, got none in rows {empty}. Leave empty rows out."
         )
-
-
-def _single_rows(rows: ModelBatch) -> Iterator[ModelBatch]:
-    """Each padded row as a batch of its own, without its padding."""
-    shape = rows.inputs["input_ids"].shape
-    for row, length in enumerate(rows.inputs["attention_mask"].sum(dim=1).tolist()):
-        inputs = {
-            name: value[row : row + 1, :length]
-            if isinstance(value, Tensor) and value.shape == shape
-            else value
-            for name, value in rows.inputs.items()
-        }
-        lengths = rows.sequence_lengths.view(shape)[row, :length]
-        yield replace(rows, inputs=inputs, sequence_lengths=lengths, sequence_ends=lengths[:1] - 1)
 
 
 @contextmanager
