@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.collators.rows import IGNORED, Row, as_ids, as_rows, round_up
+from trl.collators.rows import IGNORED, as_ids, as_rows, round_up
 
 Span = tuple[int, int]
 
@@ -82,10 +82,12 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         rows = []
         missing = 0
         for row in as_rows(examples):
-            ids = _visible_ids(row)
+            ids, mask = as_ids(row["input_ids"]), row.get("attention_mask")
+            ids = ids if mask is None else ids[as_ids(mask) != 0]
             trained = self._trained(ids.numpy())
             missing += trained is None
-            labels = torch.full_like(ids, IGNORED) if trained is None else _keep(ids, trained)
+            kept = torch.from_numpy(np.zeros(len(ids), dtype=bool) if trained is None else trained)
+            labels = torch.where(kept, ids, IGNORED)
             rows.append({"input_ids": ids, "labels": labels})
         if missing:
             self._warn(missing, len(rows))
@@ -196,13 +198,3 @@ def _between(length: int, responses: list[Span], instructions: list[Span]) -> np
     for start, end in responses:
         trained[start:end] = False
     return trained
-
-
-def _keep(ids: Tensor, trained: np.ndarray) -> Tensor:
-    return torch.where(torch.from_numpy(trained), ids, IGNORED)
-
-
-def _visible_ids(row: Row) -> Tensor:
-    ids = as_ids(row["input_ids"])
-    mask = row.get("attention_mask")
-    return ids if mask is None else ids[as_ids(mask) != 0]

@@ -131,21 +131,19 @@ class RewardCollator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         pairs = [(as_ids(row["chosen_input_ids"]), as_ids(row["rejected_input_ids"])) for row in rows]
-        batch = self._of_pairs(pairs)
+        multiple = self.pad_to_multiple_of
+        if self.packed:
+            batch = pair_batch(
+                pairs, prefix_sharing=self.prefix_sharing, pad_token_id=self.pad_token_id, multiple=multiple
+            )
+        else:
+            _check_pairs(pairs)
+            sequences = [sequence for pair in pairs for sequence in pair]
+            ids, mask = pad_with_mask(sequences, self.pad_token_id, multiple=multiple)
+            batch = {"rows": torch.arange(len(pairs)), "input_ids": ids, "attention_mask": mask}
         if rows[0].get("margin") is not None:
             batch["margin"] = torch.tensor([float(row["margin"]) for row in rows], dtype=torch.float64)
         return batch
-
-    def _of_pairs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
-        multiple = self.pad_to_multiple_of
-        if self.packed:
-            return pair_batch(
-                pairs, prefix_sharing=self.prefix_sharing, pad_token_id=self.pad_token_id, multiple=multiple
-            )
-        _check_pairs(pairs)
-        sequences = [sequence for pair in pairs for sequence in pair]
-        ids, mask = pad_with_mask(sequences, self.pad_token_id, multiple=multiple)
-        return {"rows": torch.arange(len(pairs)), "input_ids": ids, "attention_mask": mask}
 
 
 @dataclass

@@ -22,17 +22,6 @@ _FETCHED_AHEAD = 2  # storages brought back before they are asked for
 class _Entry:
     """One storage: its copy on the host, its bytes on the device while they are there, and the copy under way."""
 
-    __slots__ = (
-        "__weakref__",
-        "arrival",
-        "departure",
-        "device",
-        "device_bytes",
-        "host",
-        "identity",
-        "previous",
-    )
-
     def __init__(self, device_bytes: Tensor, previous: "weakref.ref[_Entry] | None"):
         # While this reference lives, the address that identifies the storage is not given to another one.
         self.identity = StorageWeakRef(device_bytes.untyped_storage())
@@ -136,7 +125,8 @@ class OffloadActivations(saved_tensors_hooks):
         key = (storage._cdata, tensor._version)
         entry = self._known.get(key)
         if entry is None:
-            entry = _Entry(_as_bytes(storage), self._last)
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            entry = _Entry(whole, self._last)
             self._known[key] = entry
             self._last = weakref.ref(entry)
             self._send(entry)
@@ -152,14 +142,12 @@ class OffloadActivations(saved_tensors_hooks):
             return
         entry.departure = self._copy_aside(entry.host, device_bytes, entry.device)
         self._leaving.append(entry)
-        while len(self._leaving) > self.max_fwd_stash_size:
-            self._depart(self._leaving.popleft())
-
-    def _depart(self, entry: _Entry) -> None:
-        """Give the device memory up; what is computed in it next is ordered after the copy."""
-        self._current_stream(entry.device).wait_event(entry.departure)
-        entry.departure = None
-        entry.device_bytes = None
+        while (
+            len(self._leaving) > self.max_fwd_stash_size
+        ):  # free memory; its next use is ordered after the copy
+            gone = self._leaving.popleft()
+            self._current_stream(gone.device).wait_event(gone.departure)
+            gone.departure = gone.device_bytes = None
 
     # --- backward: host to device ---
 
@@ -273,7 +261,3 @@ def _save_in_place(module: torch.nn.Module) -> None:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

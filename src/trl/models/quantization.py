@@ -35,7 +35,10 @@ def get_quantization_config(model_args: Any) -> "BitsAndBytesConfig | None":
         )
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
-    _require_bitsandbytes()
+    if find_spec("bitsandbytes") is None:
+        raise ImportError(
+            "4-bit and 8-bit loading need bitsandbytes. Install it with `pip install trl[quantization]`."
+        )
     from transformers import BitsAndBytesConfig
 
     if model_args.load_in_8bit:
@@ -62,13 +65,6 @@ def is_quantized(model: Any) -> bool:
     """Whether the model's base weights are held in fewer than 16 bits (bitsandbytes, GPTQ, AWQ, HQQ, …)."""
     flags = ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized")
     return any(getattr(model, flag, False) for flag in flags)
-
-
-def _require_bitsandbytes() -> None:
-    if find_spec("bitsandbytes") is None:
-        raise ImportError(
-            "4-bit and 8-bit loading need bitsandbytes. Install it with `pip install trl[quantization]`."
-        )
 
 
 def forbid_inference_packing(model: torch.nn.Module) -> None:

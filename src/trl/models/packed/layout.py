@@ -1,7 +1,7 @@
-"""A batch in the two layouts that a model can run: one packed row of segments, or padded rows.
+"""Batches in the two layouts that models take: one packed row of segments, or padded rows.
 
-Collators give either; a model takes either (attention.py says which). What is scored, where and for which sequence,
-is worked out here once, so that objectives never see the layout.
+Collators make either; attention.py decides which a model takes. The scored positions and their sequences are computed here,
+so that objectives do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trl.tensors.padding import flush_left
 from trl.tensors.segments import Segments
 
 IGNORED = -100
-# What a method knows of each row (one number per row, or per sequence of it), row by row; the model never sees it.
+# Columns of a method, one number per row or sequence; they are not given to the model.
 ROW_KEYS = frozenset(
     ["rows", "sequences", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens"]
 )
-# What these hold is part of the layout itself; every other key of a batch is handed to the model as it is.
+# Columns of the layout; all other keys of a batch are given to the model.
 _LAYOUT_KEYS = frozenset(
     [
         "input_ids",
@@ -62,9 +62,7 @@ class ModelBatch:
     inputs: dict[str, Any]
     scored: ScoredPositions
     real_tokens: Tensor  # int64 (tokens,): positions, flattened, that hold real tokens
-    sequence_lengths: (
-        Tensor  # int64 (tokens,): length of the sequence of each flattened position (0: padding)
-    )
+    sequence_lengths: Tensor  # int64 (tokens,): length of each flattened position's sequence (0: padding)
     sequence_ends: Tensor  # int64 (S,): flattened position of the last token of each sequence
     prompts: Tensor | None = None  # int64 (S,): the prompt of each of an encoder-decoder's completions
 
@@ -83,10 +81,7 @@ def count_scored(batch: Mapping[str, Any]) -> Tensor:
     """Number of trained tokens of a batch as an int64 scalar: labels that some earlier token predicts."""
     if "scored_target" in batch:
         return torch.as_tensor(batch["scored_target"].numel(), device=batch["scored_target"].device)
-    positions = None
-    if is_packed(batch):
-        positions = batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
-    return _predicted(batch["labels"], batch.get("attention_mask"), positions).sum()
+    return _predicted(batch["labels"], batch.get("attention_mask"), _restarting(batch)).sum()
 
 
 def scored_sequences(batch: Mapping[str, Any]) -> Tensor:
@@ -95,13 +90,19 @@ def scored_sequences(batch: Mapping[str, Any]) -> Tensor:
         return batch["scored_sequence"]
     if "decoder_labels" in batch:
         return (batch["decoder_labels"] != IGNORED).nonzero()[:, 0]
-    labels, mask, positions = batch["labels"], batch.get("attention_mask"), None
-    if is_packed(batch):
-        positions = batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
+    labels, positions = batch["labels"], _restarting(batch)
+    if positions is not None:
         sequence = (positions == 0).cumsum(dim=1) - 1
     else:
         sequence = torch.arange(len(labels), device=labels.device)[:, None].expand(labels.shape)
-    return _positions(labels, sequence, mask, positions).sequence
+    return _positions(labels, sequence, batch.get("attention_mask"), positions).sequence
+
+
+def _restarting(batch: Mapping[str, Any]) -> Tensor | None:
+    """The positions of a packed row, which restart at 0 with each sequence; None for padded rows."""
+    if not is_packed(batch):
+        return None
+    return batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
 
 
 def count_tokens(batch: Mapping[str, Any]) -> Tensor:
@@ -133,16 +134,11 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
     """
     own = {name: value[: len(value) // of * kept] for name, value in batch.items() if name in ROW_KEYS}
     rest = {name: value for name, value in batch.items() if name not in ROW_KEYS}
-    if "sequences" in batch:
-        return {**own, **_beginning(rest, int(own["sequences"].sum()))}
-    return {**own, **_first_sequences(rest, kept, of=of, several="rows" in batch)}
-
-
-def _beginning(batch: dict[str, Any], sequences: int) -> dict[str, Any]:
-    """The first sequences of a packed batch of plain ones."""
-    batch = _without_filler(batch)
-    starts = [*_segments(batch).start, batch["input_ids"].shape[1]]
-    return {name: value[:, : starts[sequences]] for name, value in batch.items()}
+    if "sequences" not in batch:
+        return {**own, **_first_sequences(rest, kept, of=of, several="rows" in batch)}
+    row = _without_filler(rest)
+    end = [*_segments(row).start, row["input_ids"].shape[1]][int(own["sequences"].sum())]
+    return {**own, **{name: value[:, :end] for name, value in row.items()}}
 
 
 def _first_sequences(batch: dict[str, Any], kept: int, *, of: int, several: bool) -> dict[str, Any]:
@@ -155,23 +151,14 @@ def _first_sequences(batch: dict[str, Any], kept: int, *, of: int, several: bool
         return {**batch, "labels": labels}
     batch = _without_filler(batch)
     segments = _segments(batch)
-    starts = _beginnings(segments)
+    prompts, first = segments.prefix_start, segments.start
+    starts = [prompts[leaf] if segments.prefix_length[leaf] else first[leaf] for leaf in _leaves(segments)]
     if kept == of or len(starts) % of or (len(starts) != of and not several):
         return batch
     end = starts[len(starts) // of * kept]
     if "segment_table" not in batch:
         return {name: value[:, :end] for name, value in batch.items()}
     return _cut_prefix_groups(batch, end)
-
-
-def _beginnings(segments: Segments) -> list[int]:
-    """Where each sequence begins: a plain segment itself, a branch with its prompt."""
-    prompts = {prefix_start for _, _, prefix_start, prefix in segments if prefix}
-    starts = []
-    for start, _, prefix_start, prefix in segments:
-        if prefix or start not in prompts:
-            starts.append(prefix_start if prefix else start)
-    return starts
 
 
 def _cut_prefix_groups(batch: dict[str, Any], end: int) -> dict[str, Any]:
@@ -226,8 +213,10 @@ def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = 
     sequence = torch.repeat_interleave(numbers, own).to(device).view(1, -1)
     if not shifted:
         scored = labelled_positions(labels, sequence)
+    elif "scored_source" in batch:
+        scored = ScoredPositions(*(batch[f"scored_{name}"] for name in ("source", "target", "sequence")))
     else:
-        scored = _given_positions(batch) or _positions(labels, sequence, positions=positions)
+        scored = _positions(labels, sequence, positions=positions)
     return ModelBatch(
         inputs=inputs,
         scored=scored,
@@ -401,12 +390,6 @@ def labelled_positions(
     own = labels.ne(IGNORED) if mask is None else labels.ne(IGNORED) & mask.bool()
     source = own.flatten().nonzero()[:, 0]
     return ScoredPositions(source, labels.flatten()[source], sequence.flatten()[source])
-
-
-def _given_positions(batch: Mapping[str, Any]) -> ScoredPositions | None:
-    if "scored_source" not in batch:
-        return None
-    return ScoredPositions(batch["scored_source"], batch["scored_target"], batch["scored_sequence"])
 
 
 def _predicted(labels: Tensor, mask: Tensor | None, positions: Tensor | None = None) -> Tensor:
