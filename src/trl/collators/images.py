@@ -154,7 +154,9 @@ class ImageCollator(DataCollatorMixin):
         is_filler = torch.arange(order.shape[1]) >= lengths[:, None]
         rows = torch.arange(len(order))[:, None]
         shorter = {
-            name: _filled(value[rows, order], is_filler, self._fill(name))
+            name: value[rows, order].masked_fill(
+                is_filler.view(*is_filler.shape, *[1] * (value.ndim - 2)), self._fill(name)
+            )
             if is_per_token(name, value, batch)
             else value
             for name, value in batch.items()
@@ -240,7 +242,10 @@ def processed(
     types = made.get("mm_token_type_ids")
     if "mm_token_type_ids" not in processor.model_input_names:
         made.pop("mm_token_type_ids", None)
-    return made, _image_positions(processor, made["input_ids"]) if types is None else types != 0
+    if types is not None:
+        return made, types != 0
+    known = [token for token in processor.image_token_ids if token is not None]
+    return made, torch.isin(made["input_ids"], torch.tensor(known, dtype=made["input_ids"].dtype))
 
 
 def untrained_rows(labels: Tensor) -> Tensor:
@@ -248,20 +253,10 @@ def untrained_rows(labels: Tensor) -> Tensor:
     return (labels[:, 1:] == IGNORED).all(dim=1)
 
 
-def _filled(value: Tensor, is_filler: Tensor, fill: int) -> Tensor:
-    return value.masked_fill(is_filler.view(*is_filler.shape, *[1] * (value.ndim - 2)), fill)
-
-
 def is_per_token(name: str, value: Any, batch: dict[str, Tensor]) -> bool:
     """Whether a value belongs to the tokens `(B, T, ...)`, not to images."""
     is_of_images = name.startswith(("pixel_", "image_")) and not name.endswith("token_type_ids")
     return isinstance(value, Tensor) and not is_of_images and value.shape[:2] == batch["input_ids"].shape
-
-
-def _image_positions(processor: Any, input_ids: Tensor) -> Tensor:
-    """Positions of an image's tokens, for processors that do not say which they are."""
-    known = [token for token in processor.image_token_ids if token is not None]
-    return torch.isin(input_ids, torch.tensor(known, dtype=input_ids.dtype))
 
 
 def _encode(tokenizer: Any, text: str, adds_special: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""An output head in float32 on a model of lower precision: probabilities are a softmax over large logits."""
+"""An output head in float32 on a model of lower precision."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _UNTIED = "head_was_untied"
 
 
 def cast_head_to_float32(model: nn.Module) -> None:
-    """Keep the weights of a model's output head in float32 from now on, in place, and compute its products in float32.
+    """Cast a model's output head to float32, in place, and compute its products in float32.
 
-    Copies of the model do so too. A head of float32 or more stays as it is. One that is the input embedding gets weights of
-    its own, with a warning. Raises ValueError for a model without a head.
+    Copies of the model keep this. A head tied to the input embedding is untied, with a warning. Raises ValueError for a model
+    without a head.
     """
     core = causal_core(model)
     head = core.get_output_embeddings()
@@ -32,14 +32,15 @@ def cast_head_to_float32(model: nn.Module) -> None:
             f"cast_lm_head_to_fp32=True needs an output head, and {type(core).__name__} shows none. Leave it out."
         )
     tied = {id(parameter) for parameter in core.get_input_embeddings().parameters()}
-    narrow = [part for part in head.modules() if isinstance(part, nn.Linear) and _is_narrow(part.weight)]
+    half = (torch.float16, torch.bfloat16)
+    narrow = [part for part in head.modules() if isinstance(part, nn.Linear) and part.weight.dtype in half]
     for part in narrow:
         if id(part.weight) in tied:
             part.weight = nn.Parameter(part.weight.detach().clone(), part.weight.requires_grad)
             _set_tied(core, False)
             logger.warning(
-                "cast_lm_head_to_fp32=True gives the output head of %s weights of its own: it was the input embedding, which "
-                "stays in %s. The model is saved with tie_word_embeddings=False unless both are still equal.",
+                "cast_lm_head_to_fp32=True unties the output head of %s from the input embedding, which stays in %s. The "
+                "model is saved with tie_word_embeddings=False unless both are still equal.",
                 type(core).__name__,
                 core.dtype,
             )
@@ -82,10 +83,6 @@ def _set_tied(core: Any, tied: bool) -> None:
 def as_the_head_wants(head: nn.Module | None, device: str) -> AbstractContextManager[Any]:
     """A block for products with the head: without autocast where the head is kept in float32."""
     return torch.autocast(device, enabled=False) if getattr(head, _MARK, False) else nullcontext()
-
-
-def _is_narrow(weight: Tensor) -> bool:
-    return weight.dtype in (torch.float16, torch.bfloat16)
 
 
 def _in_float32(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

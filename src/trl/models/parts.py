@@ -1,4 +1,4 @@
-"""The parts of a causal language model that scoring needs, and whether they are all there is to its logits."""
+"""The parts of a causal language model that scoring needs, and a check that they give its logits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def prompt_learning_unsupported(model: nn.Module) -> str | None:
 
 
 def head_unsupported(core: PreTrainedModel, rule: LogitRule) -> str | None:
-    """Why decoder + head + rule are not this model's logits, in words; None where they are."""
+    """The reason why decoder, head and rule do not give this model's logits; None if they do."""
     head = core.get_output_embeddings()
     if head is None or decoder_of(core) in (None, core):
         return "it exposes no decoder and output head"
@@ -88,16 +88,19 @@ def logits_unsupported(
     bias: Tensor | None = None,
     **inputs: Tensor,
 ) -> str | None:
-    """Why `rule(head(hidden) + bias)` are not this model's logits, in words; None where they are.
+    """The reason why `rule(head(hidden) + bias)` are not this model's logits; None if they are.
 
-    The model's own forward is run on three made-up hidden states, which the `bodies` (its decoder, also its encoder)
-    stand aside for: its logits, or those of the last token where it gives no others, must be what the head and the rule
-    give. The states are large, so that a soft cap bends the logits.
+    The model's forward is run on three fixed hidden states in place of its `bodies` (decoder, encoder): its logits, or those
+    of the last token if it returns only these, are compared. The states are large, so that a soft cap has an effect.
     """
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in head.parameters()):
         return None  # sharded before it could be looked at (ZeRO-3): its config is trusted
     with torch.no_grad(), in_eval_mode(core), ExitStack() as replaced:
-        hidden: Any = _made_up_hidden_states(core, head)
+        width = getattr(head, "in_features", None) or core.config.get_text_config().hidden_size
+        first = next(head.parameters())
+        dtype = first.dtype if first.is_floating_point() else core.dtype
+        hidden: Any = torch.sin(torch.arange(3 * width, dtype=torch.float32)).view(1, 3, width)
+        hidden = hidden.to(first.device, dtype)
         try:
             hidden = hidden * (_LARGE_LOGIT / head(hidden).abs().max().clamp(min=1e-3)).to(hidden.dtype)
             products = head(hidden[0]).float()
@@ -125,17 +128,9 @@ class _OnlyHidden(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-def _made_up_hidden_states(core: PreTrainedModel, head: nn.Module) -> Tensor:
-    """Three fixed hidden states `(1, 3, H)` of the head's own width; no random stream is touched."""
-    width = getattr(head, "in_features", None) or core.config.get_text_config().hidden_size
-    first = next(head.parameters())
-    dtype = first.dtype if first.is_floating_point() else core.dtype
-    return torch.sin(torch.arange(3 * width, dtype=torch.float32)).view(1, 3, width).to(first.device, dtype)
-
-
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `module.forward` be another function for a while, so that `module(...)` still runs all hooks."""
+    """A block in which `module.forward` is another function; `module(...)` still runs all hooks."""
     before = module.__dict__.get("forward")
     module.forward = forward  # type: ignore[method-assign]
     try:

@@ -76,8 +76,11 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     wrapped = is_peft_model(model)
     if wrapped and peft_config is not None:
         model, wrapped = merge_adapter(model), False
-    if wrapped:
-        _require_trainable(model)
+    if wrapped and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "The PeftModel has no trainable parameter. Load its adapter with "
+            "`PeftModel.from_pretrained(base, path, is_trainable=True)`."
+        )
     forbid_inference_packing(model)
     if is_quantized(model) and not wrapped:
         model = prepare_model_for_kbit_training(
@@ -166,19 +169,14 @@ def peft_module_casting_to_bf16(model: Any) -> None:
 
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
-            _cast_adapter(module, torch.bfloat16)
+            base = {id(parameter) for parameter in module.get_base_layer().parameters()}  # pyright: ignore[reportCallIssue]
+            for parameter in module.parameters():  # pyright: ignore[reportAttributeAccessIssue]
+                if id(parameter) not in base and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
         elif isinstance(module, torch.nn.LayerNorm) or "norm" in name.rpartition(".")[2]:
             module.to(torch.float32)
         elif _is_plain_float32(module) and any(part in name for part in _EMBEDDINGS_AND_HEADS):
             module.to(torch.bfloat16)
-
-
-def _cast_adapter(layer: Any, dtype: torch.dtype) -> None:
-    """Cast the floating weights that a tuner layer adds, not the base layer that it wraps."""
-    base = {id(parameter) for parameter in layer.get_base_layer().parameters()}  # pyright: ignore[reportCallIssue]
-    for parameter in layer.parameters():
-        if id(parameter) not in base and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
 
 
 def _is_plain_float32(module: torch.nn.Module) -> bool:
@@ -186,11 +184,3 @@ def _is_plain_float32(module: torch.nn.Module) -> bool:
         return False
     weight = getattr(module, "weight", None)
     return type(weight) is torch.nn.Parameter and weight.dtype == torch.float32
-
-
-def _require_trainable(model: Any) -> None:
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            "The PeftModel has no trainable parameter. Load its adapter with "
-            "`PeftModel.from_pretrained(base, path, is_trainable=True)`."
-        )

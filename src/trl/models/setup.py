@@ -139,7 +139,11 @@ def take_chat_template(
         ) from error
     if added and hasattr(peft_config, "trainable_token_indices") and not peft_config.trainable_token_indices:
         peft_config = copy.copy(peft_config)
-        peft_config.trainable_token_indices = {_embedding_name(model): added}
+        table = (
+            model.get_input_embeddings()
+        )  # PEFT finds it by the last part of its name (`embed_tokens`, `wte`, ...)
+        name = next(name for name, module in model.named_modules() if module is table)
+        peft_config.trainable_token_indices = {name.rpartition(".")[2]: added}
         logger.warning("chat_template_path added %d tokens: they are trained beside the adapter.", len(added))
     elif added and (peft_config is not None or is_peft_model(model)):
         logger.warning(
@@ -148,12 +152,6 @@ def take_chat_template(
             len(added),
         )
     return model, peft_config
-
-
-def _embedding_name(model: Any) -> str:
-    """The last part of the input embeddings' name (`embed_tokens`, `wte`, ...), by which PEFT finds them."""
-    embeddings = model.get_input_embeddings()
-    return next(name for name, module in model.named_modules() if module is embeddings).rpartition(".")[2]
 
 
 def check_positions(model: Any, lengths: Sequence[int] | np.ndarray, *, dataset_name: str) -> None:

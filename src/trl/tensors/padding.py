@@ -128,15 +128,13 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Sequence | Tensor | None]) -> d
     if len(set(lengths.values())) > 1:
         raise ValueError(f"all sequences must have one length, got {lengths}. Shuffle unlike ones apart.")
     order = torch.randperm(next(iter(lengths.values()), 0))
-    return {name: _reordered(values, order) for name, values in seq_dict.items()}
-
-
-def _reordered(values: Sequence | Tensor | None, order: Tensor) -> Any:
-    if values is None:
-        return None
-    if isinstance(values, Tensor):
-        return values[order.to(values.device)]
-    return [values[position] for position in order.tolist()]
+    found: dict[str, Any] = {}
+    for name, values in seq_dict.items():
+        tensor = isinstance(values, Tensor)
+        found[name] = (
+            values[order.to(values.device)] if tensor else values and [values[i] for i in order.tolist()]
+        )
+    return found
 
 
 def exact_div(a: int, b: int, custom_error_message: str = "") -> int:

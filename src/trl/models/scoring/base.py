@@ -1,4 +1,4 @@
-"""What every scorer of decoder models is: a model, the layout it takes, and what it could not take, in words."""
+"""The base of all scorers: the layout that a model takes, and the reasons for fallbacks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ _STRETCHED = ("longrope", "dynamic")  # other frequencies for sequences beyond t
 
 
 class ScorerBase:
-    """How one model is run, decided once: `packed` or padded rows, and with its head alone or for its own logits.
+    """How one model is run, decided once: `packed` or padded rows, through its head or from its own logits.
 
-    `unsupported_reason` says why the head cannot be used alone (None: it can); `fallbacks` collects, in words, whatever the model
-    could not take.
+    `unsupported_reason`: why the head cannot be used alone (None: it can). `fallbacks` lists the reasons for fallbacks.
     """
 
     def __init__(
@@ -45,7 +44,9 @@ class ScorerBase:
         self.uses_head = unsupported_reason is None
         if unsupported_reason:
             self.fallbacks.append(f"{_OWN_LOGITS}, because {unsupported_reason}")
-        self.stretched_rotaries = stretched_rotaries(core)  # once: it walks all modules
+        self.stretched_rotaries: list[Any] = [
+            module for module in core.modules() if getattr(module, "rope_type", None) in _STRETCHED
+        ]
         reason = _LENGTH_DEPENDENT if self.stretched_rotaries else packed_unsupported(core)
         reason = reason if self.uses_head else _OWN_LOGITS
         self.packed = packed is not False and reason is None
@@ -55,7 +56,7 @@ class ScorerBase:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether branches may stand behind one copy of their prompt: flash attention of a user's choice takes none."""
+        """Whether several completions can share one copy of their prompt; not with flash attention chosen by the user."""
         return self.packed and self._needs_table
 
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
@@ -75,8 +76,7 @@ class ScorerBase:
         return padded_rows(batch, pad_token_id=self.pad_token_id)
 
     def uncompiled(self, model: nn.Module) -> nn.Module:
-        """The module that `torch.compile` wraps, or that was compiled in place: a stand-in for its forward cannot be traced; said
-        once."""
+        """The module without `torch.compile`, which cannot trace a replaced forward; warns once."""
         inner = getattr(model, "_orig_mod", None)
         in_place = [
             each for each in (model, self.core) if getattr(each, "_compiled_call_impl", None) is not None
@@ -93,17 +93,15 @@ class ScorerBase:
 
     @contextmanager
     def embedded(self, batch: ModelBatch) -> Iterator[None]:
-        """Within: positions that know of their own sequence alone, and noise on the embeddings where that is wanted."""
-        with rotated_by_row(self.stretched_rotaries, batch), self.embedding_noise(batch):
-            yield
+        """A block with rotary angles of each row by itself and, if `neftune_alpha` is set, noise on the embeddings.
 
-    @contextmanager
-    def embedding_noise(self, batch: ModelBatch) -> Iterator[None]:
-        """NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length."""
-        if not self.neftune_alpha or not self.core.training:
-            yield
-            return
+        NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length.
+        """
         alpha = self.neftune_alpha
+        if not alpha or not self.core.training:
+            with rotated_by_row(self.stretched_rotaries, batch):
+                yield
+            return
 
         def add_noise(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
             lengths = batch.sequence_lengths.view(embedded.shape[:-1]).clamp(min=1)
@@ -113,27 +111,22 @@ class ScorerBase:
 
         handle = self.core.get_input_embeddings().register_forward_hook(add_noise)
         try:
-            yield
+            with rotated_by_row(self.stretched_rotaries, batch):
+                yield
         finally:
             handle.remove()
 
 
 def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a wrapper (PEFT) hands to a model's forward, without those that say nothing to a decoder."""
+    """The arguments that a wrapper (PEFT) gives to a model's forward, without None and `return_dict`."""
     return {name: value for name, value in inputs.items() if value is not None and name != "return_dict"}
-
-
-def stretched_rotaries(model: nn.Module) -> list[Any]:
-    """The rotary embeddings of a model that turn long sequences by other angles than short ones."""
-    return [module for module in model.modules() if getattr(module, "rope_type", None) in _STRETCHED]
 
 
 @contextmanager
 def rotated_by_row(rotaries: Iterable[Any], rows: ModelBatch) -> Iterator[None]:
-    """A block in which these rotary embeddings compute each of the padded rows as if it were alone.
+    """A block in which these rotary embeddings compute the angles of each padded row by itself.
 
-    transformers takes the longest position of a call for all of its rows: a short sequence would be scored differently
-    beside a long one, so that losses and gradients would depend on how a step is cut.
+    transformers uses the longest position of a call for all of its rows, so a row's loss would depend on the others.
     """
     with ExitStack() as replaced:
         for module in rotaries:

@@ -96,10 +96,11 @@ class ClassificationScorer(ScorerBase):
     def _through_head(self, model: nn.Module, batch: ModelBatch, positions: Tensor) -> Tensor:
         """Logits `(K, C)` of the decoder's hidden states at flattened positions `(K,)`."""
         core: Any = self.core
+        cache = {"use_cache": False} if getattr(core.config.get_text_config(), "use_cache", False) else {}
 
         def forward(**inputs: Any) -> dict[str, Tensor]:
             with self.embedded(batch), _final_norm_at(core, positions) as is_cut:
-                outputs = core.base_model(**given_inputs(inputs), **_without_cache(core))
+                outputs = core.base_model(**given_inputs(inputs), **cache)
             states = outputs.last_hidden_state.flatten(0, 1)
             states = states if is_cut else states[positions]
             if isinstance(getattr(core, "dropout", None), nn.Dropout):
@@ -118,21 +119,18 @@ class ClassificationScorer(ScorerBase):
         return logits if logits.ndim == 2 else logits[:, -rows.inputs["input_ids"].shape[1] :]
 
     def _own_sequence_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
-        """The model's own logits `(B, C)` of padded rows, whichever token fills them.
+        """The model's own logits `(B, C)` of padded rows.
 
-        Many models take a row's last token that is not the pad token for its end: so nothing but padding may look so.
+        Many models find a row's end as its last token that is not the pad token, so rows are padded with a token that ends
+        no row.
         """
         mask = rows.inputs["attention_mask"]
-        filler = self._token_that_ends_no_row(rows)
+        last = set(rows.inputs["input_ids"].flatten()[rows.sequence_ends].tolist())
+        filler = next(token for token in (self.pad_token_id, *range(len(last) + 1)) if token not in last)
         ids = rows.inputs["input_ids"].masked_fill(mask == 0, filler)
         with _padding_is(self.core, filler):
             logits = self._own_logits(model, replace(rows, inputs={**rows.inputs, "input_ids": ids}))
         return logits if logits.ndim == 2 else logits.flatten(0, 1)[rows.sequence_ends]
-
-    def _token_that_ends_no_row(self, rows: ModelBatch) -> int:
-        """The pad token, or the smallest other one, that is no row's last."""
-        last = set(rows.inputs["input_ids"].flatten()[rows.sequence_ends].tolist())
-        return next(token for token in (self.pad_token_id, *range(len(last) + 1)) if token not in last)
 
 
 def _check_classifier(core: PreTrainedModel) -> None:
@@ -171,10 +169,6 @@ def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
     whole = norm.forward
     with replaced_forward(norm, lambda states: whole(states.flatten(0, 1)[positions][None])):
         yield True
-
-
-def _without_cache(core: PreTrainedModel) -> dict[str, bool]:
-    return {"use_cache": False} if getattr(core.config.get_text_config(), "use_cache", False) else {}
 
 
 def _check_rows(batch: Mapping[str, Any]) -> None:
