@@ -193,6 +193,43 @@ def test_examples_of_different_documents_write_to_different_folders():
     assert {folder: paths for folder, paths in places.items() if len(paths) > 1} == {}
 
 
+def defined_in(path: Path) -> set[str]:
+    """Functions, and methods as `Class.method`, that a source file defines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    owners = [("", tree), *((f"{node.name}.", node) for node in classes)]
+    return {
+        prefix + node.name
+        for prefix, owner in owners
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_the_files_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+(?:\.(?:py|json)|/))`", text))
+    assert len(named) > 80
+    roots = (ROOT / "src" / "trl", ROOT / "src", ROOT)
+    assert {name for name in named if not any((root / name).exists() for root in roots)} == set()
+
+
+def test_the_walks_name_functions_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks = text[text.index("## Three walks") : text.index("## Where to add things")]
+    parts = [
+        part
+        for line in walks.splitlines()
+        if line.startswith("|")
+        for part in re.split("[;|]", line)
+        if ".py`" in part
+    ]
+    assert len(parts) > 70
+    for part in parts:
+        file, *names = re.findall("`([^`]+)`", part)
+        assert set(names) <= defined_in(ROOT / "src" / "trl" / file), part
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=label)
 def test_examples_run(path, workshop, monkeypatch, capsys):
