@@ -22,7 +22,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "small chunks": (heads, "default_chunk_size", lambda *args, **kwargs: 3),
     "scored by the trainer": (online_trainer.OnlineTrainer, "sampler_is_exact", property(lambda self: False)),
     # Back through the head after the objective, as where its gradient is not local to a token.
-    "scored first": (online_trainer, "is_overridden_with", lambda *names: False),
+    "scored first": (online_trainer.OnlineTrainer, "token_losses", lambda self, experience: None),
 }
 
 

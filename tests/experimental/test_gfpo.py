@@ -26,7 +26,7 @@ def test_advantages_are_over_what_remains():
         SCORES: torch.tensor([1.0, 3.0, 5.0, 7.0]).double(),
         FILTERED: torch.tensor([1.0, 0.0, 1.0, 0.0]),
     }
-    worth, advantages = trainer.judged_groups(rows, 4)
+    worth, advantages = trainer.method.rewards_and_advantages(rows, 4)
     step = 2 / (8**0.5 + 1e-4)
     torch.testing.assert_close(
         advantages, torch.tensor([0, -step, 0, step], dtype=torch.float64), rtol=0, atol=1e-12

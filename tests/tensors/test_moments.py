@@ -17,7 +17,7 @@ class Several:
     """An accelerator that gathers what the other processes hold."""
 
     def __init__(self, *others):
-        self.others, self.num_processes = others, 1 + len(others)
+        self.others, self.num_processes, self.device = others, 1 + len(others), "cpu"
 
     def gather(self, part):
         return torch.cat([part, *(torch.stack(list(moments(other)))[None] for other in self.others)])

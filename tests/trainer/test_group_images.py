@@ -29,10 +29,9 @@ def completions(trainer, numbers, streams=None):
 
 def scored(trainer, experience):
     """What the scoring forward says of the completions' tokens."""
-    trainer._asked = (OLD,)
     batch = trainer.batch_of(experience)
     with torch.no_grad():
-        return trainer.score_rollout(batch, learning=True)[OLD]
+        return trainer.score_rollout(batch, [OLD])[OLD]
 
 
 # ---- generation and scoring

@@ -24,7 +24,7 @@ from trl.options.values import library_config
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
 REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")
 LOSSES = ("dpo_loss", "cpo_loss", "odds_ratio_loss", "kto_loss", "bco_loss")
-CALLED = ("compute_loss", *WHOLE_BATCH, *REFERENCES, *LOSSES)
+CALLED = ("compute_loss", "objective", *WHOLE_BATCH, *REFERENCES, *LOSSES)
 """Methods that training calls where a subclass overrides them, or a program replaces them."""
 
 GIVEN = "given"
@@ -47,7 +47,7 @@ _ROLLOUT = (
     ("make_rollout_batch",),
     "Give rollout_func=, or override advantages(experience, group_size=None) or make_rollout_batch(number)",
 )
-_SCORING = (("score_rollout", "outcome"), "Override score_rollout(batch, learning=...)")
+_SCORING = (("score_rollout", "outcome"), "Override score_rollout(batch, columns)")
 NOT_CALLED_OF_GROUPS: NotCalled = {
     **dict.fromkeys(("_compute_loss", "compute_liger_loss", "get_sapo_token_loss"), _LOSS),
     **dict.fromkeys(("_generate_and_score_completions", "_generate", "_generate_single_turn"), _ROLLOUT),
@@ -136,7 +136,7 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
     "GroupTrainer": {
         "chat_template": "_tokenizer.chat_template",
         "eos_token_id": "_tokenizer.eos_token_id",
-        "epsilon_high": "options.high",
+        "epsilon_high": "method.settings.high",
         "generation_config": lambda trainer: GenerationConfig(**_generation(trainer)),
         "generation_kwargs": _generation,
         "num_generations_eval": "evaluation_group",
@@ -150,7 +150,7 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
         "tools": lambda trainer: getattr(trainer.rollouts.completer, "functions", None),
     },
     "PPOTrainer": {"policy_model": "model"},
-    "GFPOTrainer": {"group_filter_func": "_filter"},
+    "GFPOTrainer": {"group_filter_func": "method.group_filter"},
 }  # fmt: skip
 """Attributes that are parts, by trainer: the path to them, or how they are made."""
 

@@ -9,6 +9,7 @@ TOOL_OUTPUT = "tool_output"  # bool: written by a tool
 TRAINED = "trained"  # bool
 OLD = "old_logps"  # of the policy at the start of the rollout batch
 REF = "ref_logps"  # of the reference
+VALUES = "values"  # of the value model
 CORRECTION = "correction"  # importance weight of the sampler's mismatch
 CHOSEN = "chosen"  # bool: has a weight in this optimiser step
 

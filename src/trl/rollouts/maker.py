@@ -75,8 +75,8 @@ class TextCompleter:
         return Completed(maker.complete(rows[PROMPT_IDS], streams=streams))
 
 
-class Judge(Protocol):
-    """What a method makes of the weighted sums of rewards `(B,)` (NaN where no source scored the row), in training or in an evaluation."""
+class ApplyRewards(Protocol):
+    """`OnlineMethod.apply_rewards`."""
 
     def __call__(
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
@@ -98,7 +98,7 @@ class RolloutMaker:
         engine: Engine,
         sampling: Sampling,
         rewards: RewardSources,
-        judge: Judge,
+        apply_rewards: ApplyRewards,
         tokenizer: Any,
         accelerator: Any,
         completer: Completer | None = None,
@@ -106,7 +106,7 @@ class RolloutMaker:
     ) -> None:
         self.prompts, self.sizes = prompts, sizes
         self.engine, self.sampling = engine, sampling
-        self.rewards, self.judge = rewards, judge
+        self.rewards, self.apply_rewards = rewards, apply_rewards
         self.tokenizer, self.accelerator = tokenizer, accelerator
         self.completer, self.refill = completer or TextCompleter(), refill
         self.texts: list[tuple[Any, Any]] = []
@@ -148,12 +148,12 @@ class RolloutMaker:
             return sample(self.engine, prompts, sampling or self.sampling, streams=streams, **inputs)
 
     def reward(self, found: Completed, rows: Rows, *, training: bool = True) -> Experience:
-        """Completions with the score of each source, as the method judges their sum."""
+        """Completions with the score of each source, and the columns that the method makes of their sum."""
         inputs = self.inputs(found, rows)
         self.texts = list(zip(inputs.prompts, inputs.completions, strict=True))
         result = self.rewards.score(inputs)
         experience = found.experience.with_rows(**source_columns(result))
-        return self.judge(experience, result.rewards, inputs, training=training)
+        return self.apply_rewards(experience, result.rewards, inputs, training=training)
 
     def inputs(self, found: Completed, rows: Rows) -> RewardInputs:
         """What reward sources are given."""

@@ -63,7 +63,7 @@ def over_processes(part: Moments, accelerator: Any) -> Moments:
     """The moments of what all processes hold, given each one's own; the order of merging is the ranks'."""
     if accelerator.num_processes == 1:
         return part
-    every = accelerator.gather(torch.stack(list(part))[None])
+    every = accelerator.gather(torch.stack(list(part))[None].to(accelerator.device)).to(part.mean.device)
     whole = Moments(*every[0])
     for row in every[1:]:
         whole = whole.plus(Moments(*row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,40 +15,21 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
-from trl.models.lending import without_ddp
 from trl.models.pairs import shares_prefix
 from trl.models.parts import causal_core, check_decoder_only
 from trl.models.policy import set_up_policy
-from trl.models.scoring.head import ScoreOptions
-from trl.objectives.group_advantages import Scale, has_no_variance
-from trl.objectives.group_policy import GroupOptions, GroupTokens
-from trl.rewards.inputs import RewardInputs
-from trl.rewards.models import place_reward_models
-from trl.rollouts.columns import (
-    ADVANTAGE,
-    CHOSEN,
-    CORRECTION,
-    LENGTH,
-    MEAN_LENGTH,
-    OLD,
-    REF,
-    REWARD,
-    SCORES,
-    STOPPED,
-    TOOL_OUTPUT,
-    TRAINED,
-)
+from trl.options.training import config_or_default
+from trl.rollouts.columns import ADVANTAGE, MEAN_LENGTH, REWARD
 from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.group_sizes import check_evaluation
 from trl.rollouts.maker import Completer
-from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, measured_groups, of_all_processes
+from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, extremes_of_processes, of_all_processes
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
-from trl.rollouts.token_counts import TokenCounts, sampled_tokens, token_advantages
-from trl.rollouts.tool_completer import tool_metrics
-from trl.tensors.reduce import LossTerms, Weighted, reduce_terms, where_counted
+from trl.rollouts.token_counts import TokenCounts, sampled_tokens
+from trl.tensors.reduce import LossTerms, Weighted, where_counted
 from trl.trainer.group_completions import ShownCompletions
 from trl.trainer.group_images import images_of
+from trl.trainer.group_method import EQUAL_REWARDS, GroupMethod
 from trl.trainer.group_setup import (
     check_engine,
     engine_of,
@@ -71,19 +53,20 @@ RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 class GroupTrainer(OnlineTrainer):
     """Base of the trainers that judge each completion against the others of its prompt.
 
-    A method overrides `judged_groups` (rewards and advantages), `objective` and `divisor` (what its loss is divided by).
+    A subclass names its `GroupMethod` (rewards, advantages, loss terms) as `method_type`, and its `config_type`.
     """
 
     _not_called = NOT_CALLED_OF_GROUPS
     args: GroupTraining
-    repeats_metrics: ClassVar[bool] = False
-    reward_scale: Scale = "group"
+    method_type: ClassVar[type[GroupMethod]]
+    config_type: ClassVar[type[GroupTraining]]
+    method: GroupMethod
 
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel,
         reward_funcs: Any | Sequence[Any],
-        args: GroupTraining,
+        args: GroupTraining | None = None,
         train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
@@ -94,6 +77,7 @@ class GroupTrainer(OnlineTrainer):
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
     ) -> None:
+        args = config_or_default(args, self.config_type, self._tag_names[-1])
         settle_inherited(args, "rollouts")
         if not (own := rollout_func is None):
             check_rollout_func(rollout_func)
@@ -115,7 +99,7 @@ class GroupTrainer(OnlineTrainer):
         self._extremes = {"train": ClippedExtremes(), "eval": ClippedExtremes()}
         self._largest, self._shown = EvaluationExtremes(), ShownCompletions()
         self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
-        self._asked: tuple[str, ...] = ()
+        self.method, self.rows_at_once = self.method_type(args), args.per_device_train_batch_size
         super().__init__(
             model=policy.model,
             args=args,
@@ -133,7 +117,11 @@ class GroupTrainer(OnlineTrainer):
                 "context_length": self._sets.context_length,
             }
             completer = RolloutFunction(rollout_func, self, **known)
-        refill = Refill(args.max_resampling_rounds, lacks_variance=self.lacks_variance, discard=self.discard)
+        refill = Refill(
+            args.max_resampling_rounds,
+            lacks_variance=partial(self.method.lacks_variance, group_size=self.sizes.group),
+            discard=self.discard,
+        )
         self.begin_rollouts(
             engine_of(args, self.model, policy, self.accelerator, own=own, served=served),
             sampling,
@@ -142,38 +130,7 @@ class GroupTrainer(OnlineTrainer):
             completer=completer,
             refill=refill if args.dynamic_sampling else None,
         )
-        if own:
-            self.check_reward_columns()
-        place_reward_models(self.rewards.models, self.accelerator)
         self.settle_reference()
-
-    @property
-    def options(self) -> GroupOptions:
-        """The settings of the loss, as the config has them now."""
-        return self.args.group_options()
-
-    # ---- the hooks of a method
-
-    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        """What the completions of all processes are worth, and their advantages: `(N,)` each, NaN where no source has an
-        opinion. `rows` holds the columns per row."""
-        raise TypeError(f"{type(self).__name__} must override judged_groups.")
-
-    def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """The sources' rewards `(N,)` as the method reads them: where a group's are all equal they teach nothing."""
-        return rows[SCORES]
-
-    def divisor(self, experience: Experience) -> Tensor:
-        """What some rows add to the number that an optimiser step's loss is divided by, 0-dim."""
-        return torch.tensor(len(experience))
-
-    def learned_length(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """The mean length in tokens of the completions that a rollout batch is learned from, 0-dim."""
-        return rows[LENGTH].mean()
-
-    def columns(self, experience: Experience) -> tuple[str, ...]:
-        """Which of `old_logps` and `ref_logps` are asked of the models after a rollout."""
-        return (REF,) if self.reference is not None else ()
 
     # ---- a rollout
 
@@ -181,57 +138,34 @@ class GroupTrainer(OnlineTrainer):
         """With the images of the prompts."""
         return super().batch_of(experience) if self.images is None else self.images.batch(experience)
 
-    def judge(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
-        """With `scores` (NaN: none) and, per token, `trained`: not where there is no reward, nor, with
-        `mask_truncated_completions`, where a completion did not end; never what tools answered."""
-        rows = ~scores.isnan()
-        if self.args.mask_truncated_completions:
-            rows = rows & experience.per_row[STOPPED].bool()
-        trained = rows[experience.completions.row_index]
-        if TOOL_OUTPUT in experience.per_token:
-            trained = trained & ~experience.per_token[TOOL_OUTPUT].bool()
-        return experience.with_rows(**{SCORES: scores}).with_tokens(**{TRAINED: trained})
-
-    def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
-        """Log-probs of reference and policy, as far as they are asked for."""
-        options, found = ScoreOptions(temperature=self.sampling.temperature), {}
-        with self.accelerator.autocast():
-            if OLD in self._asked:
-                policy = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
-                found[OLD] = self.scorer.score(policy, batch, options).logps
-            if REF in self._asked:
-                assert self.reference is not None
-                found[REF] = self.reference.score(
-                    self.model_wrapped,  # type: ignore[arg-type]
-                    batch,
-                    lambda scorer, ref, rows: scorer.score(ref, rows, options).logps,
-                )
-        return found
-
-    def _score_tokens(self, experience: Experience, *, learning: bool) -> dict[str, Tensor]:
-        self._asked = tuple(name for name in self.columns(experience) if name not in experience.per_token)
-        return super()._score_tokens(experience, learning=learning) if self._asked else {}
-
     def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
-        """With rewards and advantages, in groups over all processes, and each row's share of the rollout batch's tokens."""
+        """With rewards and advantages, in groups over all processes, the mean length, and corrections of the sampler's mismatch.
+
+        `group_size` is given in evaluations.
+        """
+        experience = self.method.with_penalties(experience)
         rows = of_all_processes(experience, self.accelerator)
         rows = rows if group_size is None else self._without_repeats(rows)
-        rewards, advantages = self.judged_groups(rows, group_size or self.sizes.group)
-        first = self.args.process_index * len(experience)
-        own = torch.arange(first, first + len(experience)).clamp(max=len(rewards) - 1)
-        share = self._mean_length(rows, experience)
-        return experience.with_rows(**{REWARD: rewards[own], ADVANTAGE: advantages[own], MEAN_LENGTH: share})
+        rewards, advantages = self.method.rewards_and_advantages(rows, group_size or self.sizes.group)
+        count = len(experience)
+        first = self.args.process_index * count
+        own = torch.arange(first, first + count).clamp(max=len(rewards) - 1)
+        length = self.method.mean_length(rows).expand(count).clone()
+        columns = {REWARD: rewards[own], ADVANTAGE: advantages[own], MEAN_LENGTH: length}
+        experience = experience.with_rows(**columns)
+        counted = torch.arange(count) < (count if group_size is None else self.own_rows())
+        found = self.method.corrected(experience, is_exact=self.sampler_is_exact, counted=counted)
+        if found is None:
+            return experience
+        mode = "train" if group_size is None else "eval"
+        self.add_measured(mode, {**found.means, **extremes_of_processes(found.extremes)})
+        return found.experience
 
     def _without_repeats(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of an evaluation batch of all processes that accelerate did not repeat to fill it."""
         state = self.accelerator.gradient_state
         repeats = self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
         return {name: column[: state.remainder if repeats else None] for name, column in rows.items()}
-
-    def _mean_length(self, rows: Mapping[str, Tensor], experience: Experience) -> Tensor:
-        return self.learned_length(rows).expand(len(experience)).clone()
 
     def make_rollout_batch(self, number: int) -> Experience:
         """Rollout batch `number` of this run, whose tokens are counted once, however often they are learned from."""
@@ -265,12 +199,6 @@ class GroupTrainer(OnlineTrainer):
             rows = concatenate([batch["experience"] for batch in batches])
             self._token_counts.mask(rows, torch.cat(list(chosen)), self.accelerator)
 
-    # ---- dynamic sampling
-
-    def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Which groups have rewards that are all equal, bool `(N / G,)`; `rows` holds the columns per row of whole groups."""
-        return has_no_variance(self.given_rewards(rows), self.sizes.group)
-
     # ---- a step
 
     def get_batch_samples(
@@ -293,38 +221,6 @@ class GroupTrainer(OnlineTrainer):
 
     _step_started, _turns = 0.0, 0
 
-    def group_tokens(self, experience: Experience) -> GroupTokens:
-        """What the objectives know of a micro-batch; the old policy is this one where nobody was asked.
-
-        A column `advantage` per token comes before that per row.
-        """
-        columns, sequence = experience.per_token, experience.completions.row_index
-        return GroupTokens(
-            self.old_logps(experience),
-            token_advantages(experience),
-            columns[TRAINED],
-            sequence,
-            len(experience),
-            columns.get(REF),
-            columns.get(CORRECTION),
-            columns.get(CHOSEN),
-        )
-
-    def old_logps(self, experience: Experience) -> Tensor | None:
-        """What ratios are taken to, `(K,)`; None for the policy that is scored itself, in the first optimiser step of a rollout batch:
-        there dropout, and how a batch is laid out in low precision, are no change of the policy."""
-        first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
-        return None if first else experience.per_token.get(OLD)
-
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """A micro-batch's `divisor`, `(1,)`."""
-        return self.divisor(batch["experience"]).view(1)
-
-    def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
-        """A micro-batch's part of the step's loss."""
-        parts = [reduce_terms(terms, step[0]) for terms in found.terms]
-        return sum(parts, start=torch.zeros(())) + self.router_part(found, own, step)
-
     def _record(self, found: Outcome, own: Tensor) -> None:
         for terms in found.terms:
             self._extremes[self.mode].add(terms.metrics)
@@ -338,12 +234,15 @@ class GroupTrainer(OnlineTrainer):
     # ---- what is logged
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """The documented numbers of a window."""
-        return self._measured(of_all_processes(experience, self.accelerator), self.sizes.group, share)
+        """The documented metrics of a rollout batch."""
+        found = self.method.token_metrics(experience)
+        found |= self._measured(of_all_processes(experience, self.accelerator), self.sizes.group, share)
+        if EQUAL_REWARDS in found and found[EQUAL_REWARDS].mean == 1:
+            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)
+        return found
 
     def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
-        found = measured_groups(rows, self.rewards.names, group_size, scale=self.reward_scale, share=share)
-        return {**found, **tool_metrics(rows, share=share)}
+        return self.method.metrics(rows, self.rewards.names, group_size, share=share)
 
     def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """With the extremes of what was clipped."""
@@ -366,13 +265,6 @@ class GroupTrainer(OnlineTrainer):
 
     # ---- evaluation
 
-    def prepared_prompts(self, dataset: Any) -> Dataset:
-        """A set that is given to `evaluate`, with its prompts tokenised."""
-        check_evaluation(self.args.eval_batch_size * self.args.world_size, self.evaluation_group)
-        own: Any = self.eval_dataset
-        known = list(own.values()) if isinstance(own, dict) else [own]
-        return dataset if any(dataset is each for each in known) else self._sets(dataset, "eval")
-
     @torch.no_grad()
     def prediction_step(
         self,
@@ -393,7 +285,7 @@ class GroupTrainer(OnlineTrainer):
         batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]
         found = self.outcome(model, batch)  # a process without a row of its own runs one for the collectives
         if own:
-            self._sums["eval"].add_all(self.token_metrics(experience))
+            self._sums["eval"].add_all(self.method.token_metrics(experience))
             self._record(found, self.count_units(batch))
         else:
             self._extremes["eval"].add(found.terms[0].metrics, counted=False)
@@ -408,10 +300,6 @@ class GroupTrainer(OnlineTrainer):
         for mode in modes:
             self._extremes[mode].load_state({})
         self._largest.drain()
-
-    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
-        """What is logged of the tokens of this process's rows when they are generated."""
-        return {}
 
     # ---- checkpoints
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
 from trl.models.lending import undisturbed
@@ -23,7 +22,6 @@ from trl.objectives.group_policy import (
     token_losses,
 )
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
-from trl.options.training import config_or_default
 from trl.rollouts.columns import (
     CHOSEN,
     CORRECTION,
@@ -35,12 +33,73 @@ from trl.rollouts.columns import (
     TRAINED,
 )
 from trl.rollouts.experience import Experience
-from trl.rollouts.measures import extremes_of_processes
 from trl.tensors.reduce import LossTerms
-from trl.trainer.group_trainer import AnyDataset, GroupTrainer, RolloutFunc
-from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.group_method import Corrected, GroupMethod
+from trl.trainer.group_trainer import GroupTrainer
+from trl.trainer.group_trainer import RolloutFunc as RolloutFunc
+from trl.trainer.grpo_config import GroupTraining, GRPOConfig
+from trl.trainer.online_method import StepContext
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
+
+
+class GRPOMethod(GroupMethod):
+    """Advantages relative to the group, the loss of `loss_type`, and the correction of the sampler's mismatch."""
+
+    args: GRPOConfig
+
+    def __init__(self, args: GRPOConfig) -> None:
+        super().__init__(args)
+        self.reward_scale = args.scale_rewards  # type: ignore[assignment]
+
+    @property
+    def has_sequence_weights(self) -> bool:
+        """Whether the loss type weighs each token by the ratio of its sequence (VESPO)."""
+        return LOSS_TYPES[self.settings.loss_type].ratios is not None
+
+    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        return rows[SCORES], group_relative(rows[SCORES], group_size, scale=self.reward_scale)
+
+    def needs_old(self, experience: Experience) -> bool:
+        return self._corrects(experience)
+
+    def _corrects(self, experience: Experience) -> bool:
+        return self.args.vllm_importance_sampling_correction and SAMPLING_LOGPS in experience.per_token
+
+    def corrected(self, experience: Experience, *, is_exact: bool, counted: Tensor) -> Corrected | None:
+        """With importance weights, or, for a loss with weights of sequences, with the sampler's log-probs as the old ones."""
+        if is_exact or not self._corrects(experience) or OLD not in experience.per_token:
+            return None
+        row, old = experience.completions.row_index, experience.per_token[OLD]
+        mask = experience.per_token[TRAINED] & counted[row]
+        sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(SAMPLING_KEPT, 0.0)
+        sampling = sampling.to(old.dtype)
+        mode, cap = self.args.vllm_importance_sampling_mode, self.args.vllm_importance_sampling_cap
+        found = correction(old, sampling, mask, row, len(experience), mode=mode, cap=cap)
+        columns = {OLD: sampling} if self.has_sequence_weights else {CORRECTION: found.factors}
+        measured = correction_metrics(found, mask), correction_extremes(found, mask)
+        return Corrected(experience.with_tokens(**columns), *measured)
+
+    def old_logps(self, experience: Experience, context: StepContext) -> Tensor | None:
+        if self.has_sequence_weights and not context.is_exact and self._corrects(experience):
+            return experience.per_token[OLD]  # the sampler's
+        return super().old_logps(experience, context)
+
+    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+        tokens = self.tokens(experience, context)
+        return [group_policy_loss(scored.logps, tokens, self.settings, entropies=scored.entropies)]
+
+    def token_losses(self, experience: Experience, context: StepContext) -> LossOf | None:
+        return token_losses(self.tokens(experience, context), self.settings)
+
+    def divisor(self, experience: Experience) -> Tensor:
+        return divisor_share(
+            self.settings.loss_type,
+            experience.per_token[TRAINED],
+            len(experience),
+            rollout_tokens=experience.per_row[MEAN_LENGTH][0],
+            longest=self.args.max_completion_length or 0,
+        )
 
 
 class GRPOTrainer(GroupTrainer):
@@ -80,143 +139,43 @@ class GRPOTrainer(GroupTrainer):
         "id": "2402.03300",
     }
     args: GRPOConfig
+    method_type: ClassVar[type[GroupMethod]] = GRPOMethod
+    config_type: ClassVar[type[GroupTraining]] = GRPOConfig
 
-    def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
-        reward_funcs: Any | Sequence[Any],
-        args: GRPOConfig | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: Any | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        rollout_func: RolloutFunc | None = None,
-    ) -> None:
-        args = config_or_default(args, GRPOConfig, "grpo")
-        self.reward_scale = args.scale_rewards  # type: ignore[assignment]
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-        )
-
-    def columns(self, experience: Experience) -> tuple[str, ...]:
-        """The old policy's log-probs too, where later steps or the correction need them and the sampler's are not exact."""
-        needs = not self.sampler_is_exact and (self.sizes.steps > 1 or self._corrects(experience))
-        return (*super().columns(experience), *([OLD] if needs else []))
-
-    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        """The rewards, and how far each is above its group's mean."""
-        return rows[SCORES], group_relative(rows[SCORES], group_size, scale=self.reward_scale)
-
-    def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
-        """With what makes up for a sampler whose log-probs are not the trainer's.
-
-        A loss with weights of whole sequences takes its ratio to the sampler instead of the old policy: far ones fade by themselves.
-        """
-        experience = super().advantages(experience, group_size=group_size)
-        if not self._corrects(experience) or OLD not in experience.per_token:
-            return experience
-        mask, row = experience.per_token[TRAINED], experience.completions.row_index
-        if group_size is not None:
-            mask = mask & (row < self.own_rows())
-        sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(SAMPLING_KEPT, 0.0)
-        sampling = sampling.to(experience.per_token[OLD].dtype)
-        found = correction(
-            experience.per_token[OLD],
-            sampling,
-            mask,
-            row,
-            len(experience),
-            mode=self.args.vllm_importance_sampling_mode,
-            cap=self.args.vllm_importance_sampling_cap,
-        )
-        mode = "train" if group_size is None else "eval"
-        extremes = extremes_of_processes(correction_extremes(found, mask))
-        self.add_measured(mode, {**correction_metrics(found, mask), **extremes})
-        if self._weighs_sequences:
-            return experience.with_tokens(**{OLD: sampling})
-        return experience.with_tokens(**{CORRECTION: found.factors})
-
-    def old_logps(self, experience: Experience) -> Tensor | None:
-        """The sampler's, where a loss takes its ratios to that."""
-        to_sampler = self._weighs_sequences and self._corrects(experience)
-        return experience.per_token[OLD] if to_sampler else super().old_logps(experience)
-
-    @property
-    def _weighs_sequences(self) -> bool:
-        """Whether the loss has ratios of its own, of whole sequences."""
-        return LOSS_TYPES[self.options.loss_type].ratios is not None
-
-    def _corrects(self, experience: Experience) -> bool:
-        wanted = self.args.vllm_importance_sampling_correction and not self.sampler_is_exact
-        return wanted and SAMPLING_LOGPS in experience.per_token
-
-    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
-        """The loss type's terms."""
-        tokens = self.group_tokens(experience)
-        return [group_policy_loss(scored.logps, tokens, self.options, entropies=scored.entropies)]
-
-    def token_losses(self, experience: Experience) -> LossOf | None:
-        """The same per token, where ratios are those of tokens."""
-        return token_losses(self.group_tokens(experience), self.options)
-
-    def divisor(self, experience: Experience) -> Tensor:
-        """What the loss type's mean is over."""
-        return divisor_share(
-            self.options.loss_type,
-            experience.per_token[TRAINED],
-            len(experience),
-            rollout_tokens=experience.per_row[MEAN_LENGTH][0],
-            longest=self.args.max_completion_length or 0,
-        )
-
-    # ---- the tokens where the policy is least sure
+    # ---- the tokens with the highest entropies
 
     def prepare_step(self, batches: list[Any]) -> None:
         """With `top_entropy_quantile`, choose the tokens of the whole optimiser step, over all processes."""
         super().prepare_step(batches)
         if self.args.top_entropy_quantile >= 1:
             return
-        entropies = [self._entropies(batch) for batch in batches]
+        options, entropies = ScoreOptions(entropy="scored", temperature=self.sampling.temperature), []
+        with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
+            for batch in batches:
+                inputs: Any = self._prepare_inputs({**batch})
+                count = len(inputs.pop("experience").completions.values)
+                found = self.score(self.model_wrapped, inputs, options).entropies  # type: ignore[arg-type]
+                assert found is not None
+                entropies.append(found[:count].cpu())
         masks = [batch["experience"].per_token[TRAINED] for batch in batches]
-        found = self.get_high_entropy_mask(
-            torch.cat(entropies), torch.cat(masks), 1 - self.args.top_entropy_quantile
-        )
-        chosen = found.split([len(own) for own in entropies])
-        self.count_masked(batches, chosen)
-        for batch, own in zip(batches, chosen, strict=True):
+        every = torch.cat(entropies), torch.cat(masks)
+        chosen = self.get_high_entropy_mask(*every, 1 - self.args.top_entropy_quantile)
+        parts = chosen.split([len(own) for own in entropies])
+        self.count_masked(batches, parts)
+        for batch, own in zip(batches, parts, strict=True):
             batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own})
 
-    @torch.no_grad()
-    def _entropies(self, batch: Mapping[str, Any]) -> Tensor:
-        inputs: Any = self._prepare_inputs({**batch})
-        del inputs["experience"]
-        options = ScoreOptions(entropy="scored", temperature=self.sampling.temperature)
-        with undisturbed(self.model_wrapped):  # type: ignore[arg-type]
-            found = self.score(self.model_wrapped, inputs, options).entropies  # type: ignore[arg-type]
-        assert found is not None
-        return found.cpu()
-
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Which tokens have an entropy of at least the `threshold` quantile of those in the mask, bool of any shape.
+        """Tokens with an entropy of at least the `threshold` quantile of those in the mask, bool of any shape.
 
-        The quantile is over the tokens of all processes, which must all ask.
+        The quantile is over the tokens of all processes, which must all call it.
         """
-        least = self._threshold(entropies.flatten(), mask.flatten(), 1 - threshold)
+        values, inside = entropies.flatten(), mask.flatten()
+        if self.accelerator.num_processes > 1:
+            table = torch.stack([values, inside.to(values.dtype)], dim=1).to(self.accelerator.device)
+            table: Any = self.accelerator.gather(self.accelerator.pad_across_processes(table))
+            values, inside = table.cpu().unbind(dim=1)
+        least = entropy_threshold(values, inside, 1 - threshold)
         return (entropies >= least.to(entropies.device)) & mask.bool()
 
     def compute_liger_loss(self, unwrapped_model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -227,10 +186,3 @@ class GRPOTrainer(GroupTrainer):
     def get_sapo_token_loss(unclipped_token_loss: Tensor, temperature: float) -> Tensor:
         """SAPO's gate of each token's ratio, of any shape; its loss is minus the gate times the advantage."""
         return soft_gate(unclipped_token_loss, temperature)
-
-    def _threshold(self, entropies: Tensor, mask: Tensor, top: float) -> Tensor:
-        if self.accelerator.num_processes > 1:
-            table = torch.stack([entropies, mask.to(entropies.dtype)], dim=1).to(self.accelerator.device)
-            table = self.accelerator.pad_across_processes(table)
-            entropies, mask = self.accelerator.gather(table).cpu().unbind(dim=1)  # type: ignore[union-attr]
-        return entropy_threshold(entropies, mask, top)

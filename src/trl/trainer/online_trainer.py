@@ -13,24 +13,29 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streams import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.policy_copy import PolicyCopy
-from trl.models.lending import undisturbed
+from trl.models.lending import undisturbed, without_ddp
 from trl.models.reference import Reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.rewards.inputs import RewardInputs
+from trl.models.scoring.values import PolicyValueScorer
+from trl.rewards.models import place_reward_models
 from trl.rewards.source import RewardSources
-from trl.rollouts.columns import OLD, SAMPLING_LOGPS, SCORES, TRAINED
+from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS, VALUES
 from trl.rollouts.experience import Experience, load_rollout_batch, save_rollout_batch
+from trl.rollouts.group_sizes import check_evaluation
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker, Rows
 from trl.rollouts.refill import Refill
+from trl.rollouts.rollout_func import RolloutFunction
 from trl.rollouts.schedule import RolloutSizes, step_rows
-from trl.tensors.reduce import LossTerms, Unit, Weighted
+from trl.tensors.reduce import LossTerms, Unit, Weighted, reduce_terms
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.method import Outcome
+from trl.trainer.online_method import OnlineMethod, StepContext
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +49,14 @@ class OnlineTrainer(BaseTrainer):
     models score their tokens, and the method gives them advantages. `sizes.steps` optimiser steps then learn from it, each from the rows
     that `step_rows` says. A rollout batch is part of every checkpoint that is made while it lasts.
 
-    A method overrides `judge` (what a score becomes), `score_rollout` (what the models say of the tokens), `advantages`,
-    `objective` and `rollout_metrics`, and sets the attributes below in its constructor.
+    `method` is the mathematics. A subclass may override `advantages(experience)` and `objective(experience, scored)`, and sets
+    the attributes below in its constructor.
     """
 
     units: ClassVar[tuple[Unit, ...]] = ("token",)  # type: ignore[assignment]
     repeats_metrics: ClassVar[bool] = True  # log what is measured of a rollout batch with each of its steps
 
+    method: OnlineMethod  # type: ignore[assignment]
     rollouts: RolloutMaker
     engine: Engine  # these three are those of `rollouts`
     sampling: Sampling
@@ -59,6 +65,8 @@ class OnlineTrainer(BaseTrainer):
     reference: Reference | None = None
     shares_prefix: bool = False
     evaluation_group: int = 1  # completions of each evaluation prompt
+    rows_at_once: int  # rows that are scored in one forward after a rollout
+    _sets: PromptSets
     _rollout_batch: Experience | None = None
     _batch_number: int = -1
     _resumed_from: str | None = None
@@ -66,47 +74,27 @@ class OnlineTrainer(BaseTrainer):
 
     # ---- the hooks of a method
 
-    def judge(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
-        """With the column `scores` (one per row) and, per token, `trained`; rows whose score is NaN are not trained on.
-
-        `inputs` is what the reward sources were given; `training` is false for an evaluation.
-        """
-        known = ~scores.isnan()
-        trained = known[experience.completions.row_index]
-        return experience.with_rows(**{SCORES: scores.nan_to_num(0.0)}).with_tokens(**{TRAINED: trained})
-
-    def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
-        """Numbers `(K,)` for each completion token of some rows of a rollout, without gradient; `old_logps` among them
-        unless `sampler_is_exact`. `learning`: whether it is to be trained on."""
-        raise TypeError(f"{type(self).__name__} must override score_rollout.")
-
     def advantages(self, experience: Experience) -> Experience:
         """With what the objective learns from; called with the whole rollout batch of this process."""
         raise TypeError(f"{type(self).__name__} must override advantages.")
 
     def objective(self, experience: Experience, scored: Scored) -> Sequence[LossTerms]:
-        """The terms of a micro-batch's loss, one entry per completion token."""
-        raise TypeError(f"{type(self).__name__} must override objective.")
+        """The terms of a micro-batch's loss."""
+        return self.method.objective(experience, scored, self.context)
 
     def token_losses(self, experience: Experience) -> LossOf | None:
-        """What each completion token adds to the sum of the objective's terms, as far as that follows from its own log-prob;
-        None where its log-prob counts in another way too.
+        """The method's loss of each token; None where `objective` is overridden."""
+        return None if self.overridden("objective") else self.method.token_losses(experience, self.context)
 
-        The head's gradient is then taken in the scoring forward, and `objective` is given log-probs without gradient. Nobody
-        asks where a class that knows nothing of it replaced `objective`.
-        """
-        return None
+    @property
+    def context(self) -> StepContext:
+        """Of the current micro-batch."""
+        is_first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
+        return StepContext(is_first, self.sampler_is_exact)
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """What is logged of a rollout batch, or of the completions of an evaluation; these rows are a `share` of the whole."""
         return {}
-
-    def score_options(self) -> ScoreOptions:
-        """What the scoring forward of a micro-batch is asked for."""
-        entropy = "scored" if self.statistics_due() else "none"
-        return ScoreOptions(entropy=entropy, temperature=self.sampling.temperature)
 
     # ---- a rollout batch
 
@@ -120,7 +108,10 @@ class OnlineTrainer(BaseTrainer):
         completer: Completer | None = None,
         refill: Refill | None = None,
     ) -> None:
-        """Make `rollouts`, at the end of the constructor."""
+        """Make `rollouts`, at the end of the constructor.
+
+        Raises: ValueError for a reward function with an argument that no column gives.
+        """
         rows: Any = self.train_dataset
         assert isinstance(rows, (Dataset, RowStream))
         self.rollouts = RolloutMaker(
@@ -129,12 +120,19 @@ class OnlineTrainer(BaseTrainer):
             engine=engine,
             sampling=sampling,
             rewards=rewards,
-            judge=self.judge,
+            apply_rewards=self.method.apply_rewards,
             tokenizer=text_tokenizer(self.processing_class),  # type: ignore[arg-type]
             accelerator=self.accelerator,
             completer=completer,
             refill=refill,
         )
+        if not isinstance(completer, RolloutFunction):  # which adds columns
+            given: Any = self.eval_dataset
+            later = list(given.values()) if isinstance(given, dict) else [given] if given is not None else []
+            for each in (rows, *later):
+                columns = self.rollouts.prompts.reward_columns
+                rewards.check_columns([name for name in columns if name in each.column_names])
+        place_reward_models(rewards.models, self.accelerator)
 
     def make_rollout_batch(self, number: int) -> Experience:
         """Rollout batch `number` of this run: completions by the present policy, and what is to be learned of them."""
@@ -142,10 +140,48 @@ class OnlineTrainer(BaseTrainer):
         return self.advantages(self.scored(self.rollouts.make(number), learning=True))
 
     def scored(self, experience: Experience, *, learning: bool) -> Experience:
-        """With what the models say of the completions' tokens."""
-        if self.sampler_is_exact:
-            experience = experience.with_tokens(**{OLD: experience.per_token[SAMPLING_LOGPS]})
-        return experience.with_tokens(**self._score_tokens(experience, learning=learning))
+        """With the log-probs and values of the completions' tokens that the method needs, `rows_at_once` rows at a time."""
+        is_exact, known = self.sampler_is_exact, experience.per_token
+        if is_exact:
+            experience = experience.with_tokens(**{OLD: known[SAMPLING_LOGPS]})
+        wanted = {
+            REF: self.reference is not None,
+            OLD: not is_exact and (self.sizes.steps > 1 or self.method.needs_old(experience)),
+            VALUES: learning and self.method.needs_values,
+        }
+        columns = [name for name, is_wanted in wanted.items() if is_wanted and name not in known]
+        if not columns:
+            return experience
+        parts: list[dict[str, Tensor]] = []
+        with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
+            for rows in torch.arange(len(experience)).split(self.rows_at_once):
+                batch: Any = self._prepare_inputs(self.batch_of(experience.take(rows)))  # type: ignore[arg-type]
+                parts.append(self.score_rollout(batch, columns))
+        found = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
+        return experience.with_tokens(**found)
+
+    def score_rollout(self, batch: dict[str, Any], columns: Sequence[str]) -> dict[str, Tensor]:
+        """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the reference."""
+        options, found = ScoreOptions(temperature=self.sampling.temperature), dict[str, Tensor]()
+        policy = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
+        with self.accelerator.autocast():
+            if OLD in columns:
+                scored = self.scorer.score(policy, batch, options)
+                found = (
+                    {OLD: scored.logps}
+                    if scored.values is None
+                    else {OLD: scored.logps, VALUES: scored.values}
+                )
+            elif VALUES in columns:
+                assert isinstance(self.scorer, PolicyValueScorer)
+                found[VALUES] = self.scorer.score_values(policy, batch)
+            if self.reference is not None and REF in columns:
+                found[REF] = self.reference.score(
+                    self.model_wrapped,  # type: ignore[arg-type]
+                    batch,
+                    lambda scorer, ref, rows: scorer.score(ref, rows, options).logps,
+                )
+        return found
 
     @property
     def sampler_is_exact(self) -> bool:
@@ -157,28 +193,6 @@ class OnlineTrainer(BaseTrainer):
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
         plain = self.accelerator.mixed_precision == "no" and not self.scorer.stretched_rotaries
         return self.rollouts.exact and wide and plain
-
-    @torch.no_grad()
-    def _score_tokens(self, experience: Experience, *, learning: bool) -> dict[str, Tensor]:
-        """`score_rollout` of all rows, a few at a time; results on the CPU."""
-        parts: list[dict[str, Tensor]] = []
-        with undisturbed(self.model_wrapped):  # type: ignore[arg-type]
-            for rows in torch.arange(len(experience)).split(self.rows_at_once()):
-                batch = self.batch_of(experience.take(rows))
-                parts.append(self.score_rollout(self._prepare_inputs(batch), learning=learning))  # type: ignore[arg-type]
-        return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
-
-    def rows_at_once(self) -> int:
-        """Rows that are scored in one forward after a rollout."""
-        return self.args.per_device_train_batch_size
-
-    def check_reward_columns(self) -> None:
-        """Before the first rollout: raise ValueError where a reward function names an argument that no column gives."""
-        given: Any = self.eval_dataset
-        later = list(given.values()) if isinstance(given, dict) else [given] if given is not None else []
-        for rows in (self.rollouts.prompts.rows, *later):
-            columns = self.rollouts.prompts.reward_columns
-            self.rewards.check_columns([name for name in columns if name in rows.column_names])
 
     def _data_seed(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -220,7 +234,7 @@ class OnlineTrainer(BaseTrainer):
             self._rollout_batch, self._batch_number = self.make_rollout_batch(number), number
         assert self._rollout_batch is not None
         rows = self.rows_of_step(step)
-        if is_new or self.repeats_metrics:
+        if is_new or self.method.repeats_metrics:
             self._sums["train"].add_all(
                 self.rollout_metrics(self._rollout_batch, share=1 / self.args.world_size)
             )
@@ -240,21 +254,22 @@ class OnlineTrainer(BaseTrainer):
         """What the models are given of some rows, whose scored tokens are the completions', in order."""
         return experience.as_batch(prefix_sharing=self.shares_prefix)
 
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many completion tokens a batch trains: int64 `(1,)`."""
-        return batch["experience"].per_token[TRAINED].sum().long().view(1)
-
     def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
         """The terms of a micro-batch."""
         inputs = dict(batch)
-        experience: Experience = inputs.pop("experience")
-        experience = experience.to(self.args.device)
-        asks = torch.is_grad_enabled() and is_overridden_with(type(self), "objective", "token_losses")
-        losses = self.token_losses(experience) if asks else None
-        scored = self.score(model, inputs, replace(self.score_options(), loss_of=losses))
+        experience: Experience = inputs.pop("experience").to(self.args.device)
+        losses = self.token_losses(experience) if torch.is_grad_enabled() else None
+        options = self.method.options(statistics=self.statistics_due())
+        options = replace(options, temperature=self.sampling.temperature, loss_of=losses)
+        scored = self.score(model, inputs, options)
         terms = self.objective(experience, scored)
         predictions, labels = scored.logps.detach(), scored.positions.sequence
         return Outcome(terms, predictions, labels, scored.aux_loss, local=scored.total)
+
+    def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
+        """A micro-batch's part of the step's loss: all terms have one divisor."""
+        parts = [reduce_terms(terms, step[0]) for terms in found.terms]
+        return sum(parts, start=torch.zeros(())) + self.router_part(found, own, step)
 
     # ---- evaluation
 
@@ -267,8 +282,13 @@ class OnlineTrainer(BaseTrainer):
             raise ValueError(
                 "evaluation needs an eval_dataset, got None. Pass it to the trainer or to evaluate."
             )
+        check_evaluation(self.args.eval_batch_size * self.args.world_size, self.evaluation_group)
+        own: Any = self.eval_dataset
+        known = list(own.values()) if isinstance(own, dict) else [own]
+        if not any(chosen is each for each in known):  # given to evaluate
+            chosen = self._sets(chosen, "eval")
         loader = DataLoader(
-            _Numbered(self.prepared_prompts(chosen), self.evaluation_group),  # type: ignore[arg-type]
+            _Numbered(chosen, self.evaluation_group),  # type: ignore[arg-type]
             batch_size=self.args.eval_batch_size,
             collate_fn=list,
             generator=torch.Generator(),  # or an evaluation would move the random stream that dropout is drawn from
@@ -278,10 +298,6 @@ class OnlineTrainer(BaseTrainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """The same of the rows that `predict` is given."""
         return self.get_eval_dataloader(test_dataset)
-
-    def prepared_prompts(self, dataset: Any) -> Dataset:
-        """A data set that is given later than to the constructor, with its prompts tokenised."""
-        return dataset
 
     def prediction_step(
         self,
@@ -372,15 +388,6 @@ class OnlineTrainer(BaseTrainer):
 def evaluation_streams(rows: Sequence[int]) -> list[int]:
     """Random streams for numbered rows of an evaluation."""
     return [_EVALUATION_SEED * 2**32 + row for row in rows]
-
-
-def is_overridden_with(kind: type, method: str, other: str) -> bool:
-    """Whether the class whose `method` counts in `kind` knows the `other` too: it overrides both, or a class below it does."""
-    places = [
-        next(place for place, each in enumerate(kind.__mro__) if name in vars(each))
-        for name in (other, method)
-    ]
-    return places[0] <= places[1]
 
 
 class _Numbered(torch.utils.data.Dataset):

@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from trl.data.step_inputs import TokenLimits, check_queries
+from trl.data.step_inputs import TokenLimits
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.transformers.phase import generating
 from trl.generation.transformers.requests import fresh_seed
 from trl.generation.transformers.stopping import end_tokens
 from trl.models.parts import causal_core
-from trl.models.reference import Reference
-from trl.models.switches import empty_cache
-from trl.trainer.ppo_config import PPOConfig
 
 # What transformers assumes where neither the call nor the model's generation config says.
 _DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
@@ -131,65 +127,6 @@ class Responder:
     def _pad(self) -> int:
         own = getattr(self.tokenizer, "pad_token_id", None)
         return 0 if own is None else int(own)
-
-
-class GeneratesResponses:
-    """The part of a step-level trainer that generates."""
-
-    accelerator: Any
-    config: PPOConfig
-    model: Any
-    tokenizer: Any
-    reference: Reference
-    _limits: TokenLimits
-    _responders: list[Responder]
-
-    def generate(
-        self,
-        query_tensor: Tensor | list[Tensor],
-        length_sampler: Callable[[], int] | None = None,
-        batch_size: int = 4,
-        return_prompt: bool = True,
-        generate_ref_response: bool = False,
-        **generation_kwargs: Any,
-    ) -> Any:
-        """Responses of the policy to a list of queries: 1-D tensors in a list.
-
-        A single query `(length,)` or rows `(B, length)` give a tensor `(1 or B, length)`, padded on the right. Responses begin
-        with the query unless `return_prompt` is False (an encoder-decoder's with its start token), and end with their end
-        token. `length_sampler` draws the most new tokens of each. `generation_kwargs` are those of a transformers model's
-        `generate`: where our engine can honour them it generates, in batches that fit into memory, otherwise the model does,
-        `batch_size` queries at a time. With `generate_ref_response` the reference's responses come as a second result.
-
-        Raises: TypeError, ValueError for a query that is empty, holds no ids of the model's or fills its window.
-        """
-        is_list = isinstance(query_tensor, (list, tuple))
-        queries = check_queries(query_tensor if is_list else torch.atleast_2d(query_tensor), self._limits)
-
-        def respond(model: Any) -> Any:
-            found = self._responder(model).respond(
-                queries, generation_kwargs,
-                length_sampler=length_sampler, batch_size=batch_size, return_prompt=return_prompt,
-            )  # fmt: skip
-            pad = getattr(self.tokenizer, "pad_token_id", None) or 0
-            return found if is_list else pad_sequence(found, batch_first=True, padding_value=pad)
-
-        responses, reference = respond(self.model), None
-        if generate_ref_response:
-            with torch.no_grad(), self.reference.active(self.model) as model:
-                reference = respond(model)
-        if self.config.optimize_device_cache:
-            empty_cache()
-        return (responses, reference) if generate_ref_response else responses
-
-    def _responder(self, model: Any) -> Responder:
-        """What generates from a model, kept so that what it found out about the model is not found out again."""
-        for responder in self._responders:
-            if responder.model is model:
-                return responder
-        made = Responder(model, accelerator=self.accelerator, tokenizer=self.tokenizer, limits=self._limits)
-        self._responders.append(made)
-        return made
 
 
 def _set_fields(config: Any) -> dict[str, Any]:

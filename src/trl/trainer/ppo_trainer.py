@@ -3,39 +3,63 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
 from trl._lazy import attach
+from trl.collators.rows import pad_rows
 from trl.data.query_loader import QueryLoader, make_loader
-from trl.data.step_inputs import StepInputs, check_step_inputs
+from trl.data.step_inputs import StepInputs, check_queries, check_step_inputs
+from trl.models.lending import undisturbed, without_ddp
+from trl.models.policy import make_scorer
+from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.models.switches import empty_cache
-from trl.objectives.advantages import scale_scores
-from trl.objectives.kl import AdaptiveKLController, FixedKLController
+from trl.models.value_wrapper import under_module_names
+from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
+from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty
+from trl.objectives.policy_gradient import probability_ratio
+from trl.objectives.ppo import ppo_losses, whitened_estimates
 from trl.reporting.ppo_statistics import DivergenceWatch, MinibatchRecord, mean_over_rows, step_statistics
 from trl.reporting.step_statistics import stats_to_np
 from trl.rollouts.minibatches import Rollout, shuffled_minibatches, tokens_of_step
-from trl.rollouts.response_scores import ResponseScorer
+from trl.rollouts.response_scores import ResponseScorer, concatenated, join_rows
 from trl.tensors.moments import RunningMoments, moments, over_processes
+from trl.tensors.reduce import Weighted, count_units, reduce_terms
+from trl.tensors.statistics import entropy_from_logits
 from trl.trainer import ppo_setup
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_forward import ScoredRollout, ScoresRollouts, timed
-from trl.trainer.ppo_generation import GeneratesResponses
-from trl.trainer.ppo_losses import PPOLosses, training
-from trl.trainer.ppo_saving import SavesPolicy
+from trl.trainer.ppo_generation import Responder
+from trl.trainer.ppo_saving import model_card, reward_table, tracked, upload
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 
 
-class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
+class ScoredRollout(NamedTuple):
+    """Of B responses, each `(B, R)`: what policy and reference say, and the rewards of their tokens."""
+
+    logps: Tensor
+    ref_logps: Tensor
+    values: Tensor
+    masks: Tensor
+    rewards: Tensor
+    non_score: Tensor
+    kls: Tensor
+
+
+class PPOTrainer:
     """Trains a language model with a value head by PPO, one `step` at a time.
 
     The loop is the caller's: draw queries from `dataloader`, `generate` responses, score them, call `step`. The policy
@@ -48,6 +72,11 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         >>> responses = trainer.generate(queries, return_prompt=False, max_new_tokens=16)  # doctest: +SKIP
         >>> stats = trainer.step(queries, responses, [torch.tensor(1.0) for _ in queries])  # doctest: +SKIP
     """
+
+    _tag_names = ("trl", "ppo", "reinforcement-learning")
+    _step_tokens: int | None = None  # trained tokens of the current optimiser step, over all processes
+    _left_out: int = 0  # minibatches over ratio_threshold
+    _gradient_is_used: bool = False
 
     def __init__(
         self,
@@ -112,7 +141,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         self.running = RunningMoments(self.accelerator)
         self.current_device, self.is_distributed = self.accelerator.device, self.accelerator.num_processes > 1
         self.current_step, self.highest_reward = 0, float("-inf")
-        self._watch, self._said_repeats = DivergenceWatch(config.target), False
+        self._watch, self._warned_repeats = DivergenceWatch(config.target), False
 
     # ---- the parts of a loop
 
@@ -131,6 +160,53 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
             accelerator=self.accelerator,
             keep=model if self.config.remove_unused_columns else None,
         )
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses of the policy to a list of queries: 1-D tensors in a list.
+
+        A single query `(length,)` or rows `(B, length)` give a tensor `(1 or B, length)`, padded on the right. Responses begin
+        with the query unless `return_prompt` is False (an encoder-decoder's with its start token), and end with their end
+        token. `length_sampler` draws the most new tokens of each. `generation_kwargs` are those of a transformers model's
+        `generate`: where our engine can honour them it generates, in batches that fit into memory, otherwise the model does,
+        `batch_size` queries at a time. With `generate_ref_response` the reference's responses come as a second result.
+
+        Raises: TypeError, ValueError for a query that is empty, holds no ids of the model's or fills its window.
+        """
+        is_list = isinstance(query_tensor, (list, tuple))
+        queries = check_queries(query_tensor if is_list else torch.atleast_2d(query_tensor), self._limits)
+
+        def respond(model: Any) -> Any:
+            found = self._responder(model).respond(
+                queries, generation_kwargs,
+                length_sampler=length_sampler, batch_size=batch_size, return_prompt=return_prompt,
+            )  # fmt: skip
+            pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+            return found if is_list else pad_sequence(found, batch_first=True, padding_value=pad)
+
+        responses, reference = respond(self.model), None
+        if generate_ref_response:
+            with torch.no_grad(), self.reference.active(self.model) as model:
+                reference = respond(model)
+        if self.config.optimize_device_cache:
+            empty_cache()
+        return (responses, reference) if generate_ref_response else responses
+
+    def _responder(self, model: Any) -> Responder:
+        """What generates from a model, kept so that what it found out about the model is not found out again."""
+        for responder in self._responders:
+            if responder.model is model:
+                return responder
+        made = Responder(model, accelerator=self.accelerator, tokenizer=self.tokenizer, limits=self._limits)
+        self._responders.append(made)
+        return made
 
     def step(
         self,
@@ -151,7 +227,7 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
             queries, responses, scores, response_masks,
             batch_size=self.config.batch_size, limits=self._limits, device=self.accelerator.device,
         )  # fmt: skip
-        self._speak_of_repeated_queries(inputs, response_masks)
+        self._warn_repeated_queries(inputs, response_masks)
         times: dict[str, float] = {}
         with timed(times, "total"):
             stats = self._train(inputs, times)
@@ -163,7 +239,8 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
             self.lr_scheduler.step()
         stats |= {f"time/ppo/{name}": seconds for name, seconds in times.items()}
         self.current_step += 1
-        self._release_memory()
+        if self.config.optimize_device_cache:
+            empty_cache()
         self._push_if_best(inputs.scores)
         return stats
 
@@ -182,40 +259,241 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
             for name, value in stats.items()
         }
 
-    # ---- what a killed loop needs
+    # ---- the mathematics of a step, which subclasses may override. Tensors are `(B, R)`, masks 0 where the policy chose no token
 
-    def save_state(self, output_dir: str | Path) -> None:
-        """Write everything that the loop carries into a folder, at once or not at all: between two steps, by all processes.
+    def compute_rewards(
+        self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rewards per token, their part without the score, and the penalty itself, each `(B, R)`.
 
-        Weights, optimiser, scheduler, KL coefficient, running moments, random streams, the loader's place.
+        `logprobs` and `ref_logprobs` are those of the tokens, or with `kl_penalty="full"` of the whole vocabulary,
+        `(B, R, V)`. The score `(B,)` is added on a response's last token.
         """
-        state = {
-            "current_step": self.current_step,
-            "kl_coef": self.kl_ctl.value,
-            "running": moments_state(self.running),
-            "highest_reward": self.highest_reward,
-            "loader": None if self.dataloader is None else self.dataloader.state_dict(),
+        kls = kl_penalty(logprobs, ref_logprobs, self.config.kl_penalty)
+        rewards, non_score = token_rewards(scores, kls, masks, kl_coef=self.kl_ctl.value)
+        return rewards, non_score, kls
+
+    def compute_advantages(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values, advantages whitened over the batch of all processes, and returns, 0 outside of the mask."""
+        found = whitened_estimates(rewards, values, mask, self.config, self.accelerator)
+        return values * (mask != 0).to(values.dtype), found.advantages, found.returns
+
+    def loss(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        logprobs: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+        *,
+        entropies: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Policy loss, value loss times `vf_coef`, both means over the minibatch's tokens, and statistics.
+
+        The entropy is that of `logits (B, R, V)` unless `entropies` are given; without either it is left out. Both losses are
+        0 where the mean ratio of probabilities exceeds `ratio_threshold`.
+        """
+        if entropies is None and logits is not None:
+            entropies = entropy_from_logits(logits.detach())
+        policy, value, terms = ppo_losses(
+            logprobs, vpreds, mask, self.config,
+            old_logps=old_logprobs, old_values=values, advantages=advantages, returns=returns, entropies=entropies,
+        )  # fmt: skip
+        count = count_units(terms)
+        losses = reduce_terms(policy, count), self.config.vf_coef * reduce_terms(value, count)
+        stats = {name: metric.mean for name, metric in terms.metrics.items()}
+        stats |= estimate_statistics(advantages, returns, values, mask)
+        if self._ratio_is_too_large(terms.metrics["policy/ratio"]):
+            losses = losses[0] * 0, losses[1] * 0
+            stats |= {name: torch.zeros_like(stats[name]) for name in stats if name.startswith("loss/")}
+        stats["policy/ratio"] = probability_ratio(logprobs.detach(), old_logprobs, mask)[mask != 0]
+        stats["policy/advantages"] = advantages[mask != 0]
+        return *losses, stats
+
+    def train_minibatch(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+        *,
+        entropies: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The loss of one minibatch, backward, and with the last of an optimiser step's minibatches the update.
+
+        Inside `step` a token counts alike in whichever minibatch or process of an optimiser step it is. Returns the
+        statistics of `loss`.
+
+        Raises: FloatingPointError for a loss or gradient that is not finite, before the update.
+        """
+        policy_loss, value_loss, stats = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns, entropies=entropies
+        )
+        loss = policy_loss + value_loss
+        if self._step_tokens is not None:  # of the mean over the optimiser step, what this minibatch adds
+            # accelerate divides by the number of minibatches, DDP, FSDP and DeepSpeed by that of processes.
+            averaged = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
+            loss = loss * (float((mask != 0).sum()) * averaged / self._step_tokens)
+        self._require_finite("loss", float(loss.detach()))
+        if self._gradient_is_used:  # only outside of `step`, which has cleared it
+            self._clear_gradient()
+        self.accelerator.backward(loss)
+        if self.accelerator.sync_gradients:
+            self._limit_gradient()
+            self.optimizer.step()
+            self._gradient_is_used = True
+        return stats
+
+    def _clear_gradient(self) -> None:
+        """Clear the gradient of the last update, which stays in place until the next begins: programs read it."""
+        self.model.zero_grad()
+        if self.accelerator.state.deepspeed_plugin is None:  # DeepSpeed clears its own
+            # Under FSDP2 the model may hold gathered parameters; those with gradients are the optimiser's.
+            getattr(self.optimizer, "optimizer", self.optimizer).zero_grad()
+        self._gradient_is_used = False
+
+    def _limit_gradient(self) -> None:
+        if self.config.max_grad_norm is not None:
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        else:
+            norm = gradient_norm(self.model)
+        if norm is not None and self.accelerator.scaler is None:  # fp16 leaves such updates out by itself
+            self._require_finite("the gradient's norm", float(norm))
+
+    def _ratio_is_too_large(self, ratio: Weighted) -> bool:
+        if self.accelerator.num_processes > 1:
+            whole: Any = self.accelerator.reduce(torch.stack([ratio.total, ratio.count]), reduction="sum")
+            ratio = Weighted(whole[0], whole[1])
+        if not float(ratio.mean) > self.config.ratio_threshold:
+            return False
+        self._left_out += 1
+        if self._left_out == 1:
+            logger.warning(
+                "A minibatch is left out in step %d: the mean ratio of new to old probabilities is %.3g, ratio_threshold is %g. "
+                "If this goes on, lower learning_rate or ppo_epochs, or set max_grad_norm.",
+                self.current_step + 1, float(ratio.mean), self.config.ratio_threshold,
+            )  # fmt: skip
+        return True
+
+    def _require_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"{what} must be finite, got {value} in step {self.current_step + 1}. No update was made with it; go on from "
+                "the last state that was saved. Lower learning_rate, set max_grad_norm, or look at the scores of this step."
+            )
+
+    # ---- forward passes
+
+    def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
+        """Padded inputs of a model on the trainer's device, `(B, T)` each: `input_ids` and `attention_mask` of query and
+        response. An encoder-decoder's are those of the queries, and `decoder_...` those of the responses.
+
+        For programs that call a model themselves; `step` scores without padding and does not use it.
+        """
+        if not self.is_encoder_decoder:
+            return self._padded([torch.cat(row) for row in zip(queries, responses, strict=True)])
+        decoder = {f"decoder_{name}": value for name, value in self._padded(responses).items()}
+        return {**self._padded(queries), **decoder}
+
+    def _padded(self, rows: list[Tensor]) -> dict[str, Tensor]:
+        columns = {
+            "input_ids": (rows, pad_token_id(self.tokenizer)),
+            "attention_mask": ([torch.ones_like(row) for row in rows], 0),
         }
-        save_step_state(output_dir, self.accelerator, state, self.lr_scheduler)
+        side, device = self.tokenizer.padding_side, self.accelerator.device
+        return {
+            name: pad_rows(found, value, side=side).to(device) for name, (found, value) in columns.items()
+        }
 
-    def load_state(self, input_dir: str | Path) -> None:
-        """Go on from a folder of `save_state`, with a trainer that was built as that one was.
+    def batched_forward_pass(
+        self,
+        model: Any,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        model_inputs: dict[str, Any] | None = None,
+        return_logits: bool = False,
+        response_masks: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Log-probs, logits (None unless `return_logits`), values and masks of responses, `(B, R)`; logits `(B, R, V)`.
 
-        The next pass over `dataloader` begins behind the last batch that was handed out before.
+        `model` is this trainer's, its reference, or another with or (values are None) without a value head. `model_inputs`
+        are not needed: queries and responses say everything.
         """
-        state = load_step_state(input_dir, self.accelerator, self.lr_scheduler)
-        self.current_step, self.highest_reward = state["current_step"], state["highest_reward"]
-        self.kl_ctl.value = state["kl_coef"]
-        self.running = RunningMoments(self.accelerator, **state["running"])
-        if self.dataloader is not None and state["loader"] is not None:
-            self.dataloader.load_state_dict(state["loader"])
+        del model_inputs
+        scorer, model = self._scorer_of(model)
+        size = self.config.mini_batch_size
+        parts = []
+        for begin in range(0, len(queries), size):
+            rows = slice(begin, begin + size)
+            with self.accelerator.autocast():
+                parts.append(scorer.score(model, queries[rows], responses[rows], logits=return_logits))
+        found = concatenated(parts)
+        given = response_masks or [torch.ones_like(response) for response in responses]
+        return found.logps, found.logits, found.values, pad_sequence(given, batch_first=True)
+
+    def _scorer_of(self, model: Any) -> tuple[ResponseScorer, Any]:
+        """What scores a model, and the module to call: of a reference with a value head the model inside."""
+        if model is self.model or self.accelerator.unwrap_model(model) is self._scorer.scorer.wrapper:
+            return self._scorer, model
+        scored = getattr(self.reference, "model", None)
+        inner = getattr(model, "pretrained_model", model)
+        if scored is not None and (model is scored or inner is getattr(self.reference, "module", None)):
+            return ResponseScorer(self.reference.scorer, is_encoder_decoder=self.is_encoder_decoder), scored
+        made = make_scorer(model, self.tokenizer)
+        return ResponseScorer(made, is_encoder_decoder=self.is_encoder_decoder), model
+
+    @torch.no_grad()
+    def score_rollout(self, inputs: StepInputs, scores: Tensor, times: dict[str, float]) -> ScoredRollout:
+        """Everything of a step's responses that is known before its first update; `times` takes the seconds of its parts.
+
+        The whole distributions that `kl_penalty="full"` compares are held for one minibatch at a time.
+        """
+        rows = len(inputs.queries)
+        size = self.config.mini_batch_size if self.config.kl_penalty == "full" else rows
+        parts = [
+            self._scored_rows(inputs, scores, slice(begin, begin + size), times)
+            for begin in range(0, rows, size)
+        ]
+        return ScoredRollout(*(join_rows(columns) for columns in zip(*parts, strict=True)))
+
+    def _scored_rows(
+        self, inputs: StepInputs, scores: Tensor, rows: slice, times: dict[str, float]
+    ) -> tuple[Tensor, ...]:
+        full = self.config.kl_penalty == "full"
+        texts = inputs.queries[rows], inputs.responses[rows]
+        options: dict[str, Any] = {"return_logits": full, "response_masks": inputs.masks[rows]}
+        policy = without_ddp(self.model)
+        with timed(times, "forward_pass"):
+            with undisturbed(policy):
+                logps, logits, values, masks = self.batched_forward_pass(policy, *texts, **options)
+            with self.reference.active(self.model) as reference:
+                ref_logps, ref_logits, *_ = self.batched_forward_pass(reference, *texts, **options)
+        with timed(times, "compute_rewards"):
+            compared = logps, ref_logps
+            if logits is not None and ref_logits is not None:
+                compared = _distribution(logits), _distribution(ref_logits)
+            rewards, non_score, kls = self.compute_rewards(scores[rows], *compared, masks)
+        assert values is not None
+        return logps, ref_logps, values, masks, rewards, non_score, kls
 
     # ---- inside of a step
 
     def _train(self, inputs: StepInputs, times: dict[str, float]) -> dict[str, Any]:
         scores = self._scaled(inputs.scores)
         found = self.score_rollout(inputs, scores, times)
-        self._watch_divergence(found)
+        differences = found.kls if self.config.kl_penalty == "full" else found.logps - found.ref_logps
+        kl, _ = mean_over_rows(found.kls, found.masks, self.accelerator)
+        _, per_token = mean_over_rows(differences, found.masks, self.accelerator)
+        self._watch.check(kl, per_token, step=self.current_step + 1)
         with timed(times, "compute_advantages"):
             values, advantages, returns = self.compute_advantages(found.values, found.rewards, found.masks)
         rollout = Rollout(
@@ -238,12 +516,6 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
             mean = self.running.mean if config.use_score_norm else 0.0
             return scale_scores(scores, mean=mean, std=self.running.std, clip=clip)
         return scores if clip is None else scores.clamp(-clip, clip)
-
-    def _watch_divergence(self, found: ScoredRollout) -> None:
-        differences = found.kls if self.config.kl_penalty == "full" else found.logps - found.ref_logps
-        kl, _ = mean_over_rows(found.kls, found.masks, self.accelerator)
-        _, per_token = mean_over_rows(differences, found.masks, self.accelerator)
-        self._watch.check(kl, per_token, step=self.current_step + 1)
 
     def _optimise(self, rollout: Rollout) -> dict[str, Tensor]:
         """All epochs over a rollout; the statistics of its minibatches."""
@@ -283,19 +555,15 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         finally:
             self._step_tokens = None
 
-    def _speak_of_repeated_queries(self, inputs: StepInputs, masks: Any) -> None:
-        if self._said_repeats or masks is not None or not inputs.repeats_queries:
+    def _warn_repeated_queries(self, inputs: StepInputs, masks: Any) -> None:
+        if self._warned_repeats or masks is not None or not inputs.repeats_queries:
             return
-        self._said_repeats = True
+        self._warned_repeats = True
         logger.warning(
             "Every response begins with its whole query (step %d): the policy is trained to repeat it. Generate with "
             "return_prompt=False, or cut the query off.",
             self.current_step + 1,
         )
-
-    def _release_memory(self) -> None:
-        if self.config.optimize_device_cache:
-            empty_cache()
 
     def _push_if_best(self, scores: Tensor) -> None:
         """Scores as they were given: scaled ones of two steps cannot be compared."""
@@ -306,3 +574,141 @@ class PPOTrainer(GeneratesResponses, ScoresRollouts, PPOLosses, SavesPolicy):
         if reward > self.highest_reward:
             self.highest_reward = reward
             self.push_to_hub(**push)
+
+    # ---- saving
+
+    def save_state(self, output_dir: str | Path) -> None:
+        """Write everything that the loop carries into a folder, at once or not at all: between two steps, by all processes.
+
+        Weights, optimiser, scheduler, KL coefficient, running moments, random streams, the loader's place.
+        """
+        state = {
+            "current_step": self.current_step,
+            "kl_coef": self.kl_ctl.value,
+            "running": moments_state(self.running),
+            "highest_reward": self.highest_reward,
+            "loader": None if self.dataloader is None else self.dataloader.state_dict(),
+        }
+        save_step_state(output_dir, self.accelerator, state, self.lr_scheduler)
+
+    def load_state(self, input_dir: str | Path) -> None:
+        """Go on from a folder of `save_state`, with a trainer that was built as that one was.
+
+        The next pass over `dataloader` begins behind the last batch that was handed out before.
+        """
+        state = load_step_state(input_dir, self.accelerator, self.lr_scheduler)
+        self.current_step, self.highest_reward = state["current_step"], state["highest_reward"]
+        self.kl_ctl.value = state["kl_coef"]
+        self.running = RunningMoments(self.accelerator, **state["running"])
+        if self.dataloader is not None and state["loader"] is not None:
+            self.dataloader.load_state_dict(state["loader"])
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> str | None:
+        """Save policy (value head included), tokenizer and model card into a folder; all processes must call it.
+
+        `push_to_hub` uploads to `repo_id` (default: the folder's name) with `kwargs`, and returns its address.
+        """
+        push = {name: kwargs.pop(name) for name in list(kwargs) if name != "max_shard_size"}
+        self._save_pretrained(save_directory, **kwargs)
+        if not push_to_hub or not self.accelerator.is_main_process:
+            return None
+        return upload(save_directory, repo_id or Path(save_directory).name, **push)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a policy trained by PPO",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+    ) -> str | None:
+        """Upload policy, tokenizer and model card; returns the address on the main process. All processes must call it."""
+        options = {"commit_message": commit_message, "private": private, "token": token, "revision": revision}
+        with tempfile.TemporaryDirectory() as folder:
+            self._save_pretrained(folder, max_shard_size=max_shard_size)
+            if not self.accelerator.is_main_process:
+                return None
+            return upload(folder, repo_id, create_pr=create_pr, **options)
+
+    def _save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        with under_module_names(self.accelerator):
+            state = self.accelerator.get_state_dict(self.model)
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if not self.accelerator.is_main_process:
+            return
+        model.save_pretrained(save_directory, state_dict=state, **kwargs)
+        self.tokenizer.save_pretrained(save_directory)
+        self.create_model_card(save_directory)
+
+    def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
+        """Write a model card, `README.md`, into the folder `path`."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        base, name = getattr(model.config, "_name_or_path", None) or None, model_name or Path(path).name
+        card = model_card(self.config, base, name, tags=self._tag_names, steps=self.current_step)
+        Path(path).mkdir(parents=True, exist_ok=True)
+        card.save(Path(path) / "README.md")
+
+    def log_stats(
+        self,
+        stats: Mapping[str, Any],
+        batch: Mapping[str, Any],
+        rewards: Any,
+        columns_to_log: Iterable[str] = ("query", "response"),
+    ) -> None:
+        """Send a step's statistics, `env/reward_mean`, `env/reward_std` and `env/reward_dist` to the tracker of `log_with`.
+
+        wandb also gets a table of `columns_to_log` of the batch with the rewards. `rewards` are those of this process; all
+        processes must call it.
+
+        Raises: ValueError for a column that the batch lacks.
+        """
+        scores = (
+            rewards if isinstance(rewards, Tensor) else torch.tensor([float(reward) for reward in rewards])
+        )
+        gathered: Any = self.accelerator.gather(scores.detach().flatten().float().to(self.accelerator.device))
+        if self.accelerator.is_main_process and self.config.log_with is not None:
+            logs = tracked(stats, gathered.cpu(), numbers_only=self.config.log_with != "wandb")
+            if self.config.log_with == "wandb":
+                logs["game_log"] = reward_table(batch, rewards, list(columns_to_log))
+            self.accelerator.log(logs, step=self.current_step)
+
+
+def _distribution(logits: Tensor) -> Tensor:
+    """Log-probs of the whole vocabulary, in float32 or wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+
+@contextmanager
+def timed(times: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds that a block takes to `times`."""
+    began = time.perf_counter()
+    yield
+    times[name] = times.get(name, 0.0) + time.perf_counter() - began
+
+
+def gradient_norm(model: nn.Module) -> Tensor | None:
+    """The norm of all gradients; None where there is none to see (DeepSpeed holds them)."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Train mode inside; every module's own mode is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -20,17 +20,71 @@ from trl.objectives.group_advantages import (
 )
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
-from trl.options.training import config_or_default
 from trl.rollouts.columns import OLD, REF, SCORES, TRAINED
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
+from trl.trainer.group_method import EQUAL_REWARDS, GroupMethod
 from trl.trainer.group_trainer import AnyDataset, GroupTrainer, RolloutFunc
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.online_method import StepContext
 from trl.trainer.rloo_config import RLOOConfig
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
-KL, EQUAL = "kl", "frac_given_reward_zero_std"
+KL = "kl"
+
+
+class RLOOMethod(GroupMethod):
+    """Rewards less the KL penalty, advantages over the mean of the others, the clipped surrogate of whole completions."""
+
+    args: RLOOConfig
+
+    def needs_old(self, experience: Experience) -> bool:
+        return self.has_reference
+
+    def with_penalties(self, experience: Experience) -> Experience:
+        """With the divergence of each completion from the reference."""
+        if not self.has_reference:
+            return experience
+        gaps = where_counted(_log_ratios(experience), experience.per_token[TRAINED])
+        kl = sum_by_sequence(gaps, experience.completions.row_index, len(experience))
+        return experience.with_rows(**{KL: kl})
+
+    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        rewards = self.given_rewards(rows)
+        if self.has_reference:
+            rewards = penalized(rewards, rows[KL], beta=self.args.beta)
+        advantages = leave_one_out(rewards, group_size)
+        if self.args.normalize_advantages:
+            advantages = normalized(advantages, ~rewards.isnan())
+        return rewards, advantages
+
+    def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
+        return clipped_rewards(rows[SCORES], self.args.reward_bounds)
+
+    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+        tokens = self.tokens(experience, context)
+        return [sequence_policy_loss(scored.logps, tokens, self.settings, entropies=scored.entropies)]
+
+    def metrics(
+        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
+    ) -> dict[str, Weighted]:
+        """With the share of completions whose group was given equal rewards, which differ by the KL penalty alone."""
+        found = super().metrics(rows, sources, group_size, share=share)
+        if not self.has_reference:
+            return found
+        given = reward_statistics(self.given_rewards(rows), group_size)["frac_reward_zero_std"]
+        return {**found, EQUAL_REWARDS: Weighted(given.total * share, given.count * share)}
+
+    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
+        """The divergence per token, `kl`."""
+        trained = experience.per_token[TRAINED]
+        return {KL: weighted(_log_ratios(experience), trained)} if self.has_reference else {}
+
+
+def _log_ratios(experience: Experience) -> Tensor:
+    return k1(experience.per_token[OLD], experience.per_token[REF])
 
 
 class RLOOTrainer(GroupTrainer):
@@ -69,6 +123,8 @@ class RLOOTrainer(GroupTrainer):
         "id": "2402.14740",
     }
     args: RLOOConfig
+    method_type: ClassVar[type[GroupMethod]] = RLOOMethod
+    config_type: ClassVar[type[GroupTraining]] = RLOOConfig
 
     def __init__(
         self,
@@ -96,7 +152,7 @@ class RLOOTrainer(GroupTrainer):
         super().__init__(
             moved["model"],
             moved["reward_funcs"],
-            config_or_default(moved["args"], RLOOConfig, "rloo"),
+            moved["args"],
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=moved["processing_class"],
@@ -107,59 +163,3 @@ class RLOOTrainer(GroupTrainer):
             tools=tools,
             rollout_func=rollout_func,
         )
-
-    def columns(self, experience: Experience) -> tuple[str, ...]:
-        """The old policy's log-probs too, for the price of the divergence and for later steps."""
-        needs = not self.sampler_is_exact and (self.sizes.steps > 1 or self.reference is not None)
-        return (*super().columns(experience), *([OLD] if needs else []))
-
-    def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
-        """With the divergence of each completion from the reference, which its reward pays for."""
-        if self.reference is not None:
-            gaps = where_counted(self._gaps(experience), experience.per_token[TRAINED])
-            kl = sum_by_sequence(gaps, experience.completions.row_index, len(experience))
-            experience = experience.with_rows(**{KL: kl})
-        return super().advantages(experience, group_size=group_size)
-
-    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        """Rewards, cut and less the price of the divergence, and how far each is above the mean of the others."""
-        rewards = self.given_rewards(rows)
-        if self.reference is not None:
-            rewards = penalized(rewards, rows[KL], beta=self.args.beta)
-        advantages = leave_one_out(rewards, group_size)
-        if self.args.normalize_advantages:
-            advantages = normalized(advantages, ~rewards.isnan())
-        return rewards, advantages
-
-    def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """The sources' rewards, cut; the price of the divergence does not count."""
-        return clipped_rewards(rows[SCORES], self.args.reward_bounds)
-
-    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
-        """The clipped surrogate of whole completions."""
-        tokens = self.group_tokens(experience)
-        return [sequence_policy_loss(scored.logps, tokens, self.options, entropies=scored.entropies)]
-
-    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """With the divergence from the reference; says, once, where only that is learned from."""
-        found = {**self.token_metrics(experience), **super().rollout_metrics(experience, share=share)}
-        if EQUAL in found and found[EQUAL].mean == 1:
-            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL)
-        return found
-
-    def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
-        """With the share of completions whose group was given equal rewards, which the price makes differ."""
-        found = super()._measured(rows, group_size, share)
-        if self.reference is None:
-            return found
-        given = reward_statistics(self.given_rewards(rows), group_size)["frac_reward_zero_std"]
-        return {**found, EQUAL: Weighted(given.total * share, given.count * share)}
-
-    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
-        """The divergence per token, `kl`."""
-        if self.reference is None:
-            return {}
-        return {KL: weighted(self._gaps(experience), experience.per_token[TRAINED])}
-
-    def _gaps(self, experience: Experience) -> Tensor:
-        return k1(experience.per_token[OLD], experience.per_token[REF])

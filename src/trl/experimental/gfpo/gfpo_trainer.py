@@ -18,7 +18,50 @@ from trl.rollouts.columns import FILTERED, LENGTH, SCORES
 from trl.rollouts.experience import Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.group_method import GroupMethod
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
+
+
+class GFPOMethod(GRPOMethod):
+    """GRPO on the best completions of each group by a second measure; `group_filter` None keeps all."""
+
+    group_filter: GroupFilterFunc | None = None
+    kept: int = 0  # completions of each group
+
+    def apply_rewards(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        """With the column `filtered` in training."""
+        experience = super().apply_rewards(experience, scores, inputs, training=training)
+        if self.group_filter is None or not training:
+            return experience
+        assert self.args.num_generations is not None
+        size = self.args.num_generations
+        found = filter_scores(self.group_filter, inputs, experience.per_row[SCORES], size)
+        return experience.with_rows(**{FILTERED: ~best_of_groups(found, size, self.kept)})
+
+    def lacks_variance(self, rows: Mapping[str, Tensor], group_size: int) -> Tensor:
+        """Groups of which those that remain have equal rewards."""
+        return super().lacks_variance({SCORES: _kept_scores(rows)}, group_size)
+
+    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        """The rewards of all, and advantages among those that remain."""
+        _, advantages = super().rewards_and_advantages({SCORES: _kept_scores(rows)}, group_size)
+        return rows[SCORES], advantages
+
+    def mean_length(self, rows: Mapping[str, Tensor]) -> Tensor:
+        return rows[LENGTH][_remains(rows)].mean()
+
+    def metrics(
+        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
+    ) -> dict[str, Weighted]:
+        found = super().metrics(rows, sources, group_size, share=share)
+        if FILTERED in rows:
+            remains = _remains(rows)
+            found["remaining/mean_length"] = weighted(rows[LENGTH], remains)
+            found["remaining/reward"] = weighted(rows[SCORES], remains & ~rows[SCORES].isnan())
+        return found
 
 
 class GFPOTrainer(GRPOTrainer):
@@ -46,6 +89,9 @@ class GFPOTrainer(GRPOTrainer):
         "id": "2508.09726",
     }
     args: GFPOConfig
+    method_type: ClassVar[type[GroupMethod]] = GFPOMethod
+    config_type: ClassVar[type[GroupTraining]] = GFPOConfig
+    method: GFPOMethod
 
     def __init__(
         self,
@@ -73,37 +119,12 @@ class GFPOTrainer(GRPOTrainer):
                 f"group_filter_func is a {type(group_filter_func).__name__}, expected a function. Pass one that answers with a "
                 "list of scores for every group."
             )
-        self._filter = group_filter_func
         self._kept_sizes = args.kept_sizes()
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             callbacks, optimizers, peft_config, **more,
         )  # fmt: skip
-
-    def judge(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
-        """With the column `filtered`, where completions are chosen from: not in evaluations."""
-        experience = super().judge(experience, scores, inputs, training=training)
-        if self._filter is None or not training:
-            return experience
-        size = self.sizes.group
-        found = filter_scores(self._filter, inputs, experience.per_row[SCORES], size)
-        return experience.with_rows(**{FILTERED: ~best_of_groups(found, size, self._kept_sizes.group)})
-
-    def lacks_variance(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Groups of which those that remain have equal rewards."""
-        return super().lacks_variance({SCORES: torch.where(_remains(rows), rows[SCORES], torch.nan)})
-
-    def judged_groups(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        """The rewards of all, and how far each that remains is above the mean of those that do."""
-        kept = torch.where(_remains(rows), rows[SCORES], torch.nan)
-        _, advantages = super().judged_groups({**rows, SCORES: kept}, group_size)
-        return rows[SCORES], advantages
-
-    def learned_length(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """The mean length of what remains."""
-        return rows[LENGTH][_remains(rows)].mean()
+        self.method.group_filter, self.method.kept = group_filter_func, self._kept_sizes.group
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """Rows that remain."""
@@ -114,16 +135,11 @@ class GFPOTrainer(GRPOTrainer):
         remain = (~self._rollout_batch.per_row[FILTERED]).nonzero()[:, 0]
         return [remain[own] for own in found]
 
-    def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
-        found = super()._measured(rows, group_size, share)
-        if FILTERED in rows:
-            remains = _remains(rows)
-            known = remains & ~rows[SCORES].isnan()
-            found["remaining/mean_length"] = weighted(rows[LENGTH], remains)
-            found["remaining/reward"] = weighted(rows[SCORES], known)
-        return found
-
 
 def _remains(rows: Mapping[str, Tensor]) -> Tensor:
     """Which rows were not filtered out, bool `(N,)`."""
     return rows[FILTERED] == 0 if FILTERED in rows else torch.ones_like(rows[SCORES], dtype=torch.bool)
+
+
+def _kept_scores(rows: Mapping[str, Tensor]) -> Tensor:
+    return torch.where(_remains(rows), rows[SCORES], torch.nan)

@@ -24,7 +24,21 @@ from trl.rollouts.replay import GroupBuffer
 from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups
 from trl.tensors.reduce import Weighted
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.group_method import GroupMethod
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
+from trl.trainer.online_method import StepContext
+
+
+class ReplayMethod(GRPOMethod):
+    """GRPO whose ratios of replayed groups are to the policy that sampled them."""
+
+    def needs_old(self, experience: Experience) -> bool:
+        return True  # a group may be replayed much later
+
+    def old_logps(self, experience: Experience, context: StepContext) -> Tensor | None:
+        replays = REPLAYED in experience.per_row and bool(experience.per_row[REPLAYED].any())
+        return experience.per_token[OLD] if replays else super().old_logps(experience, context)
 
 
 class GRPOWithReplayBufferTrainer(GRPOTrainer):
@@ -47,6 +61,8 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     _name: ClassVar[str] = "GRPO with replay buffer"
     _not_called = NOT_CALLED_OF_REPLAY
     args: GRPOWithReplayBufferConfig
+    method_type: ClassVar[type[GroupMethod]] = ReplayMethod
+    config_type: ClassVar[type[GroupTraining]] = GRPOWithReplayBufferConfig
     _generated: Experience | None = None
 
     def __init__(
@@ -61,16 +77,6 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *more, **named)
         self.buffer = GroupBuffer(args.replay_buffer_size, self.sizes.group)
         self.replay_buffer = ReplayBuffer(args.replay_buffer_size)
-
-    def columns(self, experience: Experience) -> tuple[str, ...]:
-        """The old policy's log-probs always: a group may be learned from long after."""
-        asked = super().columns(experience)
-        return asked if self.sampler_is_exact or OLD in asked else (*asked, OLD)
-
-    def old_logps(self, experience: Experience) -> Tensor | None:
-        """Those of the policy of a group's own time, where some are of earlier rollout batches."""
-        replays = REPLAYED in experience.per_row and bool(experience.per_row[REPLAYED].any())
-        return experience.per_token[OLD] if replays else super().old_logps(experience)
 
     def make_rollout_batch(self, number: int) -> Experience:
         """A rollout batch whose groups without a difference in reward are earlier ones, as far as there are any."""

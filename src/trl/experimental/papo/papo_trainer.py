@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.data.image_rows import has_images
 from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import ScoreOptions
+from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.perception import perception_loss
-from trl.options.training import config_or_default
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.group_method import GroupMethod
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
+from trl.trainer.online_method import StepContext
 
 _MASKS, _EVALUATION_MASKS = 0x9A90, 0x9A91  # random streams of their own
+
+
+class PAPOMethod(GRPOMethod):
+    """GRPO's terms and the perception loss; rows are scored twice, the second time with masked images."""
+
+    args: PAPOConfig
+
+    def __init__(self, args: PAPOConfig) -> None:
+        super().__init__(args)
+        self.perception = args.perception_options()
+
+    def options(self, *, statistics: bool) -> ScoreOptions:
+        return super().options(statistics=statistics or self.perception.needs_entropies)
+
+    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+        own, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
+        perception = perception_loss(
+            own.logps,
+            masked.logps,
+            self.tokens(experience, context),
+            self.perception,
+            loss_type=self.settings.loss_type,
+            entropies=own.entropies,
+            masked_entropies=masked.entropies,
+        )
+        return [*super().objective(experience, own, context), perception]
+
+    def token_losses(self, experience: Experience, context: StepContext) -> LossOf | None:
+        return None  # of a token, both log-probs count
 
 
 class PAPOTrainer(GRPOTrainer):
@@ -49,6 +79,8 @@ class PAPOTrainer(GRPOTrainer):
         "id": "2507.06448",
     }
     args: PAPOConfig
+    method_type: ClassVar[type[GroupMethod]] = PAPOMethod
+    config_type: ClassVar[type[GroupTraining]] = PAPOConfig
 
     def __init__(
         self,
@@ -69,8 +101,6 @@ class PAPOTrainer(GRPOTrainer):
                 "train_dataset has no column of images ('images' or 'image'), expected one: PAPO hides parts of them. Add it, or "
                 "use GRPOTrainer for prompts of text."
             )
-        args = config_or_default(args, PAPOConfig, "papo")
-        self._perception = args.perception_options()
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             callbacks, optimizers, peft_config, **more,
@@ -94,30 +124,6 @@ class PAPOTrainer(GRPOTrainer):
         place = [_MASKS, self.state.global_step, row] if number == 0 else [_EVALUATION_MASKS, row]
         draws = np.random.default_rng([self._data_seed() % 2**63, *place])
         return [masked_image(image, self.args.mask_type, self.args.mask_ratio, draws) for image in images]
-
-    def score_options(self) -> ScoreOptions:
-        """With entropies where they are part of the loss."""
-        options = super().score_options()
-        return replace(options, entropy="scored") if self._perception.needs_entropies else options
-
-    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
-        """GRPO's terms of the rows as they are, and what it costs to say the same with masked images."""
-        own, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
-        perception = perception_loss(
-            own.logps,
-            masked.logps,
-            self.group_tokens(experience),
-            self._perception,
-            loss_type=self.options.loss_type,
-            entropies=own.entropies,
-            masked_entropies=masked.entropies,
-        )
-        return [*super().objective(experience, own), perception]
-
-    def _entropies(self, batch: Mapping[str, Any]) -> Tensor:
-        """Of the rows as they are."""
-        found = super()._entropies(batch)
-        return found[: len(found) // 2]
 
 
 def _half(scored: Scored, number: int, count: int) -> Scored:

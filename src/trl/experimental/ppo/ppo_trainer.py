@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import pandas as pd
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedModel,
@@ -21,21 +22,11 @@ from transformers import (
 )
 
 from trl._lazy import attach
+from trl.checkpoints.wholeness import naming_weights
 from trl.data.prompts import PromptPreparation, PromptSets
-from trl.experimental.ppo.estimates import (
-    RATIO_SQUARE,
-    REF,
-    VALUES,
-    RewardShaping,
-    estimated,
-    kl_of_tokens,
-    measured_rollouts,
-    policy_losses,
-    ppo_terms,
-)
 from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.experimental.ppo.ppo_method import PPOMethod, kl_of_tokens
 from trl.experimental.ppo.samples import ShowSamples, completions_table
-from trl.experimental.ppo.saving import SavesBoth
 from trl.experimental.ppo.setup import (
     check_sizes,
     check_windows,
@@ -48,29 +39,28 @@ from trl.experimental.ppo.setup import (
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
-from trl.models.lending import without_ddp
+from trl.models.loading import load_saved_weights
 from trl.models.pairs import shares_prefix
-from trl.models.parts import embedded_tokens
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer
 from trl.models.reference import make_reference
-from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.models.scoring.values import PolicyValueScorer
-from trl.rewards.inputs import RewardInputs
-from trl.rewards.models import place_reward_models
+from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
 from trl.rewards.result import source_means
-from trl.rollouts.columns import OLD
 from trl.rollouts.experience import Experience
-from trl.rollouts.sampling import ends_with
-from trl.tensors.reduce import LossTerms, Weighted
+from trl.tensors.reduce import Weighted
+from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.inherited_settings import settle_inherited
+from trl.trainer.online_trainer import OnlineTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 
 
-class PPOTrainer(SavesBoth):
+VALUE_FOLDER = "value_model"
+
+
+class PPOTrainer(OnlineTrainer):
     """Trainer of proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) on prompts of a data set.
 
     Args:
@@ -108,6 +98,7 @@ class PPOTrainer(SavesBoth):
     }
     args: PPOConfig
     scorer: PolicyValueScorer
+    method: PPOMethod  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -165,9 +156,8 @@ class PPOTrainer(SavesBoth):
             seed=args.seed,
         )
         check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
-        self._shaping = RewardShaping(
-            args.kl_coef, args.kl_estimator, args.gamma, args.lam, args.whiten_rewards
-        )
+        self.method = PPOMethod(args, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
+        self.rows_at_once = args.local_rollout_forward_batch_size
         super().__init__(
             model=parts.model,
             args=args,
@@ -188,69 +178,16 @@ class PPOTrainer(SavesBoth):
             sampling,
             rewards,
         )
-        self.check_reward_columns()
         self.reference.prepare(self.accelerator)
-        place_reward_models(self.rewards.models, self.accelerator)
         if eval_dataset is not None and args.num_sample_generations:
             self.add_callback(ShowSamples(self))
 
     # ---- a rollout batch
 
-    def judge(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
-        """The score, less `missing_eos_penalty` where a response did not end."""
-        penalty = self.args.missing_eos_penalty
-        if penalty is not None:
-            ended = ends_with(experience, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
-            scores = scores - penalty * (~ended).to(scores.dtype)
-        return super().judge(experience, scores, inputs, training=training)
-
-    def score_rollout(self, batch: dict[str, Any], *, learning: bool) -> dict[str, Tensor]:
-        """Log-probs of reference and, unless the sampler's are the same, policy; to learn from them, values."""
-        options, model = ScoreOptions(temperature=self.args.temperature), without_ddp(self.model_wrapped)  # type: ignore[arg-type]
-        found: dict[str, Tensor] = {}
-        with self.accelerator.autocast():
-            if not self.sampler_is_exact:
-                scored = self.scorer.score(model, batch, options)
-                assert scored.values is not None
-                found |= {OLD: scored.logps, VALUES: scored.values}
-            elif learning:
-                found[VALUES] = self.scorer.score_values(model, batch)
-            assert self.reference is not None
-            found[REF] = self.reference.score(
-                self.model_wrapped,  # type: ignore[arg-type]
-                batch,
-                lambda scorer, ref, rows: scorer.score(ref, rows, options).logps,
-            )
-        return found
-
     def advantages(self, experience: Experience) -> Experience:
-        """Whitened advantages and returns, from rewards with the KL's price on every token."""
+        """Whitened advantages and returns, from rewards with the KL penalty on every token."""
         self._check_kl(experience)
-        return estimated(experience, self._shaping, self.accelerator)
-
-    def objective(self, experience: Experience, scored: Scored) -> list[LossTerms]:
-        """The clipped losses of policy and value function."""
-        assert scored.values is not None
-        terms = ppo_terms(
-            experience,
-            scored.logps,
-            scored.values,
-            scored.entropies,
-            cliprange=self.args.cliprange,
-            cliprange_value=self.args.cliprange_value,
-            vf_coef=self.args.vf_coef,
-        )
-        return [terms]
-
-    def token_losses(self, experience: Experience) -> LossOf:
-        """The policy's part of it, per token."""
-        return policy_losses(experience, cliprange=self.args.cliprange)
-
-    def rows_at_once(self) -> int:
-        """Rows that are scored in one forward after a rollout."""
-        return self.args.local_rollout_forward_batch_size
+        return self.method.estimated(experience, self.accelerator)
 
     def _check_kl(self, experience: Experience) -> None:
         """Stop a run whose policy has left its reference for good. All processes must call it."""
@@ -272,7 +209,7 @@ class PPOTrainer(SavesBoth):
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The documented `objective/*`, the means of the reward sources, and the number of end tokens."""
-        found = measured_rollouts(experience, self._shaping)
+        found = self.method.metrics(experience)
         found |= source_means(experience.per_row, self.rewards.names)
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
@@ -281,14 +218,6 @@ class PPOTrainer(SavesBoth):
                 ends, torch.tensor(share)
             )  # the mean is the sum of the whole
         return found
-
-    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """With the variance of the ratio over tokens."""
-        means = super().derived_metrics(means)
-        square = means.pop(RATIO_SQUARE, None)
-        if square is not None:
-            means["val/ratio_var"] = max(square - (means["val/ratio"] - 1) ** 2, 0.0)
-        return means
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with `eps`, `lr` and `episode` beside a training loss."""
@@ -300,11 +229,12 @@ class PPOTrainer(SavesBoth):
             logs = {**logs, **own, "lr": logs.get("learning_rate", self._get_learning_rate())}
         super().log(logs, start_time)
 
+    _is_checkpoint = False  # whether `_save` writes a checkpoint
     _started = 0.0
     _batches_before = 0
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `transformers.Trainer.train`. `resume_from_checkpoint` goes on to the same bits, within a batch too."""
+        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too."""
         self._started, self._batches_before = time.monotonic(), 0
         return super().train(*args, **kwargs)
 
@@ -314,12 +244,6 @@ class PPOTrainer(SavesBoth):
             self._batches_before = -(-self.state.global_step // self.sizes.steps)
 
     # ---- samples and the reference
-
-    def prepared_prompts(self, dataset: Any) -> Dataset:
-        """A set that is given to `evaluate`, with its prompts tokenised."""
-        own: Any = self.eval_dataset
-        known = list(own.values()) if isinstance(own, dict) else [own]
-        return dataset if any(dataset is each for each in known) else self._sets(dataset, "eval")
 
     def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
         """Answer evaluation prompts greedily and show them with their scores: `sampling` takes the first batch alone.
@@ -335,3 +259,68 @@ class PPOTrainer(SavesBoth):
         assert self.reference is not None
         with self.reference.active(self.model_wrapped) as model:  # type: ignore[arg-type]
             yield model
+
+    # ---- checkpoints: the policy as it is loaded by itself, the value model in a folder beside it
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy, to be loaded with `from_pretrained`; checkpoints also hold the value model."""
+        # transformers writes checkpoints into a folder that it names, and what it is about to push into the run's own.
+        self._is_checkpoint = _internal_call and output_dir is not None
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        both, folder = self._both(), output_dir if output_dir is not None else self.args.output_dir
+        assert folder is not None
+        with self._in_place_of_both(both.policy):
+            super()._save(output_dir, _part(state_dict, POLICY))
+        if self._is_checkpoint:
+            value_model: Any = both.value_model
+            where = os.path.join(folder, VALUE_FOLDER)
+            value_model.save_pretrained(where, state_dict=_part(state_dict, VALUE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        both, folder = self._both(), os.path.join(resume_from_checkpoint, VALUE_FOLDER)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(
+                f"{resume_from_checkpoint} has no folder {VALUE_FOLDER!r}, expected the value model in it. Resume from a "
+                "checkpoint of this trainer, or start anew from its policy."
+            )
+        with self._in_place_of_both(both.policy):
+            super()._load_from_checkpoint(resume_from_checkpoint)
+        self._weights_are_renamed = False
+        with naming_weights(folder):
+            with self._in_place_of_both(both.value_model):
+                super(BaseTrainer, self)._load_from_checkpoint(folder)
+            if self._weights_are_renamed:
+                load_saved_weights(causal_core(both.value_model), folder)
+
+    @contextmanager
+    def _in_place_of_both(self, model: nn.Module) -> Iterator[None]:
+        """Let one of the two models be the trainer's for a while: transformers asks it what it is."""
+        kept, self.model = self.model, model  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.model = kept
+
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            super()._load_best_model()
+            return
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _both(self) -> PolicyAndValue:
+        both = self.accelerator.unwrap_model(self.model)
+        assert isinstance(both, PolicyAndValue)
+        return both
+
+
+def _part(state: dict[str, Any] | None, prefix: str) -> dict[str, Any] | None:
+    """The entries under a prefix, without it."""
+    if state is None:
+        return None
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

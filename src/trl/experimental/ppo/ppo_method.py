@@ -1,0 +1,129 @@
+"""PPO on rollouts: token rewards, whitened advantages, the clipped losses, and their documented metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.models.scoring.causal import Scored
+from trl.models.scoring.head import LossOf
+from trl.objectives.advantages import TokenRewards, rollout_metrics, token_rewards
+from trl.objectives.kl import k1, kl_penalty
+from trl.objectives.policy_gradient import clipped_surrogate, probability_ratio
+from trl.objectives.ppo import ppo_losses, whitened_estimates
+from trl.rewards.inputs import RewardInputs
+from trl.rollouts.columns import OLD, REF, SCORES, TRAINED, VALUES
+from trl.rollouts.experience import Experience
+from trl.rollouts.sampling import ends_with
+from trl.tensors.ragged import Ragged
+from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
+from trl.trainer.online_method import OnlineMethod, StepContext
+
+ADVANTAGES, RETURNS = "advantages", "returns"
+
+_OBJECTIVE = ("kl", "entropy", "non_score_reward", "rlhf_reward", "scores")
+_NAMES = {
+    "policy/approxkl": "policy/approxkl_avg",
+    "policy/clipfrac": "policy/clipfrac_avg",
+    "policy/entropy": "policy/entropy_avg",
+    "policy/ratio": "val/ratio",
+    "loss/policy": "loss/policy_avg",
+    "loss/value": "loss/value_avg",
+    "val/clipfrac": "val/clipfrac_avg",
+}
+RATIO_SQUARE = "val/squared distance of the ratio from 1"
+
+
+@dataclass(frozen=True)
+class PPOMethod(OnlineMethod):
+    """The method of a config; `eos_token_id` for `missing_eos_penalty`."""
+
+    args: PPOConfig
+    eos_token_id: int | None
+    repeats_metrics = True
+    needs_values = True
+
+    def apply_rewards(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        """The score, less `missing_eos_penalty` for a response without its end token."""
+        if self.args.missing_eos_penalty is not None:
+            ended = ends_with(experience, self.eos_token_id)
+            scores = scores - self.args.missing_eos_penalty * (~ended).to(scores.dtype)
+        return super().apply_rewards(experience, scores, inputs, training=training)
+
+    def estimated(self, experience: Experience, accelerator: Any) -> Experience:
+        """With `advantages` (whitened over all processes) and `returns` per token."""
+        rewards, trained = self._rewards(experience)[0].rewards, experience.ragged(TRAINED).padded().bool()
+        values = experience.ragged(VALUES).padded().to(rewards.dtype)
+        found = whitened_estimates(rewards, values, trained, self.args, accelerator)
+        mask = experience.completions.mask
+        return experience.with_tokens(**{ADVANTAGES: found.advantages[mask], RETURNS: found.returns[mask]})
+
+    def _rewards(self, experience: Experience) -> tuple[TokenRewards, Tensor]:
+        """Rewards and divergences per token, `(B, T)`."""
+        logps, ref = experience.ragged(OLD).padded(), experience.ragged(REF).padded()
+        kl = kl_penalty(logps, ref, self.args.kl_estimator)
+        scores, mask = experience.per_row[SCORES].to(logps.dtype), experience.completions.mask
+        return token_rewards(scores, kl, mask, kl_coef=self.args.kl_coef), kl
+
+    def metrics(self, experience: Experience) -> dict[str, Weighted]:
+        """The documented `objective/*` means, over the rows that have a score."""
+        scored = (
+            Ragged(experience.per_token[TRAINED].long(), experience.completions.lengths).padded().amax(dim=1)
+        )
+        experience = experience.take(scored.nonzero()[:, 0])
+        if not len(experience):
+            return {}
+        rewards, kl = self._rewards(experience)
+        logps, trained = experience.ragged(OLD).padded(), experience.ragged(TRAINED).padded().bool()
+        found = rollout_metrics(rewards, kl, logps, experience.per_row[SCORES].to(logps.dtype), trained)
+        return {f"objective/{name}": found[f"objective/{name}"] for name in _OBJECTIVE}
+
+    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+        """The clipped losses of policy and value function, under the documented names of their metrics."""
+        columns, mask = experience.per_token, experience.per_token[TRAINED]
+        assert scored.values is not None
+        losses = ppo_losses(
+            scored.logps,
+            scored.values,
+            mask,
+            self.args,
+            old_logps=columns[OLD],
+            old_values=columns[VALUES],
+            advantages=columns[ADVANTAGES],
+            returns=columns[RETURNS],
+            entropies=scored.entropies,
+        )
+        logps = scored.logps.detach()
+        ratios = probability_ratio(logps, columns[OLD].to(logps.dtype), mask)
+        renamed = {_NAMES[name]: found for name, found in losses.total.metrics.items() if name in _NAMES}
+        metrics = {**renamed, RATIO_SQUARE: weighted((ratios - 1).square(), mask)}
+        value = losses.value._replace(values=self.args.vf_coef * losses.value.values, metrics={})
+        return [losses.policy._replace(metrics=metrics), value]
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """With the variance of the ratio over tokens."""
+        square = means.pop(RATIO_SQUARE, None)
+        if square is not None:
+            means["val/ratio_var"] = max(square - (means["val/ratio"] - 1) ** 2, 0.0)
+        return means
+
+    def token_losses(self, experience: Experience, context: StepContext) -> LossOf:
+        """The policy's loss."""
+
+        def losses(logps: Tensor, which: slice) -> Tensor:
+            old, advantages, mask = (experience.per_token[name][which] for name in (OLD, ADVANTAGES, TRAINED))
+            rollout = old.to(logps.dtype), advantages.to(logps.dtype)
+            terms = clipped_surrogate(logps, *rollout, mask, cliprange=self.args.cliprange)
+            return where_counted(terms.values, terms.weights) * terms.weights
+
+        return losses
+
+
+def kl_of_tokens(experience: Experience) -> Weighted:
+    """The log-ratios of policy to reference, summed over all tokens."""
+    return weighted(k1(experience.per_token[OLD], experience.per_token[REF]))

@@ -1,0 +1,72 @@
+"""PPO's advantages and losses, of both PPO trainers.
+
+Tensors are of one shape, `(B, T)` or (losses only) `(K,)`, one entry per response token; the mask is not 0 on tokens that
+the policy chose.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from trl.objectives.advantages import Estimates, gae
+from trl.objectives.policy_gradient import clipped_surrogate, with_value_loss
+from trl.objectives.value import clipped_value_loss
+from trl.options.policy_gradient import PPOOptions
+from trl.tensors.moments import moments, over_processes, whiten_by
+from trl.tensors.reduce import LossTerms
+
+
+def whitened_estimates(
+    rewards: Tensor, values: Tensor, mask: Tensor, options: PPOOptions, accelerator: Any
+) -> Estimates:
+    """Advantages, whitened over the batch of all processes, and returns; with `whiten_rewards` of rewards of unit variance.
+
+    Fewer than two tokens are not whitened.
+    """
+    if options.whiten_rewards:
+        rewards = _whitened(rewards, mask, accelerator, shift_mean=False)
+    found = gae(rewards, values, mask, gamma=options.gamma, lam=options.lam)
+    advantages = _whitened(found.advantages, mask, accelerator) * (mask != 0).to(values.dtype)
+    return Estimates(advantages, found.returns)
+
+
+def _whitened(values: Tensor, mask: Tensor, accelerator: Any, *, shift_mean: bool = True) -> Tensor:
+    measured = over_processes(moments(values, mask), accelerator)
+    return whiten_by(values, measured, shift_mean=shift_mean) if int(measured.count) > 1 else values
+
+
+class Losses(NamedTuple):
+    """The clipped losses of policy and value function, and `policy + vf_coef * value` with the metrics of both."""
+
+    policy: LossTerms
+    value: LossTerms
+    total: LossTerms
+
+
+def ppo_losses(
+    logps: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    options: PPOOptions,
+    *,
+    old_logps: Tensor,
+    old_values: Tensor,
+    advantages: Tensor,
+    returns: Tensor,
+    entropies: Tensor | None = None,
+) -> Losses:
+    """The losses of tokens, given what the rollout's policy and value function estimated for them."""
+    policy = clipped_surrogate(
+        logps,
+        old_logps.to(logps.dtype),
+        advantages.to(logps.dtype),
+        mask,
+        cliprange=options.cliprange,
+        entropies=entropies,
+    )
+    rollout = old_values.to(values.dtype), returns.to(values.dtype)
+    value = clipped_value_loss(values, *rollout, mask, cliprange_value=options.cliprange_value)
+    value = value._replace(values=value.values.to(policy.values.dtype))
+    return Losses(policy, value, with_value_loss(policy, value, vf_coef=options.vf_coef))
