@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.one_step import ROOT
 from tests.trainer.ppo_sharded import KINDS, steps, trainer_of
+from tests.trainer.test_resume import SIGKILLED, work
 from tests.two_processes import launch
 
-SIGKILLED = -9
 # A state after steps 2, 4 and 6 of 7; a step has four minibatches, a state five files and one renaming, later ones two.
 KILLS = [
     "generate:2",
@@ -35,14 +31,8 @@ KILLS = [
 def test_a_killed_loop_ends_in_the_same_bits(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     jobs = [[str(whole), ""], *[[str(killed), kill] for kill in KILLS], [str(killed), ""]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tests.trainer.ppo_killed", json.dumps(jobs)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout.rpartition("ended")[2])
-    assert ends == [0, *[SIGKILLED] * len(KILLS), 0], done.stderr
+    ends, log = work(*jobs, module="tests.trainer.ppo_killed")
+    assert ends == [0, *[SIGKILLED] * len(KILLS), 0], log
     assert [path.name for path in killed.glob("*state*")] == ["state"]
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found == expected

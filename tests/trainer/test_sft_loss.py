@@ -309,18 +309,6 @@ def test_bfloat16_on_a_cpu_runs_under_autocast():
     assert evaluated["eval_loss"] == pytest.approx(logged(trainer, "loss")[0], rel=1e-6)
 
 
-def test_checkpointing_and_offloading_change_no_gradient():
-    gradients = []
-    for settings in ({}, {"gradient_checkpointing": True}, {"activation_offloading": True}):
-        trainer, keep = build(**settings)
-        trainer.train()
-        assert trainer.model.is_gradient_checkpointing == bool(settings.get("gradient_checkpointing"))
-        gradients.append(keep.steps[0])
-    for other in gradients[1:]:
-        for name, gradient in gradients[0].items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14)
-
-
 def test_the_fused_optimiser_is_the_plain_one():
     weights = []
     for optimiser in ("adamw_torch_fused", "adamw_torch"):
