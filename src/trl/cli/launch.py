@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
@@ -53,7 +52,11 @@ def launch(name: str, module: str, argv: list[str]) -> int:
         print(f"trl {name}: error: {error}", file=sys.stderr)
         return 2
     # An error from here on is the run's own, or has been reported by it.
-    return run_here(script, parser, plan) if here else run_through_accelerate(module, plan)
+    if not here:
+        return run_through_accelerate(module, plan)
+    from trl.scripts.running import run_script
+
+    return run_script(parser, script.main, plan.script, config=plan.config)
 
 
 def make_plan(parser: "TrlParser", given: list[str], config: ConfigFile | None) -> Plan:
@@ -88,13 +91,6 @@ def needs_accelerate(plan: Plan) -> bool:
     from accelerate.commands.config.config_args import default_config_file
 
     return Path(default_config_file).is_file() or torch.accelerator.device_count() > 1
-
-
-def run_here(script: ModuleType, parser: "TrlParser", plan: Plan) -> int:
-    """Run the script in this process: one interpreter, one import of torch."""
-    from trl.scripts.running import run_script
-
-    return run_script(parser, script.main, plan.script, config=plan.config)
 
 
 def run_through_accelerate(module: str, plan: Plan) -> int:

@@ -51,9 +51,10 @@ def loading_from_hub(name: str, kind: str) -> Iterator[None]:
     if reason is None:
         yield
         return
+    before = constants.HF_HUB_OFFLINE, datasets_config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets_config.HF_HUB_OFFLINE = True
     try:
-        with _cache_alone():
-            yield
+        yield
     except OSError as error:
         option = "--repo-type dataset " if kind == "dataset" else ""
         if isinstance(error, HubUnreachable):  # of a name that this one refers to
@@ -63,13 +64,5 @@ def loading_from_hub(name: str, kind: str) -> Iterator[None]:
             f"({constants.ENDPOINT}) cannot be reached: {reason}. Give a local path, or download it first, on a machine with a network: "
             f"`hf download {option}{name} --local-dir FOLDER`."
         ) from error
-
-
-@contextmanager
-def _cache_alone() -> Iterator[None]:
-    before = constants.HF_HUB_OFFLINE, datasets_config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets_config.HF_HUB_OFFLINE = True
-    try:
-        yield
     finally:
         constants.HF_HUB_OFFLINE, datasets_config.HF_HUB_OFFLINE = before

@@ -136,12 +136,12 @@ def lists_of_columns(rows: list[Any]) -> Any:
     """
     if not isinstance(rows[0], dict):
         return torch.utils.data.default_collate(rows)
-    return {name: [_as_ids(row[name]) for row in rows] for name in rows[0]}
-
-
-def _as_ids(value: Any) -> Any:
-    is_ids = isinstance(value, list) and value and all(type(item) is int for item in value)
-    return torch.tensor(value) if is_ids else value
+    found = {name: [row[name] for row in rows] for name in rows[0]}
+    for values in found.values():
+        for place, value in enumerate(values):
+            if isinstance(value, list) and value and all(type(item) is int for item in value):
+                values[place] = torch.tensor(value)
+    return found
 
 
 def _with_used_columns(dataset: datasets.Dataset, model: Any) -> datasets.Dataset:

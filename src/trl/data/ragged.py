@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -57,7 +57,11 @@ def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:
     """
     if pa.types.is_fixed_size_list(column.type):
         column = column.cast(pa.large_list(column.type.value_type))
-    _refuse_missing_rows(column, name)
+    if column.null_count:
+        row = pc.index(column.is_null(), True).as_py()
+        raise ValueError(
+            f"column {name!r}, row {row}: None, expected a list. Fill it or filter the {column.null_count} such rows."
+        )
     parts = [_flat_values(chunk, name) for chunk in column.chunks]
     if not parts:
         parts = [np.empty(0, dtype=column.type.value_type.to_pandas_dtype())]
@@ -106,14 +110,6 @@ def _flat_values(chunk: pa.Array, name: str) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _refuse_missing_rows(column: pa.ChunkedArray, name: str) -> None:
-    if column.null_count:
-        row = pc.index(column.is_null(), True).as_py()
-        raise ValueError(
-            f"column {name!r}, row {row}: None, expected a list. Fill it or filter the {column.null_count} such rows."
-        )
-
-
 def _row_slabs(offsets: np.ndarray) -> list[tuple[int, int]]:
     slabs, first, rows = [], 0, len(offsets) - 1
     while first < rows:
@@ -152,8 +148,5 @@ def without_list_sizes(features: Features | None) -> Features | None:
     """
     if features is None:
         return None
-    return Features({name: _without_size(kind) for name, kind in features.items()})
-
-
-def _without_size(kind: object) -> object:
-    return List(cast(List, kind).feature) if isinstance(kind, List) else kind
+    free = {name: List(kind.feature) if isinstance(kind, List) else kind for name, kind in features.items()}
+    return Features(free)

@@ -50,11 +50,18 @@ def load_source(
     """
     place = Path(path).expanduser()
     if any((place / mark).is_file() for mark in _SAVED_MARKS):
-        return _pick_split(_load_saved(place, streaming), split, path)
+        loaded = _load_saved(place, streaming)
+        if split is not None and split not in loaded:
+            known = sorted(map(str, loaded))
+            raise ValueError(f"split {split!r} is not in {path!r}: there are {known}. Choose one of these.")
+        return loaded if split is None else loaded[split]
     if place.is_file():
         data_files = {"train": str(place)}
     files = _local_files(place, data_files)
-    _refuse_empty(files)
+    if empty := [file for file in files if file.stat().st_size == 0]:
+        raise ValueError(
+            f"{str(empty[0])!r} is empty, expected at least one row. Write the rows or leave it out."
+        )
     if not all(_is_utf8(file, most=STREAM_CHECKED if streaming else None) for file in files):
         _refuse_broken_lines(files)
     is_local = bool(files) or _looks_local(path)
@@ -107,15 +114,6 @@ def _load_saved(folder: Path, streaming: bool) -> DatasetDict | IterableDatasetD
     return saved
 
 
-def _pick_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, path: str) -> AnyDataset:
-    if split is None:
-        return loaded
-    if split not in loaded:
-        known = sorted(map(str, loaded))
-        raise ValueError(f"split {split!r} is not in {path!r}: there are {known}. Choose one of these.")
-    return loaded[split]
-
-
 def _looks_local(path: str) -> bool:
     return not may_be_on_hub(path) or Path(path).suffix.lower() in BUILDERS
 
@@ -139,14 +137,6 @@ def _local_files(place: Path, data_files: DataFiles) -> list[Path]:
         for file in candidates
         if file.is_file() or (place / file).is_file()
     ]
-
-
-def _refuse_empty(files: list[Path]) -> None:
-    for file in files:
-        if file.stat().st_size == 0:
-            raise ValueError(
-                f"{str(file)!r} is empty, expected at least one row. Write the rows or leave it out."
-            )
 
 
 def _is_utf8(file: Path, *, most: int | None) -> bool:

@@ -102,7 +102,9 @@ def _marked_tokens(processing_class: ProcessingClass, chat: Chat, stop_tokens: S
     if shifted:
         # A token that straddles an end is trained: it holds text of the assistant.
         whole = [
-            _straddling(tokenizer, text[:cut], ids) + index % 2 if position is None else position
+            common_prefix_length(encode(tokenizer, [text[:cut]])[0], ids) + index % 2
+            if position is None
+            else position
             for index, (cut, position) in enumerate(zip(cuts, positions, strict=True))
         ]
         return AssistantTokens(ids, _mask(len(ids), _pairs(whole)), unstopped, shifted)
@@ -176,14 +178,11 @@ def _turn_range(processing_class: ProcessingClass, chat: Chat, turn: int, text: 
         raise _unproven(turn, "the template renders it differently once more messages follow")
     if not tail.startswith(head):
         raise _unproven(turn, "the finished conversation does not continue the generation prompt")
-    answer = chat.messages[turn].get("content")
-    if head == closed and not _begins_with(text[len(head) : len(tail)], answer):
+    answer, said = chat.messages[turn].get("content"), text[len(head) : len(tail)].lstrip()
+    is_shown = isinstance(answer, str) and bool(answer.strip()) and said.startswith(answer.strip())
+    if head == closed and not is_shown:
         raise _unproven(turn, "the template has no generation prompt that would show where it starts")
     return len(head), len(tail)
-
-
-def _begins_with(text: str, answer: object) -> bool:
-    return isinstance(answer, str) and bool(answer.strip()) and text.lstrip().startswith(answer.strip())
 
 
 def _with_next_stop_token(
@@ -227,11 +226,6 @@ def token_boundaries(
         return whole, counts
     heads = encode(tokenizer, [text[:cut] for cut in cuts])
     return whole, [len(head) if whole[: len(head)] == head else None for head in heads]
-
-
-def _straddling(tokenizer: PreTrainedTokenizerBase, head: str, ids: list[int]) -> int:
-    """The position of the first token of `ids` that is not one of the text `head` alone."""
-    return common_prefix_length(encode(tokenizer, [head])[0], ids)
 
 
 def _join_adjacent(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -25,9 +25,10 @@ class RepeatedStream(IterableDataset):
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = 0
-        if get_worker_info() is not None:
-            _keep_epoch_to_itself(self.stream)
+        epoch, worker = 0, get_worker_info()
+        if worker is not None and hasattr(self.stream, "_epoch"):
+            # datasets' own streams: workers share the epoch's memory, but each counts its own
+            self.stream._epoch = int(self.stream._epoch)
         while True:
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)
@@ -35,8 +36,8 @@ class RepeatedStream(IterableDataset):
             for row in self.stream:
                 rows += 1
                 yield row
-            if not rows and _is_spare_worker():
-                return
+            if not rows and worker is not None and worker.id > 0:
+                return  # a stream of fewer shards than workers leaves this one without rows
             if not rows:
                 raise ValueError(
                     "the training stream has no row. Check the data set, its filters and its split."
@@ -55,19 +56,6 @@ class CountedStream(IterableDataset):
         for row in self.stream:
             self.count += 1
             yield row
-
-
-def _keep_epoch_to_itself(stream: Any) -> None:
-    """Take a stream's epoch out of the memory that a data loader's workers share: each counts its own, and by another's it would
-    read other shards."""
-    if hasattr(stream, "_epoch"):  # of datasets' own streams
-        stream._epoch = int(stream._epoch)
-
-
-def _is_spare_worker() -> bool:
-    """Whether this is a data loader's worker beyond the first: a stream of fewer shards leaves it without rows."""
-    worker = get_worker_info()
-    return worker is not None and worker.id > 0
 
 
 ReadRows = Callable[[dict[str, list], list[int]], dict[str, list]]

@@ -208,14 +208,14 @@ def check_answer(messages: Sequence[Message], place: Place) -> None:
     said = {key: value for key, value in last.items() if key not in ("role", "name", "content")}
     content = last.get("content")
     if isinstance(content, list | tuple):
-        content = [part for part in content if not _is_empty_text(part)]
+        content = [
+            part
+            for part in content
+            if not isinstance(part, Mapping) or part.get("type", "text") != "text" or part.get("text")
+        ]
     if not content and not any(said.values()):
         given = f"the last message is an empty answer (content {last.get('content')!r})"
         raise place.error(given, "text to train on", "Filter the row out.")
-
-
-def _is_empty_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type", "text") == "text" and not part.get("text")
 
 
 def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message:
