@@ -399,7 +399,7 @@ def test_model_init():
         ({"undesirable_weight": float("nan")}, "undesirable_weight must be a finite number"),
         ({"per_device_train_batch_size": 1}, "per_device_train_batch_size must be at least 2 for loss_type='kto', got 1"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=True was given with a GPT2LMHeadModel"),
-        ({"ref_adapter_name": "x", "copied_reference": True}, "names a PEFT adapter, and the model has none"),
+        ({"ref_adapter_name": "x", "copied_reference": True}, "ref_adapter_name=.x. must name a PEFT adapter"),
     ],
 )  # fmt: skip
 def test_bad_settings(settings, message):

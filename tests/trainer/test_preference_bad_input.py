@@ -12,34 +12,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 
-from tests.tiny import tiny_classifier, tiny_model
+from tests.contracts.test_bad_input import TRAINERS as TABLE
+from tests.contracts.test_bad_input import model_of
+from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from trl import (
-    BCOConfig,
-    BCOTrainer,
-    CPOConfig,
-    CPOTrainer,
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    ORPOConfig,
-    ORPOTrainer,
-    PRMConfig,
-    PRMTrainer,
-    RewardConfig,
-    RewardTrainer,
-)
 
-TRAINERS: dict[str, tuple[Any, Any]] = {
-    "dpo": (DPOTrainer, DPOConfig),
-    "cpo": (CPOTrainer, CPOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig),
-    "reward": (RewardTrainer, RewardConfig),
-    "kto": (KTOTrainer, KTOConfig),
-    "bco": (BCOTrainer, BCOConfig),
-    "prm": (PRMTrainer, PRMConfig),
-}
+TRAINERS = {name: TABLE[name] for name in ("dpo", "cpo", "orpo", "reward", "kto", "bco", "prm")}
 OF_PAIRS = ("dpo", "cpo", "orpo", "reward", "kto", "bco")  # the last two take them apart
 OF_TEXT = ("cpo", "orpo", "reward", "kto", "bco", "prm")  # they take no images
 UNPAIRED = ("kto", "bco")
@@ -57,14 +35,6 @@ IMAGE = Image.new("RGB", (8, 8), "red")
 WHY = {**ASK, "content": "Why?"}
 
 
-def model_of(method: str) -> Any:
-    if method == "reward":
-        return tiny_classifier("llama", vocab_size=400, num_labels=1)
-    if method == "prm":
-        return tiny_classifier("llama", vocab_size=400, num_labels=2, of_tokens=True)
-    return tiny_model("llama", vocab_size=400)
-
-
 def adapted() -> Any:
     return get_peft_model(model_of("dpo"), LoraConfig(r=2, target_modules=["q_proj"]))
 
@@ -73,7 +43,7 @@ def build(
     method: str, rows: list[dict[str, Any]], *, of_trainer: dict[str, Any] | None = None, **settings: Any
 ) -> Any:
     """A trainer on rows; `of_trainer` are further arguments of it, functions of no argument called first."""
-    trainer, config = TRAINERS[method]
+    trainer, config, _ = TRAINERS[method]
     given = {name: value() if callable(value) else value for name, value in (of_trainer or {}).items()}
     given = {"model": model_of(method), "processing_class": tiny_tokenizer("chatml"), **given}
     args = config(tempfile.mkdtemp(), use_cpu=True, report_to="none", **settings)
