@@ -1,4 +1,4 @@
-"""Texts and images as a padded batch, made by a model's processor: what rows for one method or another share."""
+"""Texts and images as padded batches, made by a model's processor."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ _PREFIX_ATTENTION = ("PaliGemmaProcessor", "ColPaliProcessor")
 
 
 class Illustrated(NamedTuple):
-    """The sequences of a batch: their texts, their images, and where each comes from."""
+    """The sequences of a batch: texts, images, and their rows."""
 
     halves: list[TextHalves]
     images: list[list[Any]]
     places: list[Place]
-    adds_special: (
-        bool  # whether the tokenizer adds its special tokens: a chat template has written them already
-    )
+    adds_special: bool  # whether the tokenizer adds special tokens; a chat template has written them already
 
 
 class Limits(NamedTuple):
@@ -282,9 +280,9 @@ class PromptText(NamedTuple):
 def prompt_inputs(
     reader: ImagePrompts, prompts: Sequence[PromptText], ends: Sequence[int], width: int
 ) -> dict[str, Tensor]:
-    """All that a model is given beside `input_ids` and `attention_mask` `(B, width)` of rows that hold these prompts.
+    """The model's inputs beside `input_ids` and `attention_mask` `(B, width)` of rows with these prompts.
 
-    Row b's prompt ends before column `ends[b]`. What runs along with tokens is 0 in front of it and behind it.
+    Row b's prompt ends before column `ends[b]`. Inputs per token are 0 outside of it.
     """
     texts, images = [prompt.text for prompt in prompts], [prompt.images for prompt in prompts]
     made, _ = processed(reader.processor, texts, images, adds_special=reader.adds_special)
@@ -312,14 +310,14 @@ def prompt_tokens(reader: ImagePrompts, text: str, images: list[Any]) -> tuple[l
 
 
 def image_tokens(processor: Any, config: Any) -> tuple[int, ...]:
-    """The token ids in whose places a model puts what it sees, sorted."""
+    """The token ids that a model replaces by image features, sorted."""
     known = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
     known += getattr(processor, "image_token_ids", None) or []
     return tuple(sorted({int(token) for token in known if token is not None}))
 
 
 def as_read(ids: Tensor, generated: Tensor, images: Sequence[int], *, pad: int) -> Tensor:
-    """Token ids as a model reads them: image tokens that it generated itself, which no image belongs to, become `pad`.
+    """Token ids as model inputs: image tokens that the model generated, which have no image, become `pad`.
 
     >>> as_read(torch.tensor([9, 5, 9]), torch.tensor([False, True, True]), [9], pad=0)
     tensor([9, 5, 0])

@@ -135,10 +135,9 @@ NOT_PLAIN = ("attention_mask", "segment_table", "rows")
 
 @dataclass
 class CountedSequences:
-    """Adds `sequences (B,)` to a packed batch of plain sequences: how many each of its rows has, of which packed ones have several.
+    """Adds `sequences (B,)`, the number of sequences of each row, to a packed batch of plain sequences.
 
-    It is the batch's first tensor, by which transformers counts rows. Other batches stay as they are, and those whose rows
-    do not give it.
+    It is the batch's first tensor, by which transformers counts rows. Other batches are unchanged.
 
     >>> rows = [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [8], "seq_lengths": [1]}]
     >>> positions = torch.tensor([[0, 1, 0, 0]])

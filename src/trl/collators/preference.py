@@ -1,4 +1,4 @@
-"""Prompts with their completions as one packed row: pairs of DPO's family, and single completions of KTO's."""
+"""Prompts with their completions as one packed row; padded pairs, also of other collators."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _OF_IMAGES = {
 
 
 def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[str, Tensor]:
-    """Prompts and completions as one packed batch whose sequences are the completions, in order.
+    """Prompts and completions as one packed batch; its sequences are the completions, in order.
 
-    With `prefix_sharing` each prompt stands once, in front of its completions (`pack_prefix_groups`); without, once for each
-    completion. `labels (1, N)` are -100 on prompts. `rows (B,)` counts the rows.
+    With `prefix_sharing` each prompt occurs once, before its completions (`pack_prefix_groups`), otherwise once per completion.
+    `labels (1, N)` are -100 on prompts. `rows (B,)` counts the rows.
 
-    Raises: ValueError naming row and completion where a prompt or completion has no tokens.
+    Raises: ValueError for a prompt or completion without tokens.
 
     >>> completion_batch([([5, 6], [[7], [8, 9]])], prefix_sharing=False)["input_ids"].tolist()
     [[5, 6, 7, 5, 6, 8, 9]]
@@ -66,13 +66,13 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
 
 
 def pack_prefix_groups(rows: Sequence[Prompted]) -> dict[str, Tensor]:
-    """Prompts, each followed by its completions, as one packed row of groups: ids as lists, arrays or tensors.
+    """Prompts, each followed by its completions, as one packed row of prefix groups.
 
-    `labels (1, N)` are the completions' tokens, and -100 on prompts. What predicts a completion's first token is the last one
-    of its prompt, not its neighbour on the left: `scored_source`, `scored_target` and `scored_sequence`, int64 `(K,)`, say
-    which packed position predicts which token of which completion.
+    `labels (1, N)` are the completions' tokens, and -100 on prompts. A completion's first token is predicted by its prompt's
+    last one, not by its left neighbour: `scored_source`, `scored_target` and `scored_sequence`, int64 `(K,)`, are the
+    predicting position, the token and its completion.
 
-    Raises: ValueError naming row and completion where a prompt or completion has no tokens, or a row no completions.
+    Raises: ValueError for a prompt or completion without tokens, or a row without completions.
 
     >>> packed = pack_prefix_groups([([5, 6], [[7, 8], [9]])])
     >>> packed["position_ids"].tolist(), packed["scored_source"].tolist(), packed["scored_target"].tolist()
@@ -110,7 +110,7 @@ def _check(groups: list[tuple[Tensor, list[Tensor]]]) -> None:
         if not len(prompt) or not branches:
             raise ValueError(
                 f"row {row} has a prompt of {len(prompt)} tokens and {len(branches)} completions, expected at least 1 of "
-                "each. Give an empty prompt its beginning-of-text token, or leave the row out."
+                "each. Give the prompt a beginning-of-text token, or leave the row out."
             )
         empty = [index for index, branch in enumerate(branches) if not len(branch)]
         if empty:
@@ -124,11 +124,11 @@ class PairCollator:
     """Batches rows of `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` as `completion_batch` says.
 
     Sequence 2i is row i's chosen completion, 2i + 1 its rejected one. A row with `rejected_prompt_input_ids` shares no
-    prompt: truncation left its two completions different ones. Columns `ref_chosen_logps` and
+    prompt: truncation made the two prompts different. Columns `ref_chosen_logps` and
     `ref_rejected_logps`, where the rows have them, become `ref_logps (2B,)` in that order.
 
     Args:
-        prefix_sharing: Whether a pair's two completions stand behind one copy of their prompt.
+        prefix_sharing: Whether a pair's two completions share one copy of their prompt.
 
     >>> rows = [{"prompt_input_ids": [5], "chosen_input_ids": [6, 7], "rejected_input_ids": [8]}]
     >>> PairCollator()(rows)["labels"].tolist()
@@ -161,7 +161,7 @@ def reference_logps(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 @dataclass
 class DPODataCollatorWithPadding:
-    """Pads each group of columns of tokenised pairs by itself, as earlier levels did.
+    """Pads each column of tokenised pairs by itself (TRL 0.4-0.26).
 
     Columns that end in `_input_ids`, `_attention_mask` and `_labels` become tensors `(B, T)`, padded with
     `pad_token_id`, 0 and `label_pad_token_id`; those that begin with `prompt` on the left. A missing `_attention_mask` is
@@ -170,7 +170,7 @@ class DPODataCollatorWithPadding:
     Args:
         pad_token_id: Token that fills padded positions.
         label_pad_token_id: Label of padded positions.
-        is_encoder_decoder: Kept for compatibility; the columns say by themselves what they are.
+        is_encoder_decoder: Has no effect; kept for compatibility.
 
     >>> DPODataCollatorWithPadding()([{"chosen_input_ids": [5, 6]}, {"chosen_input_ids": [7]}])["chosen_attention_mask"]
     tensor([[1, 1],
@@ -229,13 +229,11 @@ class DataCollatorForPreference(DataCollatorMixin):
 
 
 def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
-    """A batch of pairs in the form of `PairCollator`, from what a user's own collator made.
+    """A batch of pairs in the form of `PairCollator`, from any collator.
 
-    Understood are, besides that form and padded rows with `labels` (chosen and rejected in turn): tensors
-    `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids` with their `_attention_mask`; and whole sequences
-    `chosen_input_ids`, `chosen_labels`, ... whose labels are -100 on the prompt.
-
-    Raises: ValueError for anything else, with the names it has.
+    Also accepted: padded rows with `labels` (chosen and rejected in turn); `prompt_input_ids`, `chosen_input_ids`,
+    `rejected_input_ids` with their `_attention_mask`; whole sequences `chosen_input_ids`, `chosen_labels`, ... with labels
+    of -100 on the prompt. Raises ValueError for other batches.
     """
     if "labels" in batch or "decoder_labels" in batch:
         return batch

@@ -1,4 +1,4 @@
-"""Pairs of whole sequences, of which one is preferred, as one packed row; and the padded batches of earlier levels."""
+"""Pairs of whole sequences for reward models, as one packed row or padded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLDER_COLUMNS = ("input_ids_chosen", "input_ids_rejected")
 
 
 def shared_length(*sequences: Tensor) -> int:
-    """How many tokens some sequences begin with in common, each keeping at least one of its own.
+    """The length of the common prefix of some sequences; each keeps at least one token after it.
 
     >>> shared_length(torch.tensor([5, 6, 7]), torch.tensor([5, 6])), shared_length(torch.tensor([5]), torch.tensor([6]))
     (1, 0)
@@ -42,10 +42,8 @@ def pair_batch(
 ) -> dict[str, Tensor]:
     """Pairs of sequences as one packed batch: sequence 2i is pair i's preferred one, 2i + 1 the other.
 
-    With `prefix_sharing` what a pair's sequences begin with in common stands once, in front of the two rests. The row's
-    length is rounded up to `multiple`; `filler` then says by how many tokens. `rows (B,)` counts the pairs.
-
-    Raises: ValueError naming the pair that has an empty sequence.
+    With `prefix_sharing` the common prefix of a pair occurs once, before the two rests. The row's length is rounded up to
+    `multiple`, by `filler` tokens. `rows (B,)` counts the pairs. Raises ValueError for an empty sequence.
 
     >>> batch = pair_batch([(torch.tensor([5, 6, 7]), torch.tensor([5, 6, 8, 9]))], prefix_sharing=True)
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
@@ -62,7 +60,7 @@ def group_batch(
     pad_token_id: int = 0,
     multiple: int | None = None,
 ) -> dict[str, Tensor]:
-    """Groups of whole sequences (none empty) as one packed batch of all of them in order, laid out as `pair_batch` does.
+    """Groups of whole sequences (none empty) as one packed batch, as in `pair_batch`.
 
     `rows (B,)` counts the groups.
 
@@ -111,7 +109,7 @@ class RewardCollator:
     turn.
 
     Args:
-        prefix_sharing: Whether what a pair's sequences begin with in common stands once.
+        prefix_sharing: Whether the common prefix of a pair occurs once.
         packed: Whether the model takes packed rows; padded ones if not.
         pad_token_id: Token that fills padded positions.
         pad_to_multiple_of: Rounds the length of the packed row, or of the padded rows, up to a multiple, in tokens.
@@ -148,7 +146,7 @@ class RewardCollator:
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """Pads the two sides of pairs apart, as earlier levels did; `RewardTrainer` takes such batches too.
+    """Pads the two sides of pairs separately (TRL 0.4-0.17).
 
     Rows have `input_ids_chosen` and `input_ids_rejected` (or, prepared by `RewardTrainer`, `chosen_input_ids` and
     `rejected_input_ids`), where given with `attention_mask_chosen` and `attention_mask_rejected`, and `margin`. The
@@ -225,12 +223,10 @@ def _side(row: Mapping[str, Any], older: str, column: str) -> dict[str, Any]:
 
 
 def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
-    """A batch of pairs in the form of `RewardCollator`, from what a user's own collator made.
+    """A batch of pairs in the form of `RewardCollator`, from any collator.
 
-    Understood are, besides that form and padded rows `(2B, T)` (all chosen, then all rejected), tensors `(B, T)` of each side with
-    their masks, under the names of `RewardDataCollatorWithPadding` or as `chosen_input_ids`, `chosen_attention_mask`.
-
-    Raises: ValueError for anything else, with the names it has.
+    Also accepted: padded rows `(2B, T)` (all chosen, then all rejected); tensors `(B, T)` of each side with their masks, named
+    as by `RewardDataCollatorWithPadding`, or `chosen_input_ids`, `chosen_attention_mask`. Raises ValueError for other batches.
     """
     if "input_ids" in batch:
         return batch if "rows" in batch else _in_turn(batch)
@@ -247,7 +243,7 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
 
 
 def _in_turn(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Padded rows whose second half are the rejected, with each pair's two in turn, and the number of pairs."""
+    """Padded rows, chosen before rejected, reordered to alternate, and the number of pairs."""
     rows = batch["input_ids"].shape[0]
     if rows % 2:
         raise ValueError(

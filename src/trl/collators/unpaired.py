@@ -1,4 +1,4 @@
-"""Prompts with one judged completion each, and for KTO a mismatched one, as one packed row."""
+"""Prompts with one labelled completion each, and for KTO a mismatched one, as one packed row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnpairedCollator:
     `ref_logps` and `ref_kl_logps` `(B,)`; `embedding_input_ids` becomes a padded `(B, E)` with a mask.
 
     Args:
-        prefix_sharing: Whether a row's two completions stand behind one copy of their prompt.
+        prefix_sharing: Whether a row's two completions share one copy of their prompt.
         mismatched: Whether batches hold the mismatched completions too.
         is_encoder_decoder: Whether batches are for an encoder-decoder (`seq2seq_batch`).
         pad_token_id: Token that fills padded positions of an encoder-decoder's prompts.
@@ -88,9 +88,7 @@ def _row_values(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dict[str, Any]:
-    """A batch of rows with `of` completions each, with the completion `number` (from 0) of every row alone.
-
-    A packed row becomes plain sequences. Values of the rows are left out.
+    """The completion `number` (from 0) of every row, of a batch of rows with `of` completions each, as plain sequences.
 
     >>> row = {"prompt_input_ids": [5], "completion_input_ids": [6, 7], "KL_completion_input_ids": [8], "label": True}
     >>> single_completions(UnpairedCollator(mismatched=True)([row]), 1, of=2)["input_ids"].tolist()
@@ -106,7 +104,7 @@ def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dic
 
 
 def _tokens_of(batch: Mapping[str, Any], number: int, of: int) -> Tensor:
-    """Which tokens of a packed row belong to the completion `number` of some row, or to its prompt: bool `(N,)`."""
+    """The tokens of a packed row that belong to the completions `number` or their prompts: bool `(N,)`."""
     if "segment_table" not in batch:
         return ((batch["position_ids"][0] == 0).cumsum(dim=0) - 1) % of == number
     segments = Segments.from_table(batch["segment_table"])
@@ -120,13 +118,11 @@ def _tokens_of(batch: Mapping[str, Any], number: int, of: int) -> Tensor:
 def as_unpaired_batch(
     batch: Mapping[str, Any], *, prefix_sharing: bool, mismatched: bool = False
 ) -> Mapping[str, Any]:
-    """A batch in the form of `UnpairedCollator`, from what a user's own collator made.
+    """A batch in the form of `UnpairedCollator`, from any collator.
 
-    Understood are, besides that form: tensors `prompt_input_ids`, `completion_input_ids` (with `mismatched` also
-    `KL_completion_input_ids`) with their `_attention_mask`, as `DPODataCollatorWithPadding` pads the prepared rows; a
-    completion may hold its prompt too where `completion_labels` are -100 on it.
-
-    Raises: ValueError for anything else, with the names it has.
+    Also accepted: `prompt_input_ids`, `completion_input_ids` (with `mismatched` also `KL_completion_input_ids`) with their
+    `_attention_mask`, as from `DPODataCollatorWithPadding`; a completion may include its prompt if `completion_labels` are
+    -100 on it. Raises ValueError for other batches.
     """
     if "rows" in batch and "label" in batch:
         return {**batch, "label": torch.as_tensor(batch["label"], device=batch["rows"].device)}

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a name or a path: dtype, architecture and special tokens are settled here, once."""
+"""Models and tokenizers from a name or a path: dtype, architecture, special tokens."""
 
 import logging
 import os

@@ -29,14 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class Policy(NamedTuple):
-    """What a trainer trains, and how it is scored. `window` is the most tokens of prompt and completion that its engine takes,
-    where that may be fewer than the model's."""
+    """A trained model with its tokenizer and scorer. `context_length`: that of its engine, if it may be below the model's."""
 
     model: Any
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
     tokenizer: PreTrainedTokenizerBase
     scorer: Any
-    window: int | None = None
+    context_length: int | None = None
 
 
 def set_up_policy(
@@ -47,11 +46,11 @@ def set_up_policy(
     *,
     classifier: ClassifierKind | None = None,
 ) -> Policy:
-    """Load what is a name or path, take over tokens and template, add the adapter, choose the scoring forward.
+    """Load the model and tokenizer, set tokens and template, add the adapter, make the scorer; log the scorer's fallbacks.
 
-    `args` is a training config; of `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
-    `disable_dropout` and `cast_lm_head_to_fp32` those count that it has. What the model cannot take is said in the log, once. With `classifier` the
-    model is one of that kind, whose config is told the padding token, and whose head an adapter trains too.
+    `args` is a training config; its fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
+    `disable_dropout` and `cast_lm_head_to_fp32` are used if it has them. With `classifier` the model is one of that kind: its
+    config gets the padding token, and an adapter trains its head too.
 
     Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
     """
@@ -98,23 +97,20 @@ def make_scorer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def report_fallbacks(model: Any, scorer: Any) -> None:
-    """Say what a model cannot take."""
+    """Log a scorer's fallbacks."""
     for fallback in scorer.fallbacks:
         logger.warning("%s: %s.", type(model).__name__, fallback)
 
 
 def is_encoder_decoder(core: Any, args: Any) -> bool:
-    """Whether the model is an encoder-decoder, as its config and `args.is_encoder_decoder` (None: whatever it is) say.
+    """Whether the model is an encoder-decoder; warns if `args.max_completion_length` has no effect.
 
-    Says so where `args.max_completion_length` is set and does nothing.
-
-    Raises: ValueError where the two disagree.
+    Raises: ValueError if `args.is_encoder_decoder` differs from the model's config.
     """
     said, found = args.is_encoder_decoder, bool(core.config.is_encoder_decoder)
     if said is not None and said != found:
         raise ValueError(
-            f"is_encoder_decoder={said} was given with a {type(core).__name__}, whose config says {found}. Leave it out: "
-            "the model says what it is."
+            f"is_encoder_decoder={said} was given with a {type(core).__name__}, whose config says {found}. Leave it out."
         )
     if args.max_completion_length is not None and not found:
         logger.warning(

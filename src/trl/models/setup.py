@@ -1,4 +1,4 @@
-"""A model and its tokenizer made ready for a trainer, from what a user hands in."""
+"""Models, classifiers and tokenizers checked and prepared for a trainer."""
 
 from __future__ import annotations
 
@@ -114,12 +114,10 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def take_chat_template(
     model: Any, tokenizer: PreTrainedTokenizerBase, path: str | None, peft_config: Any = None
 ) -> tuple[Any, Any]:
-    """Take over the template of `chat_template_path`: a Jinja file, or another tokenizer with the tokens it adds.
+    """Apply `chat_template_path`: a Jinja file, or another tokenizer whose template and added tokens are copied.
 
-    Returns the model, its embeddings grown where tokens were added, and the `peft_config`, which then also trains the
-    new tokens' embeddings beside the adapter (`trainable_token_indices`).
-
-    Raises: FileNotFoundError where there is neither.
+    Returns the model, with more embeddings if tokens were added, and the `peft_config`, which then also trains these
+    (`trainable_token_indices`). Raises FileNotFoundError if the path is neither.
     """
     if path is None:
         return model, peft_config
@@ -155,18 +153,16 @@ def take_chat_template(
 
 
 def check_positions(model: Any, lengths: Sequence[int] | np.ndarray, *, dataset_name: str) -> None:
-    """Refuse sequences that are longer than a model's table of positions; warn of them where positions are computed.
+    """Check that sequences of `lengths` tokens (after truncation) fit a model's `max_position_embeddings`.
 
-    `lengths` are those of the sequences after truncation, in tokens.
-
-    Raises: ValueError where a token would have no position.
+    Raises ValueError for a model with a table of positions, and warns for one that computes them.
     """
     table, limit = table_of_positions(model), _positions(model)
     if table is not None:
         check_table(lengths, table, dataset_name=dataset_name)
     elif limit is not None and (found := _beyond(lengths, limit, dataset_name)):
         logger.warning(
-            "%s. What it computes there was not trained before: set max_length=%d to cut them.", found, limit
+            "%s. The model was not trained on these positions: set max_length=%d to truncate.", found, limit
         )
 
 
@@ -180,7 +176,7 @@ def check_table(lengths: Sequence[int] | np.ndarray, table: int, *, dataset_name
 
 
 def _beyond(lengths: Sequence[int] | np.ndarray, limit: int, dataset_name: str) -> str | None:
-    """What to say of sequences longer than `limit`; None where there are none."""
+    """A description of the sequences longer than `limit`; None if there are none."""
     longer = int((np.asarray(lengths) > limit).sum())
     if not longer:
         return None
@@ -208,7 +204,7 @@ def table_of_positions(model: Any) -> int | None:
 
 
 class ClassifierKind(NamedTuple):
-    """What a trainer wants of a classifier: `labels` classes under the model class `auto`, PEFT's name of the task."""
+    """A kind of classifier: `labels` classes, the model class `auto`, PEFT's task type."""
 
     auto: Any
     labels: int
@@ -255,16 +251,13 @@ def _check_kind(core: PreTrainedModel, kind: ClassifierKind) -> None:
 
 
 def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: ClassifierKind) -> None:
-    """Tell the model's config which token is padding: its own forward finds the ends of padded rows by it.
-
-    What is trained goes by position; the config is what the saved model is used with.
-    """
+    """Set the padding token in the model's config, by which its own forward finds the ends of padded rows once it is saved."""
     core = causal_core(model)
     pad = tokenizer.pad_token_id
     if pad is None:
         logger.warning(
-            "The tokenizer has no padding and no end-of-sequence token, so %s does not know padding and takes one row "
-            "at a time once it is saved. Set pad_token.",
+            "The tokenizer has no padding and no end-of-sequence token, so the saved %s takes one row at a time. Set "
+            "pad_token.",
             type(core).__name__,
         )
         return
@@ -273,23 +266,19 @@ def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: Classif
     if kind is REWARD_MODEL and pad == tokenizer.eos_token_id:
         logger.warning(
             "The padding token %r is the end-of-sequence token too. Rewards are trained at the last token of a sequence, "
-            "and transformers' own forward will read them at the last one that is not %r. Set pad_token to another "
-            "token of the vocabulary.",
-            tokenizer.pad_token,
+            "but transformers reads them at the last token that is not padding. Set pad_token to another token.",
             tokenizer.pad_token,
         )
 
 
 def adapter_of_classifier(peft_config: Any, kind: ClassifierKind) -> Any:
-    """The settings of a new adapter, of the task with which PEFT trains and saves the classification head too."""
+    """The settings of a new adapter, with the task type with which PEFT trains and saves the classification head."""
     if peft_config is None or peft_config.task_type == kind.task_type:
         return peft_config
     if peft_config.task_type is not None:
         logger.warning(
-            "peft_config has task_type=%s, with which the classification head would be neither trained nor saved: %s is "
-            "used. Set task_type=%r.",
+            "peft_config has task_type=%s, which would neither train nor save the classification head: %r is used.",
             getattr(peft_config.task_type, "value", peft_config.task_type),
-            kind.task_type,
             kind.task_type,
         )
     peft_config = copy.copy(peft_config)
@@ -298,11 +287,11 @@ def adapter_of_classifier(peft_config: Any, kind: ClassifierKind) -> Any:
 
 
 def check_trained_head(model: Any) -> None:
-    """Warn of an adapter that leaves the classification head as it is: a new head would stay random."""
+    """Warn of an adapter that does not train the classification head: a new head would stay random."""
     head = head_of(causal_core(model))
     if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):
         logger.warning(
-            "The adapter leaves the classification head %s untrained, and does not save it. Unless the head was "
-            "trained before, add its name to modules_to_save.",
+            "The adapter neither trains nor saves the classification head %s. Unless it was trained before, add its name "
+            "to modules_to_save.",
             type(head).__name__,
         )

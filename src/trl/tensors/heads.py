@@ -85,10 +85,8 @@ class Scoring:
         itemsize = torch.promote_types(dtype, torch.float32).itemsize
         count = max(1, len(hidden))
         size = chunk_size or default_chunk_size(len(weight), itemsize=itemsize, device=device)
-        if chunk_size is None:
-            size = math.ceil(
-                count / math.ceil(count / size)
-            )  # even chunks: a short one costs as much in sums
+        if chunk_size is None:  # even chunks: a short one costs as much in sums
+            size = math.ceil(count / math.ceil(count / size))
         return cls(rule, wanted, min(size, count), dtype)
 
     def for_slopes(self, entropies_slope: Tensor | None) -> Scoring:

@@ -1,7 +1,6 @@
-"""Per-sequence quantities from the log-probs of a packed batch: sums, means, and what of them a method counts.
+"""Per-sequence quantities from token log-probs: sums, means, counts.
 
-A scoring forward returns K token log-probs in a row, `logps (K,)`, and says which sequence each belongs to,
-`sequence (K,)`. With `prompt + [chosen, rejected]` groups, sequence 2i is pair i's chosen completion and 2i + 1 its
+A scoring forward returns K token log-probs, `logps (K,)`, and the sequence of each, `sequence (K,)`. With `prompt + [chosen, rejected]` groups, sequence 2i is pair i's chosen completion and 2i + 1 its
 rejected one.
 """
 
@@ -24,9 +23,7 @@ def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     _check_index(values, sequence)
     wide = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
     totals = wide.new_zeros(count)
-    if (
-        wide.is_cuda
-    ):  # index_add adds in the order of the atomics there; an accumulating index_put sorts first
+    if wide.is_cuda:  # index_add is not deterministic there; an accumulating index_put sorts first
         return totals.index_put((sequence,), wide, accumulate=True)
     return totals.index_add(0, sequence, wide)
 

@@ -74,7 +74,7 @@ def training_prompts(sets: PromptSets, dataset: Any, args: GroupTraining) -> Dat
 def rollout_window(args: GroupTraining, policy: Policy) -> int | None:
     """The most tokens of prompt and completion: the model's, or vLLM's where that has fewer; None where nobody says."""
     given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
-    found = given, policy.window
+    found = given, policy.context_length
     return context_length_of(policy.model, min((each for each in found if each is not None), default=None))
 
 
@@ -128,7 +128,7 @@ def with_served_window(policy: Policy, args: GroupTraining, served: Served | Non
     if served is None:
         return policy
     check_served(served, args, policy)
-    return policy._replace(window=served.context_length)
+    return policy._replace(context_length=served.context_length)
 
 
 def engine_of(

@@ -1,10 +1,9 @@
 """Attention over a packed row of segments, registered with transformers' attention interface.
 
-The row holds real tokens only. Its segments travel through a model's own forward as the attention mask: an int64
-table of shape `(1, 1, S, 4)` (`Segments.to_table`), which transformers hands to every attention layer unchanged,
-also when gradient checkpointing runs a layer again. Each segment then attends to (its prompt | itself) in a call of
-PyTorch's own kernel: no mask as large as the row, no padding, no prompt computed twice. Calls that carry no table
-(generation, evaluation of padded rows) go to transformers' SDPA unchanged.
+The row has real tokens only. Its segments are passed as the attention mask: an int64 table `(1, 1, S, 4)`
+(`Segments.to_table`), which transformers gives to every attention layer unchanged, also in gradient checkpointing. Each
+segment attends to its prefix and itself in one call of PyTorch's kernel: no mask as large as the row, no padding, no prompt
+computed twice. Calls without a table (generation, padded rows) use transformers' SDPA.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "trl_packed"
 
-# Decoders whose whole forward is known to depend on other tokens through this attention alone, so that a packed row
-# gives the logits of padded rows (tests/models/packed/test_attention.py checks each to 1e-12 in float64, the mixtures of
-# experts to 1e-5 in float32, because their grouped products take no float64).
+# Decoders in which tokens interact through this attention alone, so that a packed row gives the logits of padded rows
+# (tests/models/packed/test_attention.py: to 1e-12 in float64, mixtures of experts to 1e-5 in float32).
 PACKED_MODEL_TYPES = frozenset(
     [
         "llama",
@@ -76,8 +74,7 @@ def is_segment_table(attention_mask: Tensor | None) -> bool:
 
 
 class _Call(NamedTuple):
-    """One call of the kernel: the row's next `length` queries over their own keys, behind the first `prompt` keys of the
-    call number `prefix`."""
+    """One kernel call: the row's next `length` queries over the first `prompt` keys of call `prefix` and their own keys."""
 
     length: int
     prefix: int
@@ -86,9 +83,9 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the kernels need to know of a segment table, worked out once per table.
+    """The kernel calls of a segment table, computed once per table.
 
-    A prompt and the branch right behind it are one plain sequence, so they take one call together.
+    A prompt and the branch directly after it are one plain sequence and share a call.
     """
 
     segments: Segments
@@ -106,14 +103,11 @@ class _Plan:
     def mask(
         self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """What the last `length` of `seen` tokens see: bool, or in a floating dtype 0 and -inf. Layers and calls share it,
-        backward too."""
+        """The mask of the last `length` of `seen` tokens: bool, or 0 and -inf in a floating dtype. Shared by all layers."""
         key = (length, seen, window, dtype)
         if key not in self.masks:
             mask = _causal_mask(length, seen, window, device)
-            if (
-                dtype != torch.bool
-            ):  # else the kernel makes this of each layer's mask, and keeps it for backward
+            if dtype != torch.bool:  # the kernel would convert it once per layer, and keep it for backward
                 mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
             self.masks[key] = mask
         return self.masks[key]
@@ -186,10 +180,7 @@ def packed_attention(
 
 
 def _in_autocast_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
-    """What autocast would make of them for SDPA, once for all segments.
-
-    Under autocast the rotary embedding leaves queries and keys in float32 beside values in bfloat16.
-    """
+    """Queries, keys and values in the autocast dtype; rotary embeddings leave the former two in float32."""
     device = parts[0].device.type
     if not torch.is_autocast_enabled(device) or parts[0].dtype == torch.float64:
         return parts
@@ -320,7 +311,7 @@ def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]
 
 
 def packed_unsupported(model: PreTrainedModel) -> str | None:
-    """Why this model cannot run on packed rows, in words for the user; None where it can."""
+    """The reason why this model does not support packed rows; None if it does."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -335,10 +326,9 @@ def packed_unsupported(model: PreTrainedModel) -> str | None:
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Let the model's attention layers take packed rows; returns whether the rows need a segment table.
+    """Switch the model's attention layers to packed rows; returns whether the rows need a segment table.
 
-    Flash attention chosen by the user stays: transformers finds the segments from `position_ids` there, and a table
-    is not needed (prefixes are not shared then).
+    Flash attention chosen by the user stays: it finds the segments from `position_ids`, and prefixes cannot be shared.
     """
     if _runs_variable_length(model.config):
         return False
