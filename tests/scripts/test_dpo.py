@@ -49,7 +49,7 @@ def test_the_whole_command(run, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"Model saved in {tmp_path / 'out'}" in out
     assert "eval_rewards/accuracies 1" in out
-    assert "To go on: trl dpo" in out
+    assert "To resume: trl dpo" in out
     assert (tmp_path / "out" / "model.safetensors").is_file()
     losses = [entry["loss"] for entry in history(tmp_path) if "loss" in entry]
     assert losses[0] == pytest.approx(0.6931, abs=1e-4) and losses[-1] < 0.5 * losses[0]

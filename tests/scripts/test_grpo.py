@@ -83,7 +83,7 @@ def test_functions_and_models_judge_together(run, name, tmp_path, models, capsys
     assert run(name, "--reward_funcs", *rewards, "--reward_weights", "1", "0.5", "2") == 0
     out = capsys.readouterr().out
     assert f"Model saved in {tmp_path / 'out'}" in out
-    assert f"To go on: trl {name} with the same options" in out
+    assert f"To resume: trl {name} with the same options" in out
     found = logged(tmp_path / "out")
     means = [found[f"rewards/{source}/mean"] for source in ("as_wanted", "think_format_reward", "judge")]
     price = (

@@ -48,7 +48,7 @@ def test_the_whole_command(run, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"Model saved in {tmp_path / 'out'}" in out
     assert "Last evaluation (step 4): " in out and "eval_accuracy 1" in out
-    assert "This run cannot go on: no checkpoint was written (--save_strategy no)" in out
+    assert "This run cannot be resumed: no checkpoint was written (--save_strategy no)" in out
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.num_labels == 1
 

@@ -78,7 +78,7 @@ def test_the_whole_command(run, tmp_path, capsys):
     assert f"Model saved in {tmp_path / 'out'}" in out
     assert "Last training log (step 4): loss " in out and "Last evaluation (step 4): eval_loss " in out
     assert "Whole run (step 4): train_loss " in out
-    assert "To go on: trl sft" in out
+    assert "To resume: trl sft" in out
     assert (tmp_path / "out" / "model.safetensors").is_file()
     history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())[
         "log_history"

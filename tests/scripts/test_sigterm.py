@@ -60,7 +60,7 @@ def test_a_terminated_run_says_how_it_resumes(line, command, tmp_path):
     assert "Traceback" not in errors
     assert not list(out.glob(f"{PREFIX}*")) and not (out / "model.safetensors").exists()
     assert f"newest checkpoint {newest_whole(out)}" in errors
-    assert "To go on: trl sft with the same options and --resume_from_checkpoint true" in errors
+    assert "To resume: trl sft with the same options and --resume_from_checkpoint true" in errors
 
 
 def test_sigterm_is_an_exception_within_a_command():

@@ -53,5 +53,5 @@ def test_where_the_model_is_and_whether_the_run_is_over(capsys, tmp_path, best, 
     assert lines[1] == "Whole run (step 3): train_loss 1.625"
     why = "no checkpoint was written (--save_strategy no)"
     assert lines[2].startswith(
-        f"It cannot go on from there, as {why}" if stopped else f"This run cannot go on: {why}"
+        f"It cannot be resumed: {why}" if stopped else f"This run cannot be resumed: {why}"
     )

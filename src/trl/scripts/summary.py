@@ -22,7 +22,7 @@ def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path
         place = f"Model saved in {args.output_dir}{best_model(args, trainer.state)}"
         metrics = last_metrics(trainer.state.log_history)
         finished = trainer.state.global_step >= trainer.state.max_steps  # not one that a signal stopped
-        print("\n".join([place, *metrics, way_on(newest, args, command=command, finished=finished)]))
+        print("\n".join([place, *metrics, resume_hint(newest, args, command=command, finished=finished)]))
     trainer.accelerator.end_training()
 
 
@@ -77,34 +77,27 @@ def _text(value: float) -> str:
     return f"{value:.4g}"
 
 
-def way_on(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:
-    """How a run whose `newest` checkpoint this is goes on; one that `finished` needs an option that makes it longer.
+def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:
+    """The command that resumes a run from its `newest` checkpoint; a `finished` run needs an option that makes it longer.
 
-    `true` stands for the newest checkpoint in the run's folder, which may be one of an earlier run: then it is named.
+    `true` names the newest checkpoint in the run's folder, unless that belongs to an earlier run.
     """
     if newest is None:
-        return _no_way_on(args, finished=finished)
-    resume = "true" if _same(newest, newest_whole(args.output_dir)) else str(newest)
+        strategy = getattr(args.save_strategy, "value", args.save_strategy)
+        every = f", --save_steps {args.save_steps}" if strategy == "steps" else ""
+        why = f"no checkpoint was written (--save_strategy {strategy}{every})"
+        if finished:
+            return f"This run cannot be resumed: {why}. A new one can start from the model."
+        return f"It cannot be resumed: {why}. The same command starts from the beginning."
+    found = newest_whole(args.output_dir)
+    resume = "true" if found is not None and newest.resolve() == found.resolve() else str(newest)
     longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
     same = f"the same options, a larger --{longer} and" if finished else "the same options and"
-    return f"To go on: trl {command} with {same} --resume_from_checkpoint {resume}"
+    return f"To resume: trl {command} with {same} --resume_from_checkpoint {resume}"
 
 
 def interruption(newest: Path | None, args: Any, *, command: str, step: int, steps: int) -> str:
-    """What to tell of a run that stopped after `step` of its `steps` optimiser steps, before its end."""
+    """The message for a run that stopped after `step` of its `steps` optimiser steps."""
     place = f"after step {step} of {steps}" if step else "before the end of the first step"
     saved = "" if newest is None else f", newest checkpoint {newest}"
-    return f"Stopped {place}{saved}. {way_on(newest, args, command=command, finished=False)}"
-
-
-def _no_way_on(args: Any, *, finished: bool) -> str:
-    strategy = getattr(args.save_strategy, "value", args.save_strategy)
-    every = f", --save_steps {args.save_steps}" if strategy == "steps" else ""
-    why = f"no checkpoint was written (--save_strategy {strategy}{every})"
-    if finished:
-        return f"This run cannot go on: {why}. A new one can start from the model."
-    return f"It cannot go on from there, as {why}: the same command starts from the beginning."
-
-
-def _same(one: Path, other: Path | None) -> bool:
-    return other is not None and one.resolve() == other.resolve()
+    return f"Stopped {place}{saved}. {resume_hint(newest, args, command=command, finished=False)}"

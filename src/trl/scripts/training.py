@@ -67,7 +67,7 @@ def train(
     if script_args.dry_run:
         describe(trainer, settings, made_folder=made_folder)
         return trainer
-    with telling_the_way_on(trainer, command=command):
+    with reporting_interruptions(trainer, command=command):
         trainer.train(resume_from_checkpoint=checkpoint)
         if any(getattr(each, "is_made", False) for each in trainer.callback_handler.callbacks):
             trainer.accelerator.end_training()
@@ -77,16 +77,16 @@ def train(
 
 
 @contextmanager
-def telling_the_way_on(trainer: Any, *, command: str) -> Iterator[None]:
-    """Say, where training is interrupted or fails, how far it came and how it goes on: in the log, or below the traceback.
+def reporting_interruptions(trainer: Any, *, command: str) -> Iterator[None]:
+    """Log the last step and how to resume if training is interrupted; if it fails, add that to the traceback.
 
-    Raises: CommandError for a package of an optimiser or of kernels, which are looked for when training begins, and for a
-    checkpoint or an output folder that cannot be used.
+    Raises: CommandError for a missing package of an optimiser or of kernels, and for a checkpoint or an output folder that
+    cannot be used.
     """
     from trl.checkpoints.wholeness import CheckpointError
     from trl.scripts.summary import interruption
 
-    def told() -> str:
+    def message() -> str:
         step, steps = trainer.state.global_step, trainer.state.max_steps
         return interruption(trainer.newest_checkpoint, trainer.args, command=command, step=step, steps=steps)
 
@@ -94,11 +94,11 @@ def telling_the_way_on(trainer: Any, *, command: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, Terminated):
         if trainer.accelerator.is_main_process:
-            logger.warning(told())
+            logger.warning(message())
         raise
     except Exception as error:
         if trainer.state.global_step:
-            error.add_note(told())
+            error.add_note(message())
         elif isinstance(error, (ImportError, CheckpointError)):
             raise CommandError(str(error)) from error
         raise

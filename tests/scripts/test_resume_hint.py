@@ -12,7 +12,7 @@ from tests.tiny import tiny_model
 from tests.trainer.sft_runs import make
 from trl.scripts import sft
 from trl.scripts.running import run_script
-from trl.scripts.summary import interruption, way_on
+from trl.scripts.summary import interruption, resume_hint
 from trl.trainer.sft_trainer import SFTTrainer
 
 
@@ -24,16 +24,16 @@ def settings(output_dir, **given):
 @pytest.mark.parametrize(("max_steps", "longer"), [(-1, "--num_train_epochs"), (20, "--max_steps")])
 def test_a_finished_run_needs_the_option_that_ended_it(tmp_path, max_steps, longer):
     newest, args = checkpoint(tmp_path, 20), settings(tmp_path, max_steps=max_steps)
-    assert way_on(newest, args, command="dpo", finished=True) == (
-        f"To go on: trl dpo with the same options, a larger {longer} and --resume_from_checkpoint true"
+    assert resume_hint(newest, args, command="dpo", finished=True) == (
+        f"To resume: trl dpo with the same options, a larger {longer} and --resume_from_checkpoint true"
     )
 
 
 def test_a_checkpoint_is_named_where_true_would_mean_that_of_an_earlier_run(tmp_path):
     checkpoint(tmp_path, 500)
     newest = checkpoint(tmp_path, 100)
-    said = way_on(newest, settings(tmp_path), command="sft", finished=False)
-    assert said == f"To go on: trl sft with the same options and --resume_from_checkpoint {newest}"
+    said = resume_hint(newest, settings(tmp_path), command="sft", finished=False)
+    assert said == f"To resume: trl sft with the same options and --resume_from_checkpoint {newest}"
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_a_checkpoint_is_named_where_true_would_mean_that_of_an_earlier_run(tmp_
 def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, given, why):
     checkpoint(tmp_path, 500)  # an earlier run's
     args = settings(tmp_path, **given)
-    finished = way_on(None, args, command="sft", finished=True)
+    finished = resume_hint(None, args, command="sft", finished=True)
     assert (
         finished
-        == f"This run cannot go on: no checkpoint was written {why}. A new one can start from the model."
+        == f"This run cannot be resumed: no checkpoint was written {why}. A new one can start from the model."
     )
     assert interruption(None, args, command="sft", step=7, steps=90) == (
-        f"Stopped after step 7 of 90. It cannot go on from there, as no checkpoint was written {why}: "
-        "the same command starts from the beginning."
+        f"Stopped after step 7 of 90. It cannot be resumed: no checkpoint was written {why}. "
+        "The same command starts from the beginning."
     )
 
 
@@ -100,7 +100,7 @@ def run(tmp_path, monkeypatch):
 
 def test_an_interrupted_run_says_how_far_it_came_and_how_it_goes_on(run, tmp_path, caplog):
     assert run(KeyboardInterrupt()) == 130
-    said = f"Stopped after step 3 of 4, newest checkpoint {tmp_path}/out/checkpoint-2. To go on: trl sft with the same "
+    said = f"Stopped after step 3 of 4, newest checkpoint {tmp_path}/out/checkpoint-2. To resume: trl sft with the same "
     assert f"{said}options and --resume_from_checkpoint true" in caplog.text
     assert run(None, "--resume_from_checkpoint", "true") == 0
     assert Path(tmp_path / "out" / "checkpoint-4").is_dir()
@@ -110,4 +110,6 @@ def test_a_run_that_fails_says_below_its_error_that_it_left_no_checkpoint(run):
     with pytest.raises(RuntimeError, match="broken") as failed:
         run(RuntimeError("broken"), "--save_strategy", "no")
     (note,) = failed.value.__notes__
-    assert note.startswith("Stopped after step 3 of 4. It cannot go on") and "(--save_strategy no)" in note
+    assert (
+        note.startswith("Stopped after step 3 of 4. It cannot be resumed") and "(--save_strategy no)" in note
+    )
