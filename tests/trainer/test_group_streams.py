@@ -10,7 +10,7 @@ from tests.experimental.group_runs import assert_same_steps
 from tests.trainer import image_prompt_runs
 from tests.trainer.grpo_runs import logs, make, prompts, run
 from trl.data import prompts as prompt_rows
-from trl.data.streams import RepeatedStream
+from trl.data.streaming import RepeatedStream
 
 SETTINGS = {"max_steps": 5, "steps_per_generation": 2, "num_iterations": 1, "max_completion_length": 5}
 

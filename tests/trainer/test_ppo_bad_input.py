@@ -30,7 +30,7 @@ BAD = {
     "two dimensions": (changed(1, 0, torch.ones(2, 2, dtype=torch.int64)), ValueError, r"responses\[0\] must have one dimension"),
     "unknown token": (changed(1, 1, torch.tensor([5, 96])), ValueError, r"responses\[1\] has token ids from 5 to 96, the model has 0 to 95"),
     "label of padding": (changed(0, 1, torch.tensor([5, -100])), ValueError, r"queries\[1\] has token ids from -100"),
-    "too long": (changed(0, 0, torch.ones(254, dtype=torch.int64)), ValueError, "254 and 4 tokens, the model's window is 256"),
+    "too long": (changed(0, 0, torch.ones(254, dtype=torch.int64)), ValueError, "254 and 4 tokens, the context length is 256"),
     "NaN score": (changed(2, 1, torch.tensor(float("nan"))), ValueError, r"scores must be finite, got nan in row 1 \(rows \[1\]\)"),
     "several scores": (changed(2, 0, torch.ones(2)), ValueError, r"scores\[0\] must be one number, .* got a tensor of shape \(2,\)"),
     "a score with two dimensions": (changed(2, 0, torch.ones(1, 1)), ValueError, r"scores\[0\] must be one number, of shape \(\) or \(1,\), got a tensor of shape \(1, 1\)"),

@@ -14,7 +14,7 @@ from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.image_rows import has_images, refuse_images
 from trl.data.pipeline import STREAM_BATCH, RowKind, map_rows
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
-from trl.data.streams import RowStream
+from trl.data.streaming import RowStream
 from trl.data.tokenization import encode_open, read_chat, rows_of
 from trl.data.validation import Place, check_text, check_tokenizer
 

@@ -31,14 +31,14 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """The number of token ids (`vocabulary`) and of tokens (`window`, None: no limit) that a model takes.
+    """The number of token ids (`vocabulary`) and of tokens (`context_length`, None: no limit) that a model takes.
 
     `start` is the token that an encoder-decoder's completions begin with; None for a decoder, whose queries and responses
-    share the window.
+    share the context.
     """
 
     vocabulary: int
-    window: int | None
+    context_length: int | None
     start: int | None = None
 
 
@@ -85,10 +85,10 @@ def check_step_inputs(
                 f"response_masks[{index}] is 0 everywhere, expected at least one 1. Leave the row out."
             )
         length = len(query) + len(answer) if limits.start is None else max(len(query), len(answer))
-        if limits.window is not None and length > limits.window:
+        if limits.context_length is not None and length > limits.context_length:
             raise ValueError(
-                f"queries[{index}] and responses[{index}] have {len(query)} and {len(answer)} tokens, the model's window is "
-                f"{limits.window}. Truncate the query, or generate fewer tokens."
+                f"queries[{index}] and responses[{index}] have {len(query)} and {len(answer)} tokens, the context length is "
+                f"{limits.context_length}. Truncate the query, or generate fewer tokens."
             )
     if sum(int(mask.sum()) for mask in kept) < 2:
         raise ValueError(
@@ -100,16 +100,16 @@ def check_step_inputs(
 def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
     """Queries to generate from, as int64 `(length,)` on the devices where they are.
 
-    Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its window.
+    Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its context.
     """
     found = []
     for index, row in enumerate(queries):
         device = row.device if isinstance(row, Tensor) else torch.device("cpu")
         query = _token_ids(f"queries[{index}]", row, limits.vocabulary, device)
         room = 0 if limits.start is not None else 1
-        if limits.window is not None and len(query) + room > limits.window:
+        if limits.context_length is not None and len(query) + room > limits.context_length:
             raise ValueError(
-                f"queries[{index}] has {len(query)} tokens, the model's window is {limits.window}"
+                f"queries[{index}] has {len(query)} tokens, the context length is {limits.context_length}"
                 f"{' and must leave room for a response' if room else ''}. Truncate the query."
             )
         found.append(query)

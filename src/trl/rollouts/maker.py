@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from trl.data.prompts import PROMPT_IDS, columns_for_rewards
-from trl.data.streams import RowStream
+from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.rewards.inputs import RewardInputs
 from trl.rewards.result import source_columns

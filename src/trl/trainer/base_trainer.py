@@ -35,7 +35,7 @@ from trl.checkpoints.progress import (
 )
 from trl.checkpoints.wholeness import naming_weights
 from trl.data.formats import column_names
-from trl.data.streams import CountedStream, RepeatedStream, is_stream
+from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
 from trl.legacy.interface import GIVEN, LegacyInterface
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.head_precision import tied_where_equal
@@ -536,7 +536,7 @@ class BaseTrainer(LegacyInterface, Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """The training batches; a stream starts again when it ends, so that every step is whole."""
         dataset: Any = self.train_dataset
-        if is_stream(dataset) and not isinstance(dataset, RepeatedStream):
+        if is_streaming(dataset) and not isinstance(dataset, RepeatedStream):
             with holding(self, "train_dataset", RepeatedStream(dataset)):
                 return super().get_train_dataloader()
         loader = super().get_train_dataloader()
@@ -557,7 +557,7 @@ class BaseTrainer(LegacyInterface, Trainer):
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
         if not is_training:
             # `dataloader_drop_last` is for training, whose epochs leave out other rows each time.
-            if is_stream(dataset) and (self.args.world_size > 1 or has_length(dataset)):
+            if is_streaming(dataset) and (self.args.world_size > 1 or has_length(dataset)):
                 dataset = CountedStream(
                     dataset
                 )  # hides a length that counts other rows (ConstantLengthDataset)

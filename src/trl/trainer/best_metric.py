@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Subset
 from transformers.trainer_utils import IntervalStrategy
 
-from trl.data.streams import is_stream
+from trl.data.streaming import is_streaming
 from trl.models.lending import undisturbed
 from trl.trainer.row_loaders import holding
 
@@ -45,7 +45,7 @@ def check_best_metric(trainer: Any) -> None:
     name, metric = chosen
     args, own = trainer.args, trainer.eval_dataset
     rows, given = args.per_device_eval_batch_size * args.world_size, own if name is None else own[name]
-    if is_stream(given):
+    if is_streaming(given):
         part = given.take(rows)
     else:
         first = range(min(rows, len(given)))

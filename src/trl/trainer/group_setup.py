@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 
 from trl.data.image_rows import has_images
 from trl.data.prompts import PromptPreparation, PromptSets
-from trl.data.streams import RowStream
+from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.stopping import end_tokens

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
-from trl.data.streams import RowStream
+from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.policy_copy import PolicyCopy
 from trl.models.lending import undisturbed, without_ddp

@@ -25,7 +25,7 @@ class Responder:
 
     def __init__(self, model: nn.Module, *, accelerator: Any, tokenizer: Any, limits: TokenLimits) -> None:
         self.model, self.accelerator, self.tokenizer = model, accelerator, tokenizer
-        self.start, self.window = limits.start, limits.window
+        self.start, self.window = limits.start, limits.context_length
         self.engine = TransformersEngine(model, tokenizer=tokenizer, accelerator=accelerator)
 
     def respond(

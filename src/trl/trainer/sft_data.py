@@ -21,7 +21,7 @@ from trl.data.image_rows import refuse_images
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.data.streams import is_stream
+from trl.data.streaming import is_streaming
 from trl.data.templates import get_training_chat_template
 from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.models.packed.layout import is_packed
@@ -143,7 +143,7 @@ def check_finished(dataset: TorchDataset, name: str) -> TorchDataset:
 
     Raises: ValueError where its first row, if it can be looked at, has no tokens.
     """
-    if is_stream(dataset) or not len(dataset):  # type: ignore[arg-type]
+    if is_streaming(dataset) or not len(dataset):  # type: ignore[arg-type]
         return dataset
     row = dataset[0]
     if "input_ids" not in row:

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from trl.data.streams import CountedStream, RepeatedStream
+from trl.data.streaming import CountedStream, RepeatedStream
 
 
 def stream_of(rows: int, *, shards: int):

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 
-def is_stream(dataset: Any) -> bool:
+def is_streaming(dataset: Any) -> bool:
     """Whether rows can only be read in order."""
     return isinstance(dataset, IterableDataset) or (dataset is not None and not hasattr(dataset, "__len__"))
 
