@@ -20,7 +20,7 @@ from trl.models.parts import causal_core, check_decoder_only
 from trl.models.policy import set_up_policy
 from trl.options.training import config_or_default
 from trl.rollouts.columns import ADVANTAGE, MEAN_LENGTH, REWARD
-from trl.rollouts.experience import Experience, concatenate
+from trl.rollouts.experience import Experience
 from trl.rollouts.maker import Completer
 from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, extremes_of_processes, of_all_processes
 from trl.rollouts.refill import Refill
@@ -192,13 +192,6 @@ class GroupTrainer(OnlineTrainer):
         must call it."""
         self._count_sampled(experience, torch.zeros(len(experience.completions.values)))
 
-    def count_masked(self, batches: Sequence[Mapping[str, Any]], chosen: Sequence[Tensor]) -> None:
-        """Count the tokens of an optimiser step's micro-batches that are not `chosen` as masked, in the first pass over a
-        window. All processes must call it."""
-        if self.state.global_step % self.sizes.steps < self.sizes.mini_batches:
-            rows = concatenate([batch["experience"] for batch in batches])
-            self._token_counts.mask(rows, torch.cat(list(chosen)), self.accelerator)
-
     # ---- a step
 
     def get_batch_samples(
@@ -236,13 +229,11 @@ class GroupTrainer(OnlineTrainer):
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The documented metrics of a rollout batch."""
         found = self.method.token_metrics(experience)
-        found |= self._measured(of_all_processes(experience, self.accelerator), self.sizes.group, share)
+        rows = of_all_processes(experience, self.accelerator)
+        found |= self.method.metrics(rows, self.rewards.names, self.sizes.group, share=share)
         if EQUAL_REWARDS in found and found[EQUAL_REWARDS].mean == 1:
             self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)
         return found
-
-    def _measured(self, rows: Mapping[str, Tensor], group_size: int, share: float) -> dict[str, Weighted]:
-        return self.method.metrics(rows, self.rewards.names, group_size, share=share)
 
     def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """With the extremes of what was clipped."""
@@ -279,7 +270,8 @@ class GroupTrainer(OnlineTrainer):
         rolled = self.evaluation_rollout(columns, streams)
         experience = self.advantages(rolled, group_size=self.evaluation_group)
         rows = self._without_repeats(of_all_processes(experience, self.accelerator))
-        self.add_measured("eval", self._measured(rows, self.evaluation_group, 1 / self.args.world_size))
+        share, size = 1 / self.args.world_size, self.evaluation_group
+        self.add_measured("eval", self.method.metrics(rows, self.rewards.names, size, share=share))
         own = min(self.own_rows(), len(inputs))
         experience = experience.take(torch.arange(max(own, 1)))
         batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]

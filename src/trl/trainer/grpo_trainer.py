@@ -32,7 +32,7 @@ from trl.rollouts.columns import (
     SCORES,
     TRAINED,
 )
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import Experience, concatenate
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_method import Corrected, GroupMethod
 from trl.trainer.group_trainer import GroupTrainer
@@ -161,7 +161,11 @@ class GRPOTrainer(GroupTrainer):
         every = torch.cat(entropies), torch.cat(masks)
         chosen = self.get_high_entropy_mask(*every, 1 - self.args.top_entropy_quantile)
         parts = chosen.split([len(own) for own in entropies])
-        self.count_masked(batches, parts)
+        if (
+            self.state.global_step % self.sizes.steps < self.sizes.mini_batches
+        ):  # the first pass over the rows
+            rows = concatenate([batch["experience"] for batch in batches])
+            self._token_counts.mask(rows, chosen, self.accelerator)
         for batch, own in zip(batches, parts, strict=True):
             batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own})
 

@@ -115,7 +115,7 @@ class OnlineTrainer(BaseTrainer):
         rows: Any = self.train_dataset
         assert isinstance(rows, (Dataset, RowStream))
         self.rollouts = RolloutMaker(
-            Prompts(rows, self.sizes.prompts, self._data_seed(), shuffle),
+            Prompts(rows, self.sizes.prompts, self.order_seed, shuffle),
             self.sizes,
             engine=engine,
             sampling=sampling,
@@ -194,9 +194,6 @@ class OnlineTrainer(BaseTrainer):
         plain = self.accelerator.mixed_precision == "no" and not self.scorer.stretched_rotaries
         return self.rollouts.exact and wide and plain
 
-    def _data_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
     # ---- the steps of a rollout batch
 
     def get_train_dataloader(self) -> DataLoader:
@@ -244,7 +241,7 @@ class OnlineTrainer(BaseTrainer):
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """Which of this process's rows of the rollout batch each micro-batch of one of its optimiser steps learns from."""
         place = {"batch": self._batch_number, "process": self.args.process_index}
-        return step_rows(step, sizes or self.sizes, seed=self._data_seed(), **place)
+        return step_rows(step, sizes or self.sizes, seed=self.order_seed, **place)
 
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
         """What `compute_loss` is given: a batch of some rows, and the rows."""
@@ -337,7 +334,7 @@ class OnlineTrainer(BaseTrainer):
             "window": number,
             "rows": self.sizes.rows,
             "steps": self.sizes.steps,
-            "seed": self._data_seed(),
+            "seed": self.order_seed,
         }
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -100,7 +100,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
 
     def _replaced(self, every: Experience, missing: Tensor, number: int) -> Experience:
         """This process's rows of the rollout batch, with earlier groups in the place of those that are `missing`."""
-        drawn = replayed_groups(number, len(missing), among=len(self.buffer), seed=self._data_seed())
+        drawn = replayed_groups(number, len(missing), among=len(self.buffer), seed=self.order_seed)
         earlier = self.buffer.rows(drawn)
         earlier = earlier.with_rows(**{REPLAYED: torch.ones(len(earlier), dtype=torch.bool)})
         source = torch.arange(len(every))

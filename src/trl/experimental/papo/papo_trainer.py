@@ -122,7 +122,7 @@ class PAPOTrainer(GRPOTrainer):
         optimiser step, in an evaluation by the number of the row alone."""
         number, row = set_and_row(key)
         place = [_MASKS, self.state.global_step, row] if number == 0 else [_EVALUATION_MASKS, row]
-        draws = np.random.default_rng([self._data_seed() % 2**63, *place])
+        draws = np.random.default_rng([self.order_seed % 2**63, *place])
         return [masked_image(image, self.args.mask_type, self.args.mask_ratio, draws) for image in images]
 
 

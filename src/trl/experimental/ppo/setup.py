@@ -139,7 +139,7 @@ def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) 
 def check_sizes(args: PPOConfig) -> RolloutSizes:
     """How a batch of rollouts is cut.
 
-    Raises: ValueError where a size that was given is not the one that follows from the others, with those that would do.
+    Raises: ValueError for a size that is not the one that follows from the others.
     """
     device, turns, parts, processes = (
         args.per_device_train_batch_size,
@@ -166,30 +166,9 @@ def check_sizes(args: PPOConfig) -> RolloutSizes:
             setattr(args, name, value)
             continue
         raise ValueError(
-            f"{name}={given} was given, and {made_of} make it {value}. {_remedy(name, given, args)}"
+            f"{name}={given} was given, but it follows from others: {made_of} make it {value}. Leave {name} out, or change those."
         )
     return RolloutSizes(found["batch_size"], parts, args.num_ppo_epochs, turns, processes)
-
-
-def _remedy(name: str, given: int, args: PPOConfig) -> str:
-    """Which numbers would make a size what was asked for."""
-    unit = args.per_device_train_batch_size
-    unit *= 1 if name.startswith("local_") else args.world_size or 1
-    unit *= (
-        args.num_mini_batches
-        if name.endswith("batch_size") and "mini" not in name and "micro" not in name
-        else 1
-    )
-    if name == "micro_batch_size":
-        processes = args.world_size or 1
-        if given % processes == 0:
-            return f"Set per_device_train_batch_size={given // processes}, or leave {name} out."
-        return f"It must be a multiple of the {processes} processes; leave it out."
-    if given % unit == 0 and given > 0:
-        return f"Set gradient_accumulation_steps={given // unit}, or leave {name} out."
-    below = given // unit * unit
-    near = [str(value) for value in (below, below + unit) if value > 0]
-    return f"It must be a multiple of {unit}: {' or '.join(near)} would do, with gradient_accumulation_steps to match."
 
 
 def fill_in_sizes(args: PPOConfig, sizes: RolloutSizes, rows: int) -> None:
