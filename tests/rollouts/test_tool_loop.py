@@ -9,7 +9,7 @@ from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
 from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, experience_of
-from trl.rollouts.tool_schemas import tools_of
+from trl.rollouts.tools import tools_of
 
 WORDS = call_tokenizer()
 END = WORDS.eos_token_id
@@ -192,8 +192,14 @@ def test_a_process_that_is_done_goes_on_with_the_others():
         iterations=None,
         deadline=5.0,
         context_length=None,
-        agree=lambda done: next(others) and done,
     )
     sampling = Sampling(max_new_tokens=9, stop_token_ids=(END,))
-    (found,) = loop.play([[0, *PROMPT]], script, sampling, streams=[0], template_kwargs=[{}])
+    (found,) = loop.play(
+        [[0, *PROMPT]],
+        script,
+        sampling,
+        streams=[0],
+        template_kwargs=[{}],
+        all_done=lambda done: next(others) and done,
+    )
     assert found.ended and [len(asked) for asked in script.asked] == [1, 0, 0]

@@ -9,9 +9,8 @@ import pytest
 
 from tests.rollouts.tool_words import TOOLS
 from trl.reporting import deadlines
-from trl.rollouts import tool_runs
-from trl.rollouts.tool_runs import Reply, ToolCall, ToolRunner
-from trl.rollouts.tool_schemas import tools_of
+from trl.rollouts import tools
+from trl.rollouts.tools import Reply, ToolCall, ToolRunner, tools_of
 
 RELEASE = threading.Event()
 
@@ -151,7 +150,7 @@ def test_an_async_function_may_raise_when_it_is_called():
 
 def test_a_tool_that_hangs_is_given_up(monkeypatch):
     RELEASE.clear()
-    monkeypatch.setattr(tool_runs, "MOST_LEFT_BEHIND", 3)
+    monkeypatch.setattr(tools, "MOST_LEFT_BEHIND", 3)
     some = runner(hang, doze, nap, deadline=0.4)
     started = time.monotonic()
     calls = [

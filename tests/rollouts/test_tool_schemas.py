@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from tests.rollouts.tool_words import add, echo, fail
-from trl.rollouts.tool_schemas import mismatch, tools_of
+from trl.rollouts.tools import mismatch, tools_of
 
 
 def no_docstring(a: int) -> int:

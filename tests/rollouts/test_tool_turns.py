@@ -6,9 +6,8 @@ from tests.rollouts.tool_words import ADD, BROKEN, FAIL, TOOLS, WAIT, call_token
 from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from trl.chat_template_utils import add_response_schema
 from trl.data.rendering import Chat, render
-from trl.rollouts.tool_runs import ToolCall
-from trl.rollouts.tool_schemas import tools_of
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader, check_tool_template
+from trl.rollouts.tools import ToolCall, tools_of
 
 SCHEMAS = [tool.schema for tool in tools_of(TOOLS).values()]
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
@@ -176,7 +175,7 @@ def test_a_stop_token_that_belongs_to_the_next_message():
         (None, "need a chat template"),
         (TEMPLATES["chatml"], "reads no tools"),
         (TEMPLATES["qwen3_like"].replace("message.role == 'tool'", "false"), "leaves messages of the role 'tool' out"),
-        (TEMPLATES["qwen3_like"].replace("message.tool_calls or []", "[]"), "leaves the arguments of tool calls out"),
+        (TEMPLATES["qwen3_like"].replace("message.tool_calls or []", "[]"), "leaves out the arguments of tool calls"),
         (TEMPLATES["qwen3_like"].replace('{"name": "\' + function', '{"call": "\' + function'), "cannot be read back"),
         ("{{ tools | tojson }}{{ raise_exception('no tools here') if messages[-1].role == 'tool' }}" , "no tools here"),
     ],

@@ -1,4 +1,4 @@
-"""Rollouts with tools: the policy speaks, the calls in what it said are answered, and it goes on behind the answers."""
+"""Rollouts with tools: the policy writes a turn, its tool calls are answered, and it continues after the answers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
+from trl.data.formats import remove_none_values
+from trl.data.prompts import PROMPT_IDS
 from trl.data.rendering import Message, ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
 from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
 from trl.rollouts.experience import Experience
-from trl.rollouts.tool_runs import FAILURES, Reply, ToolCall, ToolRunner
-from trl.rollouts.tool_schemas import Tool
-from trl.rollouts.tool_turns import ReplyWriter, Turn, TurnReader
+from trl.rollouts.maker import Completed, RolloutMaker, Rows
+from trl.rollouts.tool_turns import ReplyWriter, TurnReader, check_tool_template
+from trl.rollouts.tools import FAILURES, Reply, Tool, ToolCall, ToolRunner
 from trl.tensors.ragged import Ragged
+from trl.tensors.reduce import Weighted, weighted
 
 CALLS, LIMITED = "tool_calls", "tool_limited"
 FAILED_OF = "tool_failed_"
 
-_TURN = (
-    1 << 56
-)  # between the random streams of one row's turns: those of rows, refills and evaluations are far below it
+_TURN = 1 << 56  # between the random streams of a row's turns; other streams are far below
 
 
-class Speak(Protocol):
-    """One turn of the policy behind each of some contexts, each with a random stream and a limit in tokens."""
+class Generate(Protocol):
+    """One turn of the policy after each context, each with a random stream and a limit in tokens."""
 
     def __call__(
         self, contexts: Sequence[Sequence[int]], *, streams: Sequence[int], limits: Sequence[int]
@@ -38,7 +40,7 @@ class Speak(Protocol):
 
 @dataclass(slots=True)
 class Episode:
-    """A row: a prompt and what was said behind it so far. `limit` counts the tokens of all turns and answers."""
+    """A prompt and its completion so far, of turns and tool answers; `limit` is its maximum length in tokens."""
 
     prompt: list[int]
     stream: int
@@ -51,7 +53,7 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     calls: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    ended: bool = False  # by the policy itself
+    ended: bool = False  # by the policy
     limited: bool = False  # by the number of turns
 
     @property
@@ -61,40 +63,39 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """Tokens left."""
         return self.limit - len(self.ids)
 
-    def say(self, turn: Generated) -> None:
-        """Go on by what the policy said."""
+    def add_turn(self, turn: Generated) -> None:
+        """Append a turn of the policy."""
         self.ids += turn.ids
         self.from_tool += [False] * len(turn.ids)
         self.logps.append(turn.logps)
         if turn.kept is not None:
             self.kept.append(turn.kept)
 
-    def hear(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Go on by what tools answered, which has no probability."""
+    def add_answers(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
+        """Append tool answers, whose log-probs are 0."""
         self.ids += ids
         self.from_tool += [True] * len(ids)
-        nothing = torch.zeros(len(ids), dtype=self.logps[-1].dtype)
-        self.logps.append(nothing)
+        zeros = torch.zeros(len(ids), dtype=self.logps[-1].dtype)
+        self.logps.append(zeros)
         if self.kept:
-            self.kept.append(nothing)
+            self.kept.append(zeros)
         self.messages += messages
-
-    def count(self, replies: Sequence[Reply]) -> None:
-        """Note calls, and what went wrong in them."""
-        self.calls += len(replies)
-        self.failures.update(reply.failure for reply in replies if reply.failure is not None)
 
 
 class ToolLoop:
-    """Plays rows of prompts to their end.
+    """Completes prompts with the policy and tools: a `Completer`.
 
-    A row ends where a turn has no calls, after `iterations` rounds of answers (None: no limit), and where its greatest length
-    or the model's `context_length` is reached; answers count toward both. Rows that have ended leave; those that go on are read anew
-    from their first token. `agree` says, of whether this process is done, whether all are (where they must generate together).
+    A row ends with a turn without calls, after `iterations` rounds of answers (None: no limit), and at its maximum length or the
+    model's `context_length`, which include answers. Other rows are run again from their first token. A tool call takes at most
+    `deadline` seconds (None: no limit).
+
+    Raises: ValueError for a chat template without tools.
     """
+
+    exact = True
 
     def __init__(
         self,
@@ -104,26 +105,49 @@ class ToolLoop:
         iterations: int | None,
         deadline: float | None,
         context_length: int | None,
-        agree: Callable[[bool], bool] = bool,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        schemas = [tool.schema for tool in tools.values()]
-        self.reader, self.writer = (
-            TurnReader(processing_class, schemas),
-            ReplyWriter(processing_class, schemas),
-        )
+        self.schemas = [dict(tool.schema) for tool in tools.values()]
+        self.template_kwargs = template_kwargs or {}
+        check_tool_template(processing_class, self.schemas, template_kwargs=self.template_kwargs)
+        self.reader = TurnReader(processing_class, self.schemas)
+        self.writer = ReplyWriter(processing_class, self.schemas)
         self.runner = ToolRunner(tools, deadline=deadline)
-        self.iterations, self.context_length, self.agree = iterations, context_length, agree
+        self.iterations, self.context_length = iterations, context_length
+
+    def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
+        def generate(
+            contexts: Sequence[Sequence[int]], *, streams: Sequence[int], limits: Sequence[int]
+        ) -> list[Generated]:
+            with maker.accelerator.autocast():
+                return maker.engine.generate(contexts, maker.sampling, streams=streams, limits=limits)
+
+        is_alone = maker.accelerator.num_processes == 1 or not maker.engine.together
+        own = rows.get("chat_template_kwargs") or [None] * len(streams)
+        episodes = self.play(
+            rows[PROMPT_IDS],
+            generate,
+            maker.sampling,
+            streams=streams,
+            template_kwargs=[{**self.template_kwargs, **remove_none_values(each or {})} for each in own],
+            all_done=bool if is_alone else lambda done: all(gather_object([done])),
+        )
+        return Completed(experience_of(episodes), messages=[episode.messages for episode in episodes])
 
     def play(
         self,
         prompts: Sequence[Sequence[int]],
-        speak: Speak,
+        generate: Generate,
         sampling: Sampling,
         *,
         streams: Sequence[int],
         template_kwargs: Sequence[Mapping[str, Any]],
+        all_done: Callable[[bool], bool] = bool,
     ) -> list[Episode]:
-        """An episode of each prompt. What one becomes depends on its prompt, its stream and its tools' answers alone."""
+        """An episode of each prompt, which depends on its prompt, its stream and its tools' answers only.
+
+        `all_done` tells from whether this process is done whether all are that must generate together.
+        """
         limits = completion_limits([len(prompt) for prompt in prompts], sampling, self.context_length)
         episodes = [
             Episode(list(prompt), stream, limit, kwargs)
@@ -131,47 +155,48 @@ class ToolLoop:
         ]
         active, ends = episodes, frozenset(sampling.stop_token_ids or ())
         for round_ in itertools.count():
-            if self.agree(not active):
-                return episodes
-            said = speak(
+            if all_done(not active):
+                break
+            turns = generate(
                 [episode.context for episode in active],
                 streams=[episode.stream + round_ * _TURN for episode in active],
                 limits=[episode.room for episode in active],
             )
-            asking = self._take_turns(active, said, ends)
+            calling = self._take_turns(active, turns, ends)
             if round_ == self.iterations:
-                for episode, _ in asking:
+                for episode, _ in calling:
                     episode.limited = True
-                asking = []
-            active = self._answered(asking, ends)
-        raise AssertionError("a count has no end")
+                calling = []
+            active = self._answer(calling, ends)
+        return episodes
 
     def _take_turns(
-        self, active: Sequence[Episode], said: Sequence[Generated], ends: frozenset[int]
+        self, active: Sequence[Episode], turns: Sequence[Generated], ends: frozenset[int]
     ) -> list[tuple[Episode, list[ToolCall]]]:
-        """Add what was said, and give the episodes that wait for answers, with their calls."""
-        asking = []
-        for episode, generated in zip(active, said, strict=True):
-            turn: Turn = self.reader.read(generated.ids, context=episode.context, ends=ends)
-            episode.say(generated)
+        """Append the turns, and return the episodes with calls."""
+        calling = []
+        for episode, generated in zip(active, turns, strict=True):
+            turn = self.reader.read(generated.ids, context=episode.context, ends=ends)
+            episode.add_turn(generated)
             episode.messages.append(turn.message)
             if generated.finish_reason != "stop":
                 continue
             if turn.calls:
-                asking.append((episode, turn.calls))
+                calling.append((episode, turn.calls))
             else:
                 episode.ended = True
-        return asking
+        return calling
 
-    def _answered(
-        self, asking: Sequence[tuple[Episode, list[ToolCall]]], ends: frozenset[int]
+    def _answer(
+        self, calling: Sequence[tuple[Episode, list[ToolCall]]], ends: frozenset[int]
     ) -> list[Episode]:
-        """Answer all calls at once, and give the episodes that have room to go on behind the answers."""
-        replies = iter(self.runner.run([call for _, calls in asking for call in calls]))
-        going_on = []
-        for episode, calls in asking:
-            own = list(itertools.islice(replies, len(calls)))
-            episode.count(own)
+        """Run all calls at once, and return the episodes that have room to continue after the answers."""
+        replies = iter(self.runner.run([call for _, calls in calling for call in calls]))
+        continuing = []
+        for episode, calls in calling:
+            own: list[Reply] = list(itertools.islice(replies, len(calls)))
+            episode.calls += len(own)
+            episode.failures.update(reply.failure for reply in own if reply.failure is not None)
             messages: list[Message] = [
                 {"role": "tool", **({"name": call.name} if call.name else {}), "content": reply.text}
                 for call, reply in zip(calls, own, strict=True)
@@ -180,16 +205,16 @@ class ToolLoop:
                 messages, last=episode.ids[-1], ends=ends, template_kwargs=episode.template_kwargs
             )
             if len(ids) < episode.room:
-                episode.hear(ids, messages)
-                going_on.append(episode)
-        return going_on
+                episode.add_answers(ids, messages)
+                continuing.append(episode)
+        return continuing
 
 
 def experience_of(episodes: Sequence[Episode]) -> Experience:
     """Episodes as an experience.
 
-    Per token `tool_output` (bool: written by tools), and the sampling log-probs, 0 there; per row whether it ended by itself,
-    how many calls it made, how many of them failed in which way, and whether the number of turns cut it off.
+    Per token: the sampling log-probs (0 for tokens of tools) and `tool_output`. Per row: whether it ended by itself, the numbers
+    of its calls and of their failures by kind, and whether the number of turns ended it.
     """
     per_token = {
         SAMPLING_LOGPS: torch.cat([part for episode in episodes for part in episode.logps]),
@@ -205,3 +230,20 @@ def experience_of(episodes: Sequence[Episode]) -> Experience:
     }
     prompts, completions = [one.prompt for one in episodes], [one.ids for one in episodes]
     return Experience(Ragged.of(prompts), Ragged.of(completions), per_token, per_row)
+
+
+def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
+    """Metrics of the calls in rows of all processes, of which this process logs a `share`.
+
+    `tools/call_frequency`: calls per completion; `tools/failure_frequency` and `tools/failures/<kind>`: shares of calls that failed
+    (absent without calls); `tools/limit_ratio`: share of completions that the number of turns ended.
+    """
+    if CALLS not in rows:
+        return {}
+    calls = rows[CALLS]
+    found = {"tools/call_frequency": weighted(calls), "tools/limit_ratio": weighted(rows[LIMITED])}
+    if calls.sum():
+        failed = {kind: rows[FAILED_OF + kind].sum() for kind in FAILURES}
+        found["tools/failure_frequency"] = Weighted(torch.stack(list(failed.values())).sum(), calls.sum())
+        found |= {f"tools/failures/{kind}": Weighted(count, calls.sum()) for kind, count in failed.items()}
+    return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}

@@ -1,7 +1,7 @@
-"""An assistant's turn in token ids -> its message and the calls in it; the answers -> the token ids that come next.
+"""From an assistant's token ids to its message and tool calls, and from tool answers to the token ids that follow.
 
-What the model sampled is only read, never tokenised again: of the answers the chat template's text is made within a fixed
-conversation, cut where the assistant's turn ends, and tokenised alone.
+Sampled tokens are never tokenised again: answers are rendered in a fixed conversation, cut at the end of the assistant's turn, and
+tokenised alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trl.data.rendering import (
 )
 from trl.data.templates import QWEN_RESPONSE_TEMPLATE
 from trl.data.tokenization import encode
-from trl.rollouts.tool_runs import ToolCall
+from trl.rollouts.tools import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"\s*{OPEN}(.*?)(?:{CLOSE}\s*|\Z)", re.DOTALL)
@@ -37,16 +37,16 @@ _QUESTION: Message = {"role": "user", "content": "What colour is the sky?"}
 
 
 class Turn(NamedTuple):
-    """What an assistant said, as a message, and the calls in it, those that cannot be read too."""
+    """An assistant's turn as a message, and its calls, including invalid ones."""
 
     message: Message
     calls: list[ToolCall]
 
 
 class TurnReader:
-    """Reads turns by the tokenizer's `response_template` (transformers), or else as `<tool_call>{JSON}</tool_call>` blocks.
+    """Parses turns by the tokenizer's `response_template` (transformers), or else as `<tool_call>{JSON}</tool_call>` blocks.
 
-    Blocks within `<think>` are no calls; the thought stays in the message's content, as it does where there are no tools.
+    Blocks inside `<think>` are not calls. The thought stays in the message's content.
     """
 
     def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
@@ -55,20 +55,20 @@ class TurnReader:
         template = getattr(self.tokenizer, "response_template", None)
         self.template = (
             None if template == QWEN_RESPONSE_TEMPLATE else template
-        )  # whose broken calls we read one by one
+        )  # blocks, which are read one by one
         marks = {OPEN, CLOSE, "<think>", "</think>"}
         special = [re.escape(token) for token in self.tokenizer.all_special_tokens if token not in marks]
         self._special = re.compile("|".join(special) or r"\b\B")
 
     def read(self, ids: Sequence[int], *, context: Sequence[int], ends: Collection[int]) -> Turn:
-        """The turn that `ids` are, sampled after `context`; its last token may be one of `ends`."""
+        """The turn with the token `ids`, sampled after `context`; its last token may be one of `ends`."""
         if self.template is not None:
             return self.of_text(self._decode(ids), self._decode(context))
         closed = bool(ids) and ids[-1] in ends
         return self.of_text(self._decode(ids[:-1] if closed else ids), "")
 
     def of_text(self, text: str, context: str) -> Turn:
-        """The same of texts."""
+        """The turn with this text."""
         return self._by_blocks(text) if self.template is None else self._by_template(text, context)
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -78,12 +78,7 @@ class TurnReader:
         try:
             message = self.tokenizer.parse_response(text, prefix=context, tools=self.schemas)
             found = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or []]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ) as error:  # what transformers raises for text that is not in the format
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # raised for another format
             plain = self._special.sub("", text).strip()
             wrong = ToolCall("", error=f"the call cannot be read ({error}).")
             return Turn({"role": "assistant", "content": plain}, [wrong])
@@ -103,7 +98,8 @@ class TurnReader:
         content.append(rest[place:])
         message: Message = {"role": "assistant", "content": self._special.sub("", "".join(content)).strip()}
         if known := [call for call in calls if call.error is None]:
-            message["tool_calls"] = [_as_message(call) for call in known]
+            functions = [{"name": call.name, "arguments": call.arguments} for call in known]
+            message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
         return Turn(message, calls)
 
 
@@ -117,39 +113,28 @@ def _read_json(text: str, *, closed: bool) -> ToolCall:
 
 
 def _read_call(given: Any) -> ToolCall:
-    """A call as an object with a name and arguments.
+    """A call from an object with a name and arguments.
 
-    Raises: ValueError for what nobody could answer: values nested too deeply, half characters.
+    Raises: ValueError for values that are nested too deeply, and for halves of surrogate pairs.
     """
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return ToolCall("", error=f"the call names no tool, expected {_SHAPE}.")
     arguments = given.get("arguments", {})
     if isinstance(arguments, str):  # some models write JSON within JSON
-        with contextlib.suppress(
-            ValueError, RecursionError
-        ):  # text fits no signature: the tool's check says so
+        with contextlib.suppress(ValueError, RecursionError):  # the check of arguments refuses text
             arguments = json.loads(arguments)
-    _check_depth(arguments)
-    json.dumps([given["name"], arguments], ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    level, depth = [arguments], 0
+    while level := [each for each in level if isinstance(each, (list, dict))]:
+        depth += 1
+        if depth > _DEEPEST:  # recursive functions would run out of stack
+            raise ValueError(f"lists and objects nested more than {_DEEPEST} times")
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    json.dumps([given["name"], arguments], ensure_ascii=False).encode()  # fails for halves of surrogate pairs
     return ToolCall(given["name"], arguments)
 
 
-def _check_depth(value: Any) -> None:
-    """Raise ValueError where lists and objects are nested more than `_DEEPEST` times: what handles them would run out of stack."""
-    level, depth = [value], 0
-    while level := [each for each in level if isinstance(each, (list, dict))]:
-        depth += 1
-        if depth > _DEEPEST:
-            raise ValueError(f"lists and objects nested more than {_DEEPEST} times")
-        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
-
-
-def _as_message(call: ToolCall) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
 class ReplyWriter:
-    """Token ids of tools' answers, from the end of the assistant's turn to the start of its next one."""
+    """Token ids of tool answers, from the end of the assistant's turn to the beginning of the next."""
 
     def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
         self.processing_class, self.schemas = processing_class, list(schemas)
@@ -164,23 +149,23 @@ class ReplyWriter:
         ends: Collection[int],
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """What follows a turn whose last token is `last` (one of the tokens `ends`, or any, where a stop string ended it):
-        messages of the role `tool`, and the generation prompt.
+        """Messages of the role `tool` and the generation prompt, after a turn with the last token `last`.
 
-        Raises: TemplateRefusal where the chat template does not take them.
+        `last` is one of the tokens `ends`, or any other after a stop string.
+
+        Raises: TemplateRefusal if the chat template refuses them.
         """
         stop = self._text(last) if last in ends else None
         text = self._tail(replies, template_kwargs)
         cut = self._end_of_turn(text, self._closed_tail(len(replies), template_kwargs), stop, ends)
-        if stop is None:
-            return encode(self.tokenizer, [text[cut:]])[0]
-        found = encode(self.tokenizer, [stop + text[cut:]])[
-            0
-        ]  # so that no tokenizer takes it for the start of a text
-        return found[1:] if found[:1] == [last] else encode(self.tokenizer, [text[cut:]])[0]
+        if stop is not None:  # tokenised with `stop`, so that it is not the beginning of a text
+            found = encode(self.tokenizer, [stop + text[cut:]])[0]
+            if found[:1] == [last]:
+                return found[1:]
+        return encode(self.tokenizer, [text[cut:]])[0]
 
     def _end_of_turn(self, text: str, closed: str, stop: str | None, ends: Collection[int]) -> int:
-        """Where in `text` the turn ends that the model has closed with the text `stop`, or has left open."""
+        """The end, in `text`, of a turn that the model closed with the text `stop`, or left open (None)."""
         shared = common_prefix_length(closed, text)
         if stop is None:
             own = [at for token in ends if (at := text.find(self._text(token), 0, shared)) >= 0]
@@ -193,9 +178,9 @@ class ReplyWriter:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _tail(self, replies: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
-        """The rendering of a call and its answers from the end of the last argument on."""
-        asked = _asking([reply.get("name") or "" for reply in replies])
-        messages = [_QUESTION, asked, *(dict(r, tool_call_id=_id(n)) for n, r in enumerate(replies))]
+        """The rendered text of a call and its answers, after the last argument."""
+        calls = _call_message([reply.get("name") or "" for reply in replies])
+        messages = [_QUESTION, calls, *(dict(r, tool_call_id=_id(n)) for n, r in enumerate(replies))]
         text = render(
             self.processing_class,
             Chat(messages, self.schemas, template_kwargs),
@@ -204,20 +189,20 @@ class ReplyWriter:
         return _after_mark(text, len(replies))
 
     def _closed_tail(self, count: int, template_kwargs: Mapping[str, Any]) -> str:
-        """The same where nobody answers."""
+        """The same without answers."""
         key = count, repr(template_kwargs)
         if key not in self._closed:
-            chat = Chat([_QUESTION, _asking([""] * count)], self.schemas, template_kwargs)
+            chat = Chat([_QUESTION, _call_message([""] * count)], self.schemas, template_kwargs)
             self._closed[key] = _after_mark(render(self.processing_class, chat), count)
         return self._closed[key]
 
 
 def _id(number: int) -> str:
-    return f"call{number:05d}"  # Mistral's templates want nine letters or digits
+    return f"call{number:05d}"  # Mistral's templates need nine letters or digits
 
 
-def _asking(names: Sequence[str]) -> Message:
-    """An assistant's message that calls tools, with an argument whose end can be found again."""
+def _call_message(names: Sequence[str]) -> Message:
+    """An assistant's message with calls, whose arguments can be found in the rendered text."""
     calls = [
         {
             "id": _id(n),
@@ -233,8 +218,7 @@ def _after_mark(text: str, count: int) -> str:
     mark = _MARK.format(count - 1)
     if mark not in text:
         raise TemplateRefusal(
-            "the chat template leaves the arguments of tool calls out. Use one that writes them, as those of models trained to use "
-            "tools do."
+            "the chat template leaves out the arguments of tool calls. Use one that writes them."
         )
     return text[text.index(mark) + len(mark) :]
 
@@ -245,8 +229,7 @@ def check_tool_template(
     *,
     template_kwargs: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError, before the first step, where a chat template cannot carry a conversation with tools: it does not show
-    them, leaves their answers out, or writes calls in a form that `TurnReader` does not read."""
+    """Raise ValueError if a chat template does not show tools or their answers, or writes calls that `TurnReader` cannot read."""
     if not template_source(processing_class):
         raise ValueError("tools need a chat template, the tokenizer has none. Set tokenizer.chat_template.")
     prompt, name = Chat([_QUESTION], list(schemas), template_kwargs), schemas[0]["function"]["name"]
@@ -254,23 +237,22 @@ def check_tool_template(
         shown = render_prompt(processing_class, prompt)
         if shown == render_prompt(processing_class, prompt._replace(tools=None)):
             raise ValueError(
-                "the chat template reads no tools: its text is the same with them and without, expected one that shows the model "
-                "what it may call. Use the template of a model that was trained to use tools (Qwen3's, say)."
+                "the chat template reads no tools: its text is the same with and without them. Use the template of a model that was "
+                "trained with tools (such as Qwen3)."
             )
-        writer, asked = ReplyWriter(processing_class, schemas), _asking([name])
+        writer, calls = ReplyWriter(processing_class, schemas), _call_message([name])
         answered = writer._tail([{"role": "tool", "name": name, "content": _ANSWER}], template_kwargs)
-        opened, spoken = split_rendering(processing_class, prompt, [asked])
+        before, written = split_rendering(processing_class, prompt, [calls])
     except TemplateRefusal as error:
         raise ValueError(f"tools: {error}") from error
     if _ANSWER not in answered:
         raise ValueError(
-            "the chat template leaves messages of the role 'tool' out, expected one that shows a tool's answer. Use the template "
-            "of a model that was trained to use tools."
+            "the chat template leaves messages of the role 'tool' out. Use the template of a model that was trained with tools."
         )
-    calls = TurnReader(processing_class, schemas).of_text(spoken, opened).calls
-    if calls != [ToolCall(name, asked["tool_calls"][0]["function"]["arguments"])]:
+    found = TurnReader(processing_class, schemas).of_text(written, before).calls
+    if found != [ToolCall(name, calls["tool_calls"][0]["function"]["arguments"])]:
         raise ValueError(
-            f"the calls that the chat template writes cannot be read back: {spoken[:200]!r} was read as {calls}, expected {_SHAPE} "
-            "or a form that the tokenizer's response template reads. Set tokenizer.response_template (see "
+            f"the calls that the chat template writes cannot be read back: {written[:200]!r} was read as {found}, expected {_SHAPE} or "
+            "the format of the tokenizer's response template. Set tokenizer.response_template (see "
             "trl.chat_template_utils.add_response_schema), or change the template."
         )

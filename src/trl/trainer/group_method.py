@@ -26,7 +26,7 @@ from trl.rollouts.columns import (
 from trl.rollouts.experience import Experience
 from trl.rollouts.measures import measured_groups
 from trl.rollouts.token_counts import token_advantages
-from trl.rollouts.tool_completer import tool_metrics
+from trl.rollouts.tool_loop import tool_metrics
 from trl.tensors.reduce import Weighted
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.online_method import OnlineMethod, StepContext

@@ -23,8 +23,8 @@ from trl.options.checks import warn_unread
 from trl.options.generation import TOOL_SETTINGS
 from trl.rewards.models import tokenizers_for
 from trl.rewards.source import RewardSources
-from trl.rollouts.tool_completer import ToolCompleter
-from trl.rollouts.tool_schemas import tools_of
+from trl.rollouts.tool_loop import ToolLoop
+from trl.rollouts.tools import tools_of
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining
 
@@ -212,7 +212,7 @@ def tool_completer(
     policy: Policy,
     *datasets: Any,
     rollout_func: Any = None,
-) -> ToolCompleter | None:
+) -> ToolLoop | None:
     """The tools of a run on some data sets (or dicts of them); None for none.
 
     Raises: TypeError or ValueError, before the first step, for functions that cannot be tools, a chat template that does not
@@ -237,9 +237,9 @@ def tool_completer(
             "ds3_gather_for_generation=False with tools, expected True: processes go on with different numbers of rows, which "
             "sharded weights do not take. Leave it out, or generate with vLLM."
         )
-    return ToolCompleter(
-        found,
+    return ToolLoop(
         policy.processing_class,
+        found,
         template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
         iterations=args.max_tool_calling_iterations,
         deadline=args.tool_deadline,

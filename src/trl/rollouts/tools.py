@@ -1,0 +1,249 @@
+"""Functions as tools: their JSON schemas, checks of arguments, and calls with deadlines."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from transformers.utils import get_json_schema
+
+from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, ThreadedCalls
+
+Failure = Literal["malformed", "unknown", "arguments", "raised", "deadline"]
+FAILURES: tuple[Failure, ...] = ("malformed", "unknown", "arguments", "raised", "deadline")
+MOST_LEFT_BEHIND = 32  # threads of calls that missed their deadline
+_ADVICE = (
+    "Write a function with type hints and a docstring that describes it and, under 'Args:', each argument."
+)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call, under the name in its `schema`."""
+
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name in its schema."""
+        return self.schema["function"]["name"]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is a coroutine function."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        called = getattr(function, "__call__", None)  # noqa: B004  (of an object whose class defines it)
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+    def argument_error(self, arguments: Any) -> str | None:
+        """What is wrong with the arguments of a call; None if they fit the signature and its type hints."""
+        if not isinstance(arguments, dict):
+            return f"arguments must be an object with one entry per argument, got {_kind(arguments)}"
+        parameters = self.schema["function"]["parameters"]
+        known = parameters.get("properties", {})
+        for name in parameters.get("required", ()):
+            if name not in arguments:
+                return f"argument {name!r} is missing"
+        for name, value in arguments.items():
+            if name not in known:
+                return f"unknown argument {name!r}, expected {', '.join(known) or 'none'}"
+            if error := mismatch(value, known[name]):
+                return f"argument {name!r} {error}"
+        return None
+
+
+def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
+    """Tools by name.
+
+    Raises: TypeError for objects that are not functions, ValueError for a function without type hints or a docstring, and for
+    equal names.
+    """
+    if not isinstance(functions, (list, tuple)):
+        raise TypeError(
+            f"tools must be a list of functions, got {type(functions).__name__}. Put it in a list."
+        )
+    found: dict[str, Tool] = {}
+    for index, function in enumerate(functions):
+        tool = _tool(index, function)
+        if tool.name in found:
+            raise ValueError(f"tools[{index}] is called {tool.name!r}, as another tool. Rename one of them.")
+        found[tool.name] = tool
+    return found
+
+
+def _tool(index: int, function: Any) -> Tool:
+    if not callable(function) or inspect.isclass(function):
+        given = function.__name__ if inspect.isclass(function) else type(function).__name__
+        raise TypeError(f"tools[{index}] is a {given}, expected a function, sync or async. {_ADVICE}")
+    try:
+        schema = get_json_schema(function)
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is parameter.POSITIONAL_ONLY:  # models give arguments by name
+                raise TypeError(f"argument {name!r} cannot be given by name (it stands before '/')")
+    except Exception as error:  # signatures that cannot be read raise all kinds of errors
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"tools[{index}] ({name}) cannot be described to the model: {type(error).__name__}: {error}. {_ADVICE}"
+        ) from error
+    return Tool(function, schema)
+
+
+_PYTHON: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Why a JSON value does not fit a JSON schema (types, enum, items, properties' values, anyOf); None if it does.
+
+    >>> mismatch("3", {"type": "integer"})
+    "must be integer, got string '3'"
+    """
+    if value is None and schema.get("nullable"):
+        return None
+    if "anyOf" in schema:
+        wrong = [mismatch(value, each) for each in schema["anyOf"]]
+        return None if None in wrong else f"fits none of its types, got {_kind(value)}"
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        return f"must be {' or '.join(kinds)}, got {_kind(value)}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"must be one of {schema['enum']}, got {value!r}"
+    parts: list[tuple[str, Any, Any]] = []
+    if isinstance(value, list):
+        fixed = schema.get("prefixItems")
+        if fixed is not None and len(fixed) != len(value):
+            return f"must have {len(fixed)} items, got {len(value)}"
+        inner = fixed or [schema.get("items", {})] * len(value)
+        parts = [(f"item {n}", each, kind) for n, (each, kind) in enumerate(zip(value, inner, strict=True))]
+    elif isinstance(value, dict):
+        parts = [(f"entry {n!r}", each, schema.get("additionalProperties", {})) for n, each in value.items()]
+    for place, each, kind in parts:
+        if isinstance(kind, Mapping) and (error := mismatch(each, kind)):
+            return f"{place} {error}"
+    return None
+
+
+def _is(value: Any, kind: str) -> bool:
+    known = _PYTHON.get(kind)
+    if known is None:  # images, audio: not in JSON
+        return True
+    return isinstance(value, known) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return "null" if value is None else f"{names.get(type(value), type(value).__name__)} {value!r}"
+
+
+class ToolCall(NamedTuple):
+    """A call of a model; `error` says why it cannot be read."""
+
+    name: str
+    arguments: Any = None
+    error: str | None = None
+
+
+class Reply(NamedTuple):
+    """The answer to a call: the tool's result as text, or an error and its kind."""
+
+    text: str
+    failure: Failure | None = None
+
+
+class ToolRunner:
+    """Runs calls of `tools` at the same time: functions on threads, coroutines on one event loop.
+
+    A call that fails, or takes more than `deadline` seconds (None: no limit), is answered with an error.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], *, deadline: float | None) -> None:
+        self.tools, self.deadline = tools, deadline
+        self._loop = AsyncCalls("tool")
+        self._threads = ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND)
+
+    def run(self, calls: Sequence[ToolCall]) -> list[Reply]:
+        """The reply to each call, in order.
+
+        Raises: RuntimeError if too many earlier calls are still running.
+        """
+        self._threads.check()
+        replies = {number: wrong for number, call in enumerate(calls) if (wrong := self._refused(call))}
+        ready = {number: call for number, call in enumerate(calls) if number not in replies}
+        awaited = {
+            number: self._loop.submit(self._awaited(call), self.deadline)
+            for number, call in ready.items()
+            if self.tools[call.name].is_async
+        }
+        plain = [number for number in ready if number not in awaited]
+        started = [(f"tool-{ready[n].name}", partial(self._called, ready[n])) for n in plain]
+        outcomes = dict(zip(plain, self._threads.run(started, self.deadline), strict=True))
+        for number, given in outcomes.items():
+            if inspect.isawaitable(given):  # a plain function that returned a coroutine
+                awaited[number] = self._loop.submit(given, self.deadline)
+        outcomes |= {number: self._loop.outcome(pending) for number, pending in awaited.items()}
+        return [replies[n] if n in replies else _reply(outcomes[n]) for n in range(len(calls))]
+
+    def close(self) -> None:
+        """Stop the event loop; the next call starts another."""
+        self._loop.close()
+
+    def _refused(self, call: ToolCall) -> Reply | None:
+        """The reply to an invalid call."""
+        if call.error is not None:
+            return Reply(f"Error: {call.error}", "malformed")
+        if call.name not in self.tools:
+            known = ", ".join(self.tools)
+            return Reply(f"Error: unknown tool {call.name!r}, expected one of {known}.", "unknown")
+        if error := self.tools[call.name].argument_error(call.arguments):
+            return Reply(f"Error: {call.name}: {error}.", "arguments")
+        return None
+
+    def _called(self, call: ToolCall) -> Any:
+        return self.tools[call.name].function(**copy.deepcopy(call.arguments))
+
+    async def _awaited(self, call: ToolCall) -> Any:
+        return await self._called(call)
+
+
+def _reply(outcome: Any) -> Reply:
+    """The reply for a result or an exception."""
+    if isinstance(outcome, DeadlinePassed):
+        return Reply("Error: the tool did not answer in time.", "deadline")
+    is_error = isinstance(outcome, BaseException)
+    try:
+        text = f"Error: {type(outcome).__name__}: {outcome}" if is_error else as_text(outcome)
+        text = text.encode(errors="replace").decode()  # no tokenizer takes halves of surrogate pairs
+        return Reply(text, "raised" if is_error else None)
+    except Exception as error:  # of a result, or an exception, that cannot be written
+        return Reply(f"Error: {type(error).__name__} where the tool's answer is written.", "raised")
+
+
+def as_text(answer: Any) -> str:
+    """A tool's result as text: strings as they are, other values as JSON, else as `str` formats them.
+
+    >>> as_text({"sum": 3}), as_text(None), as_text({1, 2})
+    ('{"sum": 3}', 'null', '{1, 2}')
+    """
+    if isinstance(answer, str):
+        return answer
+    try:
+        return json.dumps(answer, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(answer)
