@@ -282,7 +282,7 @@ def other_form():
     [
         ({"given": {"tools": [silent]}}, ValueError, "no docstring"),
         ({"given": {"tools": TOOLS[0]}}, TypeError, "must be a list of functions"),
-        ({"given": {"tools": [TOOLS[0], TOOLS[0]]}}, ValueError, "another tool is too"),
+        ({"given": {"tools": [TOOLS[0], TOOLS[0]]}}, ValueError, "as another tool"),
         ({"given": {"processing_class": without_tools()}}, ValueError, "reads no tools"),
         ({"given": {"processing_class": other_form()}}, ValueError, "cannot be read back"),
         ({"data": TEXTS}, ValueError, "prompts without messages"),

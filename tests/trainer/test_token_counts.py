@@ -150,10 +150,10 @@ def nobody(completions, **_):
 
 NOTHING = {
     "equal rewards": ({"reward_funcs": constant}, "the rewards of each group are equal", "zero_advantage"),
-    "no reward": ({"reward_funcs": nobody}, "no reward function has an opinion", "reward_failed"),
+    "no reward": ({"reward_funcs": nobody}, "every reward function returned None", "reward_failed"),
     "all truncated": (
         {"mask_truncated_completions": True, "generation_kwargs": {"min_new_tokens": 4}, "max_completion_length": 4},
-        "reached max_completion_length, and mask_truncated_completions=True",
+        "reached max_completion_length and mask_truncated_completions=True",
         "truncated",
     ),
 }  # fmt: skip

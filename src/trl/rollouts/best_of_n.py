@@ -1,4 +1,4 @@
-"""Several completions of a query, of which the best are kept: better answers without training."""
+"""Best-of-n sampling: several completions of a query, of which the best are returned."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ Queries = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
 
 class BestOfNSampler:
-    """Draws `sample_size` completions of each query and returns the `n_candidates` with the highest scores.
+    """Samples `sample_size` completions of each query and returns the `n_candidates` with the highest scores.
 
-    `queries_to_scores(texts)` scores the texts of one query: query and completion, the completion alone from
-    an encoder-decoder. `length_sampler()` draws the most new tokens, once for each query. `generation_config`
-    and the keywords of `generate` are settings of `Sampling`. Calls of a sampler with a `seed` follow from it
-    and from their number; without one from torch's global generator. Processes with one seed draw each their
-    own. `engine` (default: a
-    `TransformersEngine` around `model`) generates.
+    `queries_to_scores(texts)` scores the texts of one query: query and completion, or the completion of an encoder-decoder.
+    `length_sampler()` draws the maximum of new tokens of each query. `generation_config` and the keywords of `generate` are
+    settings of `Sampling`. With a `seed` results depend on it, the number of the call and the process, otherwise on torch's global
+    generator. `engine` is a `TransformersEngine` by default.
 
-    Raises: ValueError for counts that are not 1 <= n_candidates <= sample_size.
+    Raises: ValueError unless 1 <= n_candidates <= sample_size.
 
     Example:
         >>> best = BestOfNSampler(model, tokenizer, score, LengthSampler(8, 16), seed=0)  # doctest: +SKIP
@@ -54,8 +52,7 @@ class BestOfNSampler:
     ) -> None:
         if not 1 <= n_candidates <= sample_size:
             raise ValueError(
-                f"n_candidates must be from 1 to sample_size ({sample_size}), got {n_candidates}. Draw "
-                "more samples, or keep fewer."
+                f"n_candidates must be from 1 to sample_size ({sample_size}), got {n_candidates}."
             )
         self.model, self.tokenizer = model, tokenizer
         self.queries_to_scores, self.length_sampler = queries_to_scores, length_sampler
@@ -75,8 +72,7 @@ class BestOfNSampler:
 
         One query is a list or 1-D tensor of token ids, several are a list of those or a 2-D tensor.
 
-        Raises: ValueError for settings that the engine cannot honour, and for scores of a wrong number or
-        that are not finite.
+        Raises: ValueError for unsupported settings, and for a wrong number of scores or scores that are not finite.
         """
         if device is not None:
             self.model.to(device)
@@ -92,9 +88,7 @@ class BestOfNSampler:
     def _complete(
         self, queries: list[list[int]], lengths: list[int], generation_kwargs: dict[str, Any]
     ) -> list[list[int]]:
-        """`sample_size` completions of each query, one after another; a shorter length is a cut of the same
-        draws.
-        """
+        """`sample_size` completions of each query, one after another, each cut to its query's length."""
         seed = fresh_seed() if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
         base = Sampling(seed=seed).updated(self.generation_config)
         sampling = replace(base, max_new_tokens=max(lengths), max_length=None).updated(generation_kwargs)

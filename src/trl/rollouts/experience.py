@@ -1,4 +1,4 @@
-"""What a policy is trained on after a rollout: prompts, completions, and numbers for every token and every row."""
+"""Rollouts as training data: prompts, completions, and columns per token and per row."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trl.tensors.ragged import Ragged
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """B completions of prompts, never changed: `dataclasses.replace` makes the next one.
+    """B completions of prompts. Immutable: `dataclasses.replace` makes the next one.
 
-    `per_token` holds tensors `(K,)` along the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)`
-    (rewards, ...).
+    `per_token` are tensors `(K,)` over the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)` (rewards,
+    ...).
     """
 
     prompts: Ragged
@@ -40,11 +40,11 @@ class Experience:
         return len(self.completions)
 
     def with_tokens(self, **columns: Tensor) -> Experience:
-        """With more numbers per token."""
+        """With more columns per token."""
         return replace(self, per_token={**self.per_token, **columns})
 
     def with_rows(self, **columns: Tensor) -> Experience:
-        """With more numbers per row."""
+        """With more columns per row."""
         return replace(self, per_row={**self.per_row, **columns})
 
     def take(self, indices: Tensor) -> Experience:
@@ -62,7 +62,7 @@ class Experience:
         return Ragged(self.per_token[name], self.completions.lengths)
 
     def as_batch(self, *, prefix_sharing: bool) -> dict[str, Any]:
-        """A flat batch whose scored tokens are the completions', in order: `per_token` runs along with its log-probs.
+        """A packed batch that scores the completion tokens, in the order of `per_token`.
 
         With `prefix_sharing` neighbouring rows of one prompt share it.
         """
@@ -85,7 +85,7 @@ class Experience:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Everything as flat tensors by name, for a checkpoint."""
+        """Everything as 1-D tensors by name, for a checkpoint."""
         return {
             "prompts": self.prompts.values,
             "prompt_lengths": self.prompts.lengths,
@@ -97,7 +97,7 @@ class Experience:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Experience:
-        """What `state` gave."""
+        """The inverse of `state`."""
 
         def columns(kind: str) -> dict[str, Tensor]:
             return {name.removeprefix(kind): value for name, value in state.items() if name.startswith(kind)}
@@ -111,9 +111,9 @@ class Experience:
 
 
 def concatenate(parts: Sequence[Experience]) -> Experience:
-    """The rows of several experiences that have the same columns, one after another.
+    """The rows of several experiences, one after another.
 
-    Raises: ValueError where they have not.
+    Raises: ValueError for different columns.
     """
     first = parts[0]
     for part in parts:

@@ -1,4 +1,4 @@
-"""What is logged of a batch of completions in groups: lengths, rewards, and how far the ratio was clipped."""
+"""Metrics of completions in groups: lengths, rewards, and clipping."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from trl.tensors.reduce import Weighted, weighted
 
 
 def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tensor]:
-    """The columns per row, and `length` in completion tokens that the policy sampled, of all processes: float64 `(N,)` on the
-    CPU.
+    """The columns per row and `length` (sampled tokens) of all processes: float64 `(N,)` on the CPU.
 
-    Every process must have as many rows.
+    Every process must have the same number of rows.
     """
     columns = {**experience.per_row, LENGTH: sampled_lengths(experience)}
     table = torch.stack([column.double() for column in columns.values()], dim=1)
@@ -32,7 +31,7 @@ def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tens
 
 
 def sampled_lengths(experience: Experience) -> Tensor:
-    """The tokens of each completion that are not a tool's: int64 `(B,)`."""
+    """Tokens of each completion without those of tools: int64 `(B,)`."""
     lengths = experience.completions.lengths
     if TOOL_OUTPUT not in experience.per_token:
         return lengths
@@ -43,10 +42,9 @@ def sampled_lengths(experience: Experience) -> Tensor:
 def measured_groups(
     rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, scale: Scale, share: float
 ) -> dict[str, Weighted]:
-    """The documented `completions/*`, `rewards/*`, `reward`, `reward_std` and `frac_reward_zero_std` of rows of all processes.
+    """`completions/*`, `rewards/*`, `reward`, `reward_std` and `frac_reward_zero_std` of rows of all processes.
 
-    Means are over rows; smallest, largest and deviations are those of this batch, averaged over batches. This process
-    records a `share` of them.
+    Means are over rows; minima, maxima and deviations are averaged over batches. This process logs a `share` of them.
     """
     found = _lengths(rows[LENGTH], rows[STOPPED] != 0)
     found |= source_means(rows, sources)
@@ -72,8 +70,7 @@ def _once(value: Any) -> Weighted:
 
 
 def extremes_of_processes(own: Mapping[str, Tensor]) -> dict[str, Weighted]:
-    """Smallest (of a name that ends with `/min`) and largest numbers of each process as those of all; every process must ask,
-    one that has none with an empty dict."""
+    """Minima (names that end with `/min`) and maxima over all processes, each of which must call it, without any with an empty dict."""
     every = gather_object([{name: float(value) for name, value in own.items()}])
     names = dict.fromkeys(name for each in every for name in each)
     return {
@@ -83,7 +80,7 @@ def extremes_of_processes(own: Mapping[str, Tensor]) -> dict[str, Weighted]:
 
 
 class EvaluationExtremes:
-    """The smallest and largest numbers of an evaluation, which are not means over its batches.
+    """Minima and maxima over an evaluation, of metrics with `min` or `max` in their names.
 
     >>> extremes, one = EvaluationExtremes(), torch.ones(())
     >>> [extremes.rest({"lengths/max_length": Weighted(one * n, one), "reward": Weighted(one, one)}) for n in (2, 5, 3)][0].keys()
@@ -96,7 +93,7 @@ class EvaluationExtremes:
         self._found: dict[str, float] = {}
 
     def rest(self, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
-        """Note the extremes of a batch (of all processes) among its metrics, by their names, and give the others."""
+        """Record the extremes among the metrics of a batch (of all processes), and return the others."""
         rest = dict(metrics)
         for name in metrics:
             kind = {"min": min, "max": max}.get(name.rpartition("/")[2][:3])
@@ -106,26 +103,26 @@ class EvaluationExtremes:
         return rest
 
     def drain(self) -> dict[str, float]:
-        """What was noted since the last call."""
+        """The extremes since the last call."""
         found, self._found = self._found, {}
         return found
 
 
 class ClippedExtremes:
-    """The means of micro-batches, of which the extreme over the processes that share one is logged."""
+    """Means of micro-batches, of which the extremes over processes are logged."""
 
     def __init__(self) -> None:
         self._means: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: Mapping[str, Weighted], *, counted: bool = True) -> None:
-        """Note a micro-batch, in all processes; one that is not `counted` keeps its place."""
+        """Record a micro-batch in all processes; one that is not `counted` is a placeholder."""
         for name, (source, _) in EXTREMES.items():
             if source in metrics:
                 mean = metrics[source].mean.detach().double()
                 self._means.setdefault(name, []).append(mean if counted else mean * math.nan)
 
     def drain(self, accelerator: Any) -> dict[str, float]:
-        """Means over micro-batches of the extremes over processes, since the last call; all processes must ask."""
+        """Means over micro-batches of the extremes over processes, since the last call. All processes must call it."""
         means, self._means = self._means, {}
         return {
             name: value
@@ -144,11 +141,11 @@ class ClippedExtremes:
         return float(extremes[extremes.isfinite()].mean())
 
     def state(self) -> dict[str, list[float]]:
-        """What was noted, as plain values."""
+        """The recorded means as plain values."""
         return {name: torch.stack(values).tolist() for name, values in self._means.items()}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self._means = {
             name: list(torch.tensor(values, dtype=torch.float64)) for name, values in state.items()
         }

@@ -1,4 +1,4 @@
-"""Groups of completions that are kept to be learned from again."""
+"""Replay buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCORES = "replay_scores"
 
 
 class ReplayBuffer:
-    """The `max_size` entries with the largest scores so far, for loops of a user's own; `heap` holds `(score, entry)`, best first.
+    """The `max_size` entries with the highest scores, for custom training loops; `heap` is a list of `(score, entry)`, best first.
 
     >>> buffer = ReplayBuffer(max_size=2)
     >>> buffer.add([0.1, 0.3, 0.2], ["a", "b", "c"])
@@ -34,12 +34,12 @@ class ReplayBuffer:
         self.max_size, self.heap = max_size, list[tuple[float, Any]]()
 
     def add(self, scores: Sequence[float], data: Sequence[Any]) -> None:
-        """Keep entries where their scores are among the largest; of equal ones the earlier stay."""
+        """Keep entries whose scores are among the highest; of equal ones the earlier."""
         found = [*self.heap, *zip(scores, data, strict=True)]
         self.heap = sorted(found, key=lambda entry: -entry[0])[: self.max_size]
 
     def sample(self, num_samples: int) -> list[Any]:
-        """Entries drawn with replacement, each as often as its score says, from torch's generator; none of an empty buffer."""
+        """Entries drawn with replacement in proportion to their scores, from torch's generator; none of an empty buffer."""
         if not self.heap:
             return []
         weights = torch.tensor([score for score, _ in self.heap], dtype=torch.float64)
@@ -48,7 +48,7 @@ class ReplayBuffer:
 
 
 class GroupBuffer:
-    """The `size` groups of `group_size` completions with the largest scores so far; of equal ones the newest stay.
+    """The `size` groups of `group_size` completions with the highest scores; of equal ones the newest.
 
     >>> from trl.tensors.ragged import Ragged
     >>> rows = Experience(Ragged.of([[1]] * 4), Ragged.of([[2], [3], [4], [5]]))
@@ -66,12 +66,12 @@ class GroupBuffer:
         return len(self._scores)
 
     def clear(self) -> None:
-        """Keep nothing any more."""
+        """Empty the buffer."""
         self._rows: Experience | None = None
         self._scores = torch.zeros(0, dtype=torch.float64)
 
     def add(self, rows: Experience, scores: Tensor) -> None:
-        """Keep groups, one after another in `rows`, where their `scores (g,)` are among the largest."""
+        """Keep groups, one after another in `rows`, whose `scores (g,)` are among the highest."""
         if not len(scores):
             return
         found = [rows] if self._rows is None else [rows, self._rows]
@@ -91,8 +91,7 @@ class GroupBuffer:
             save_file({**self._rows.state(), _SCORES: self._scores}, Path(folder) / _FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Go on from what `save` wrote; a checkpoint without groups, or with groups of another size,
-        empties the buffer."""
+        """Restore what `save` wrote; the buffer is empty if there are no groups, or groups of another size."""
         self.clear()
         file = Path(folder) / _FILE
         if not file.is_file():
@@ -103,11 +102,8 @@ class GroupBuffer:
         rows = Experience.from_state(state)
         if len(rows) != len(scores) * self.group_size:
             logger.warning(
-                "%s holds groups of %d completions, expected groups of num_generations=%d: the replay buffer begins empty. Resume "
-                "with the settings it was saved with to go on with it.",
-                file,
-                len(rows) // max(len(scores), 1),
-                self.group_size,
-            )
+                "%s holds groups of %d completions, expected num_generations=%d: the replay buffer begins empty. Resume with the "
+                "settings that it was saved with.", file, len(rows) // max(len(scores), 1), self.group_size,
+            )  # fmt: skip
             return
         self.add(rows, scores)

@@ -15,7 +15,7 @@ from trl.models.scoring.head import ScoreOptions
 
 
 class ResponseScores(NamedTuple):
-    """Of B responses, each `(B, R)`, 0 behind a response's end; `logits (B, R, V)` and `entropies` on request."""
+    """Scores of B responses, each `(B, R)`, 0 after a response's end; `entropies` and `logits (B, R, V)` on request."""
 
     logps: Tensor
     values: Tensor | None
@@ -96,7 +96,7 @@ class ResponseScorer:
 
 
 def concatenated(parts: Sequence[ResponseScores]) -> ResponseScores:
-    """The scores of several forward passes, row after row."""
+    """The scores of several forward passes, one after another."""
 
     def joined(columns: Sequence[Tensor | None]) -> Tensor | None:
         present = [column for column in columns if column is not None]
@@ -109,7 +109,7 @@ def concatenated(parts: Sequence[ResponseScores]) -> ResponseScores:
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors `(b, r, ...)` one below another, `(B, R, ...)`, those of fewer columns filled up with 0.
+    """Concatenate tensors `(b, r, ...)` to `(B, R, ...)`, padded with 0.
 
     >>> join_rows([torch.ones(1, 1), torch.ones(1, 2)])
     tensor([[1., 0.],
@@ -119,7 +119,7 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _by_query(queries: Sequence[Tensor]) -> list[int]:
-    """The rows' order in which equal queries are neighbours, each group where its first one was."""
+    """An order of the rows in which equal queries are neighbours."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, query in enumerate(queries):
         groups.setdefault(tuple(query.tolist()), []).append(index)

@@ -1,4 +1,4 @@
-"""Completions that a user's own function makes, as an `Experience`."""
+"""Completions of a user's rollout function as an `Experience`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KNOWN = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class RolloutFunction:
-    """Completes prompts by a user's `function(prompts, trainer)`, whose further fields reward functions are given.
+    """Completes prompts with a user's `function(prompts, trainer)`; reward functions are given its additional fields.
 
     Raises: TypeError or ValueError for an answer that `read_rollouts` refuses, with its `vocabulary` and `context_length`.
     """
@@ -42,14 +42,14 @@ class RolloutFunction:
 
 
 def check_rollout_func(function: Any) -> None:
-    """Raise TypeError, before the first step, for a rollout function that cannot be called with prompts and the trainer."""
+    """Raise TypeError for a rollout function that cannot be called with prompts and the trainer."""
     if not callable(function):
         raise TypeError(
-            f"rollout_func is of type {type(function).__name__}, expected a function of (prompts, trainer). Pass one, or leave it out."
+            f"rollout_func is a {type(function).__name__}, expected a function of (prompts, trainer)."
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some that are not written in Python have none
+    except (TypeError, ValueError):  # some builtins have none
         return
     try:
         signature.bind([], None)
@@ -68,7 +68,7 @@ def read_rollouts(
     vocabulary: int | None = None,
     context_length: int | None = None,
 ) -> Completed:
-    """The answer of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, perhaps `logprobs` of the
+    """The result of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, optionally `logprobs` of the
     completions' tokens, and further fields. A completion whose last token is one of `end_tokens` has stopped.
 
     Raises: TypeError or ValueError for an answer that is none, has another number of rows or log-probs, token ids that are not

@@ -1,4 +1,4 @@
-"""Prompts -> completions -> rewards, as an `Experience`."""
+"""From prompts to completions as an `Experience`, and to the inputs of reward functions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def sample(
 ) -> Experience:
     """One completion of each prompt, on the CPU.
 
-    Per token: `sampling_logps` under the distribution that was sampled from, and `sampling_kept`, the log of the mass that
-    was kept, where it was cut. Per row: `stopped`, whether a stop token or string ended it.
+    Per token: `sampling_logps` under the distribution that was sampled from, and if it was truncated `sampling_kept`, the log of
+    the kept mass. Per row: `stopped`, whether a stop token or string ended it.
     """
     found = engine.generate(prompts, sampling, streams=streams, **inputs)
     per_token = {SAMPLING_LOGPS: torch.cat([one.logps for one in found])}
@@ -50,11 +50,10 @@ def reward_inputs(
     columns: Sequence[str],
     trainer_state: Any = None,
 ) -> RewardInputs:
-    """What the reward sources are asked: completions as text, or as a message where the prompts are messages, with the words
-    that a prompt begins it with.
+    """Inputs of reward functions: completions as text, or as a message if prompts are messages.
 
-    `rows` are columns of the data set for the same rows; of them `columns` are handed on. Prompts without a column
-    `prompt` are shown as the text of their tokens.
+    A message that the prompt begins is part of the completion. `rows` are columns of the dataset, of which `columns` are passed on.
+    Without a column `prompt`, prompts are the text of their tokens.
     """
     prompt_ids, completion_ids = _lists(experience.prompts), _lists(experience.completions)
     prompts = rows.get("prompt")
@@ -75,7 +74,7 @@ def reward_inputs(
 
 
 def _answered(prompt: Sequence[Message], text: str) -> tuple[list[Message], list[Message]]:
-    """A conversation and the assistant's message: one that the prompt has begun belongs to the completion as a whole.
+    """A conversation without, and with, the assistant's message, including its beginning in the prompt.
 
     >>> _answered([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "<think>"}], "Hm.")
     ([{'role': 'user', 'content': 'Why?'}], [{'role': 'assistant', 'content': '<think>Hm.'}])
@@ -85,7 +84,7 @@ def _answered(prompt: Sequence[Message], text: str) -> tuple[list[Message], list
 
 
 def split_begun(prompt: Sequence[Message]) -> tuple[list[Message], str]:
-    """The messages before the assistant's, and what the prompt says of that already: nothing, where it is to begin it."""
+    """The messages before the assistant's last one, and the text of that one; all messages and "" without one."""
     if prompt[-1].get("role") != "assistant":
         return list(prompt), ""
     content = prompt[-1].get("content") or ""
@@ -96,13 +95,13 @@ def split_begun(prompt: Sequence[Message]) -> tuple[list[Message], str]:
 def with_begun(
     prompts: Sequence[Sequence[Message]], completions: Sequence[Sequence[Message]]
 ) -> list[list[Message]]:
-    """Completions of several messages each, the first with the words that its prompt began it with."""
+    """Completions of several messages, of which the first includes its beginning in the prompt."""
     return [_begun(prompt, messages) for prompt, messages in zip(prompts, completions, strict=True)]
 
 
 def _begun(prompt: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
     begun, content = split_begun(prompt)[1], str(messages[0].get("content") or "")
-    if content.startswith(begun):  # by a response template that reads the prompt's words too
+    if content.startswith(begun):  # a response template may include it
         return list(messages)
     return [{**messages[0], "content": begun + content}, *messages[1:]]
 
@@ -112,7 +111,7 @@ def _lists(ragged: Ragged) -> list[list[int]]:
 
 
 def ends_with(experience: Experience, token: int | None) -> Tensor:
-    """Rows that stopped, or that have this token somewhere: bool `(B,)`."""
+    """Rows that stopped or contain this token: bool `(B,)`."""
     found = experience.per_row[STOPPED].bool()
     if token is None:
         return found

@@ -1,4 +1,4 @@
-"""A model that uses tools by text, turn by turn, and what of it is trained on."""
+"""Episodes of a model that calls tools in its text, for `PPOTrainer.step`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NAME = re.compile(r"\s*<([^<>]+)>")
 
 
 def named_tools(tools: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Callable[[str], Any]]:
-    """Tools by the names that a model calls them with; those of a list are named by their function or class.
+    """Tools by name; those of a list are named after their function or class.
 
-    Raises: TypeError for one that cannot be called, ValueError for a name that cannot be written or is taken.
+    Raises: TypeError for a tool that cannot be called, ValueError for invalid or equal names.
     """
     pairs = tools.items() if isinstance(tools, Mapping) else [(_own_name(tool), tool) for tool in tools or ()]
     found: dict[str, Callable[[str], Any]] = {}
@@ -35,10 +35,7 @@ def named_tools(tools: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Ca
         if not callable(tool):
             raise TypeError(f"tools[{name!r}] must be callable with a query, got {type(tool).__name__}.")
         if not _NAME.fullmatch(f"<{name}>") or name in found:
-            raise ValueError(
-                f"tools must have different names without < and >, got {name!r}. Give a dict "
-                "of names and tools."
-            )
+            raise ValueError(f"tools must have different names without < and >, got {name!r}. Use a dict.")
         found[name] = tool
     return found
 
@@ -50,7 +47,7 @@ def _own_name(tool: Any) -> str:
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
-    """Tool and query of the last request that a text calls; None where it has none or names no tool.
+    """Tool and query of the last request in a text; None without a request or a tool's name.
 
     >>> parse_call("Let me see. <request><Calculator>13-3<call>")
     ('Calculator', '13-3')
@@ -62,19 +59,19 @@ def parse_call(text: str) -> tuple[str, str] | None:
 
 
 def answer(tools: Mapping[str, Callable[[str], Any]], text: str) -> str:
-    """What the tool that a text calls answers; an error of the call or of the tool is the answer's text."""
+    """The answer of the tool that a text calls, or the text of an error."""
     call = parse_call(text)
     if call is None or call[0] not in tools:
         wrong = "The request names no tool." if call is None else f"Unknown tool {call[0]}."
         return f"{wrong} Tools: {', '.join(tools) or 'none'}."
     try:
         return str(tools[call[0]](call[1]))
-    except Exception as error:  # a tool may raise anything; the model is told
+    except Exception as error:  # the model reads it
         return f"{type(error).__name__}: {error}"
 
 
 class Episodes(NamedTuple):
-    """What `TextEnvironment.run` returns: lists with one entry per query, as `PPOTrainer.step` takes them."""
+    """The result of `TextEnvironment.run`: lists with one entry per query, as `PPOTrainer.step` takes them."""
 
     queries: list[Tensor]
     responses: list[Tensor]
@@ -144,11 +141,10 @@ class TextEnvironment:
         )
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
-        """Play one episode per query; `rewards_kwargs` (columns along the queries) go to the reward function.
+        """Run one episode for each query; `rewards_kwargs` (one value per query each) are passed to the reward function.
 
-        Returns tokens of the queries (with the prompt) and of the responses, the responses' masks (1 on what
-        the model wrote, 0 on what tools answered), rewards (0-dim tensors; None without a reward function)
-        and histories.
+        Returns the tokens of queries (with the prompt) and responses, the responses' masks (1 for the model's tokens, 0 for tools'),
+        rewards (0-dim tensors; None without a reward function) and histories.
         """
         histories = self._begin(queries)
         for _ in range(self.max_turns):
@@ -167,7 +163,7 @@ class TextEnvironment:
         )
 
     def _all_done(self, histories: list[TextHistory]) -> bool:
-        """Whether all histories are completed; those of all processes where they gather weights together."""
+        """Whether all histories are completed, for sharded models those of all processes."""
         done = all(history.completed for history in histories)
         return not any_process(not done) if self._is_sharded else done
 
@@ -187,7 +183,7 @@ class TextEnvironment:
         return histories
 
     def generate(self, histories: list[TextHistory]) -> list[TextHistory]:
-        """Let the model write in every history that is not completed."""
+        """Generate the model's next turn in every history that is not completed."""
         active = [index for index, history in enumerate(histories) if not history.completed]
         prompts = [histories[index].tokens.tolist() for index in active]
         found = self.engine.generate(
@@ -198,7 +194,7 @@ class TextEnvironment:
         return histories
 
     def _text(self, ids: list[int]) -> str:
-        """The text of what the model wrote, without its end token."""
+        """The text of a turn without its end token."""
         marks = (self.request_token, self.call_token, self.submit_token)
         last = self.tokenizer.convert_ids_to_tokens(ids[-1])
         ids = ids[:-1] if ids[-1] in self.tokenizer.all_special_ids and last not in marks else ids
@@ -208,7 +204,7 @@ class TextEnvironment:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def parse_tool_call(self, text: str) -> tuple[str | None, str | None]:
-        """Name and query of the tool that a text calls; None twice where there is no such call."""
+        """Name and query of the tool that a text calls; (None, None) without a call."""
         return parse_call(text) or (None, None)
 
     def step(self, history: TextHistory) -> TextHistory:
@@ -230,11 +226,11 @@ class TextEnvironment:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _room(self, history: TextHistory) -> int | None:
-        """The tokens that an episode may still have."""
+        """Tokens left in an episode."""
         return None if self.max_length is None else max(self.max_length - len(history.tokens), 0)
 
     def tasks_end_check(self, histories: list[TextHistory], model_turn: bool = True) -> list[TextHistory]:
-        """Complete the histories that have ended, after the model's turn or after the tools'."""
+        """Complete the histories that have ended, after a turn of the model or of the tools."""
         for history in histories:
             truncated, ended = self.task_end_check(history, model_turn=model_turn)
             if ended:
@@ -242,9 +238,7 @@ class TextEnvironment:
         return histories
 
     def task_end_check(self, history: TextHistory, model_turn: bool = True) -> tuple[bool, bool]:
-        """Whether a history is cut by the episode's length, and whether it ends now, for that or another
-        reason.
-        """
+        """Whether a history has reached the maximum length, and whether it ends."""
         if history.completed:
             return False, False
         text = history.last_text_segment
@@ -258,7 +252,7 @@ class TextEnvironment:
     def compute_reward(self, histories: list[TextHistory], **reward_kwargs: Any) -> list[TextHistory]:
         """Set the reward of every history.
 
-        Raises: ValueError for a wrong number of rewards, and for one that is not finite.
+        Raises: ValueError for a wrong number of rewards, and for rewards that are not finite.
         """
         if self.reward_fn is None:
             return histories
@@ -282,5 +276,5 @@ def _context_length(model: Any) -> int | None:
 
 
 def _shorter(first: int | None, second: int | None) -> int | None:
-    """The smaller of two limits, of which None is none."""
+    """The smaller of two limits; None means no limit."""
     return min([limit for limit in (first, second) if limit is not None], default=None)

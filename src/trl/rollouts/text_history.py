@@ -1,4 +1,4 @@
-"""A dialogue of a model and an environment as one text and one row of tokens, with who wrote what."""
+"""A dialogue of a model and an environment as one text and one sequence of tokens, in segments by author."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ MODEL_STYLE, REWARD_STYLE = "black on deep_sky_blue1", "black on plum1"
 
 
 class TextHistory:
-    """Segments that the model or the system (prompt, tools) wrote, one after another.
+    """Segments of the model or the system (prompt, tools), one after another.
 
-    `text` and `tokens` `(T,)` hold all of them; `text_spans` and `token_spans` are each segment's (begin,
-    end), `system_spans` says who wrote it. `token_masks` `(T,)` is 1 on the model's tokens, 0 elsewhere.
-    `completed`, `truncated` and `reward` are set once it has ended.
+    `text` and `tokens` `(T,)` are those of all segments; `text_spans` and `token_spans` their (begin, end), `system_spans` whether
+    the system wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`, `truncated` and `reward` are set at the end.
     """
 
     def __init__(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
@@ -40,11 +39,9 @@ class TextHistory:
         """
         tokens = torch.as_tensor(tokens, dtype=torch.int64).flatten().cpu()
         if len(tokens) == 0:
-            raise ValueError(
-                f"a segment needs at least one token, got none with the text {text!r}. Leave it out."
-            )
+            raise ValueError(f"a segment needs at least one token, got none with the text {text!r}.")
         if self.completed:
-            raise ValueError("the history is completed, so nothing can be added. Begin a new one.")
+            raise ValueError("the history is completed, so nothing can be added.")
         self.text_spans.append((len(self.text), len(self.text) + len(text)))
         self.token_spans.append((len(self.tokens), len(self.tokens) + len(tokens)))
         self.system_spans.append(system)

@@ -1,4 +1,4 @@
-"""Where the completion tokens that a run sampled went: counts over all processes, and a word where none is trained."""
+"""Counts of the completion tokens of a run by what became of them, over all processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUCKETS: tuple[str, ...] = (
     "zero_advantage",
     "trained",
 )
-"""In the order in which they are asked: a token counts in the first that claims it."""
+"""A token counts in the first bucket that applies."""
 
 
 def token_ledger(
@@ -43,24 +43,19 @@ def token_ledger(
     filtered: Tensor | None = None,
     masked: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """How many of K completion tokens are in each of `BUCKETS`, int64 0-dim each; the counts add up to K.
+    """The number of completion tokens in each of `BUCKETS`, int64 0-dim each; they add up to K.
 
-    All `(K,)`, bool but for `advantages`; None: no token. `truncated`: of completions that are left out as they were cut off;
-    `filtered`: of completions that were chosen against; `masked`: left out for another reason (a low entropy, a sampler's
-    ratio above its cap). What is left is trained where its advantage is not 0. Raises ValueError for unlike shapes, and for
-    an advantage that is NaN where it would count.
+    All arguments are `(K,)`, bool except `advantages`; None: no token. `truncated`: of truncated completions that are masked;
+    `filtered`: of completions that were not selected; `masked`: for another reason (low entropy, a sampler's ratio above its cap).
+    The others are trained if their advantage is not 0.
+
+    Raises: ValueError for different shapes, and for an advantage that is NaN and would count.
 
     >>> found = token_ledger(torch.tensor([1.0, 0.0, 0.0, -2.0]), truncated=torch.tensor([False, False, True, True]))
     >>> {name: int(count) for name, count in found.items() if count}
     {'truncated': 2, 'zero_advantage': 1, 'trained': 1}
     """
-    claims = {
-        TOOL_OUTPUT: tool_output,
-        "reward_failed": reward_failed,
-        TRUNCATED: truncated,
-        FILTERED: filtered,
-        "masked": masked,
-    }
+    claims = dict(zip(BUCKETS, (tool_output, reward_failed, truncated, filtered, masked), strict=False))
     left = torch.ones_like(advantages, dtype=torch.bool)
     counts: dict[str, Tensor] = {}
     for name, claim in claims.items():
@@ -69,15 +64,12 @@ def token_ledger(
             continue
         if claim.shape != advantages.shape:
             raise ValueError(
-                f"{name} must have one entry per token, {tuple(advantages.shape)}, got {tuple(claim.shape)}. Spread the rows' "
-                "numbers over their tokens."
+                f"{name} must have one entry per token, {tuple(advantages.shape)}, got {tuple(claim.shape)}."
             )
         counts[name] = (left & claim.bool()).sum()
         left = left & ~claim.bool()
     if advantages[left].isnan().any():
-        raise ValueError(
-            "advantages must be numbers where tokens are trained, got NaN. Mark those tokens as reward_failed."
-        )
+        raise ValueError("advantages of trained tokens must not be NaN. Mark those tokens as reward_failed.")
     counts["zero_advantage"] = (left & (advantages == 0)).sum()
     counts["trained"] = (left & (advantages != 0)).sum()
     return counts
@@ -88,17 +80,16 @@ logger = logging.getLogger(__name__)
 METRIC = "tokens/"
 _WHY = {
     "zero_advantage": "the rewards of each group are equal: check the reward functions, sample more diversely (temperature, "
-    "num_generations), or let dynamic_sampling=True draw other prompts",
-    TRUNCATED: "completions reached max_completion_length, and mask_truncated_completions=True leaves such out: allow longer "
-    "ones, or set it to False",
-    "reward_failed": "no reward function has an opinion on these completions: let one of them answer every row",
-    "masked": "the sampler's probabilities are too far from the trainer's: check the sampler, or raise "
+    "num_generations), or use dynamic_sampling=True",
+    TRUNCATED: "completions reached max_completion_length and mask_truncated_completions=True masks them: change either",
+    "reward_failed": "every reward function returned None: return a number from at least one of them",
+    "masked": "the sampler's probabilities differ too much from the trainer's: check the sampler, or raise "
     "vllm_importance_sampling_cap",
 }
 
 
 def token_advantages(rows: Experience) -> Tensor:
-    """The advantage of each completion token `(K,)`: its own, or else its row's."""
+    """The advantage of each completion token `(K,)`, or that of its row."""
     if ADVANTAGE in rows.per_token:
         return rows.per_token[ADVANTAGE]
     return rows.per_row[ADVANTAGE][rows.completions.row_index]
@@ -111,10 +102,7 @@ def sampled_tokens(rows: Experience) -> Tensor:
 
 
 class TokenCounts:
-    """How many completion tokens are in each of the ledger's buckets since a run began, over all processes.
-
-    Every process must count at the same time, and knows the same numbers.
-    """
+    """The number of completion tokens in each bucket since the run began, over all processes, which must count together."""
 
     def __init__(self, *, masks_truncated: bool) -> None:
         self._masks_truncated = masks_truncated
@@ -122,13 +110,15 @@ class TokenCounts:
         self._counts = dict.fromkeys(BUCKETS, 0)
 
     def add(self, rows: Experience, accelerator: Any, advantages: Tensor | None = None) -> dict[str, int]:
-        """Count sampled rows of this process, with their tokens' `advantages (K,)` (None: `token_advantages`); what was added
-        over all processes."""
+        """Count sampled rows of this process, with their tokens' `advantages (K,)` (None: `token_advantages`).
+
+        Returns the counts added by all processes.
+        """
         advantages = token_advantages(rows) if advantages is None else advantages
         return self._note(self._of(rows, advantages, _used(rows)), accelerator)
 
     def mask(self, rows: Experience, chosen: Tensor, accelerator: Any) -> None:
-        """Move those tokens of counted rows to another bucket that are not `chosen (K,)` in the end."""
+        """Move tokens of counted rows that are not `chosen (K,)` to the bucket `masked`."""
         advantages, used = token_advantages(rows), _used(rows)
         moved = self._of(rows, advantages, used & chosen) - self._of(rows, advantages, used)
         self._note(moved, accelerator)
@@ -154,7 +144,7 @@ class TokenCounts:
         return added
 
     def warn_untrained(self, added: Mapping[str, int]) -> None:
-        """Say, once for each reason, that nothing is learned from a whole batch of completions."""
+        """Warn, once for each reason, that no token of a batch of completions is trained."""
         reasons = {name: count for name, count in added.items() if count and name in _WHY}
         if added["trained"] or not reasons:
             return
@@ -163,44 +153,35 @@ class TokenCounts:
             return
         self._warned.add(why)
         logger.warning(
-            "No token of a batch of completions is trained (%s): its loss is 0, but for a divergence from the reference. Of "
-            "most of them %s. Later ones are counted in tokens/%s.",
-            ", ".join(f"{name} {count}" for name, count in added.items() if count),
-            _WHY[why],
-            why,
-        )
+            "No token of a batch of completions is trained (%s), so its loss is 0, apart from the KL penalty. For most of them %s. "
+            "Logged once; counted in tokens/%s.",
+            ", ".join(f"{name} {count}" for name, count in added.items() if count), _WHY[why], why,
+        )  # fmt: skip
 
     def warn_only_kl_differs(self, beta: float, *, metric: str) -> None:
-        """Say, once, that completions of a whole batch differ by the price of their divergence alone."""
-        if "price" in self._warned:
-            return
-        self._warned.add("price")
-        logger.warning(
-            "In a batch of completions %s. They differ by the price of their divergence from the reference alone (beta=%s), and "
-            "only that is learned. Later ones are counted in %s.",
-            _WHY["zero_advantage"],
-            beta,
-            metric,
-        )
+        """Warn, once, that completions of a batch only differ by their KL penalty."""
+        if "kl" not in self._warned:
+            self._warned.add("kl")
+            logger.warning(
+                "In a batch of completions %s. They only differ by the KL penalty (beta=%s). Logged once; counted in %s.",
+                _WHY["zero_advantage"], beta, metric,
+            )  # fmt: skip
 
     def logged(self) -> dict[str, float]:
-        """`tokens/<bucket>` of the run so far: that of what is trained, and of buckets that hold something."""
-        return {
-            f"{METRIC}{name}": float(count)
-            for name, count in self._counts.items()
-            if count or name == "trained"
-        }
+        """`tokens/<bucket>` of the run so far, of `trained` and buckets that are not empty."""
+        counts = self._counts.items()
+        return {f"{METRIC}{name}": float(count) for name, count in counts if count or name == "trained"}
 
     def state(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """The counts, for a checkpoint."""
         return dict(self._counts)
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self._counts = {name: state.get(name, 0) for name in BUCKETS}
 
 
 def _used(rows: Experience) -> Tensor:
-    """Tokens that have a weight in the loss before an optimiser step chooses among them, bool `(K,)`."""
+    """Tokens with a weight in the loss, before an optimiser step chooses among them: bool `(K,)`."""
     used = rows.per_token[TRAINED].bool()
     return used & (rows.per_token[CORRECTION] != 0) if CORRECTION in rows.per_token else used
