@@ -1,4 +1,4 @@
-"""How the completions of a batch of rollouts are cut into optimiser steps, where they come in groups of one prompt."""
+"""Sizes of rollout batches of GRPO and related methods, whose completions come in groups of one prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl.rollouts.schedule import RolloutSizes
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What the sizes follow from, under the names of the configs; `processes` share every micro-batch."""
+    """The settings of a config that determine the sizes; `processes` share every micro-batch."""
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -31,18 +31,18 @@ class GroupSettings:
 
     @property
     def whole(self) -> int:
-        """Rows of the least batch of completions that is made of whole optimiser steps and of whole groups."""
+        """Rows of the smallest batch of whole optimiser steps and whole groups."""
         return math.lcm(self.turn * self.gradient_accumulation_steps, self.num_generations)
 
     @property
     def made_of(self) -> str:
-        """What a micro-batch is made of, in words."""
+        """The settings of a micro-batch, for messages."""
         several = "es" if self.processes > 1 else ""
         return f"per_device_train_batch_size={self.per_device_train_batch_size} and {self.processes} process{several}"
 
 
 class GroupSizes(NamedTuple):
-    """The sizes of a rollout batch, and the two settings that were left out."""
+    """The sizes of a rollout batch, and both settings of a generation."""
 
     sizes: RolloutSizes
     generation_batch_size: int
@@ -52,8 +52,9 @@ class GroupSizes(NamedTuple):
 def group_sizes(settings: GroupSettings) -> GroupSizes:
     """The rollout batch of a configuration, in rows (completions).
 
-    A rollout batch is made of whole optimiser steps: where `steps_per_generation` is no multiple of an optimiser step's micro-batches,
-    several generations, all by one policy, are one window. Raises ValueError for numbers that do not divide, with those that would.
+    If `steps_per_generation` is no multiple of an optimiser step's micro-batches, a rollout batch has several generations.
+
+    Raises: ValueError for numbers that do not divide, with those that would.
 
     >>> found = group_sizes(GroupSettings(4, 2, processes=1, num_generations=8))
     >>> found.generation_batch_size, found.steps_per_generation, found.sizes.steps
@@ -103,7 +104,7 @@ def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:
 
 
 def check_evaluation(rows: int, num_generations: int) -> None:
-    """Raise ValueError where an evaluation batch of all processes, in rows, does not hold whole groups."""
+    """Raise ValueError if an evaluation batch of all processes, in rows, does not contain whole groups."""
     if rows % num_generations:
         raise ValueError(
             f"an evaluation batch has {rows} completions (per_device_eval_batch_size times the number of processes), expected a "
@@ -113,7 +114,7 @@ def check_evaluation(rows: int, num_generations: int) -> None:
 
 
 def rows_of_groups(groups: Tensor, size: int) -> Tensor:
-    """The rows of some groups of `size` that stand one after another, in order.
+    """The rows of some groups of `size` neighbouring rows, in order.
 
     >>> rows_of_groups(torch.tensor([2, 0]), 2)
     tensor([4, 5, 0, 1])
@@ -122,7 +123,7 @@ def rows_of_groups(groups: Tensor, size: int) -> Tensor:
 
 
 def _steps(settings: GroupSettings) -> int:
-    """Micro-batches that share a batch of completions."""
+    """Micro-batches per generation."""
     given, steps, turn = settings.generation_batch_size, settings.steps_per_generation, settings.turn
     if given is None:
         return settings.gradient_accumulation_steps if steps is None else steps
@@ -153,12 +154,12 @@ def _check_groups(generated: int, settings: GroupSettings) -> None:
 
 
 def _divisors(number: int, least: int = 2) -> str:
-    """Every divisor of a number from `least` on, in words; none of a number below it."""
+    """The divisors of a number from `least` on, for messages."""
     found = [str(divisor) for divisor in range(least, number + 1) if number % divisor == 0]
     return " or ".join(found[-6:])
 
 
 def _nearest(verb: str, given: int, unit: int) -> str:
-    """The multiples of `unit` around a number."""
+    """The nearest multiples of `unit`, for messages."""
     below = given // unit * unit
     return f"{verb} {' or '.join(str(value) for value in (below, below + unit) if value > 0)}"

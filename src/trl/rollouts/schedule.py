@@ -1,6 +1,6 @@
-"""Which rows a rollout is made of, and which of them each optimiser step learns from: functions of the seed alone.
+"""The rows of each rollout batch and of each optimiser step, as functions of the seed.
 
-Nothing here is a state: a run that resumes, or that has another number of processes, asks again and is told the same.
+There is no state, so the rows are the same after resuming and for any number of processes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from torch.utils.data import Sampler
 
 from trl.options.checks import check_at_least
 
-_MINI_BATCHES, _REFILLS, _REPLAYS = 1, 2, 3  # random streams of their own
-_ROUND = 2**48  # above the streams of rollout batches and of evaluations
+_MINI_BATCHES, _REFILLS, _REPLAYS = 1, 2, 3  # random streams
+_ROUND = 2**48  # larger than the streams of rollout batches and evaluations
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSizes:
-    """How a rollout batch (the rollout of one policy and all that is learned from it) is cut, in rows and optimiser steps.
+    """The sizes of a rollout batch, in rows and optimiser steps.
 
-    `rows`: of the rollout batch, over all processes. `mini_batches`: optimiser steps per pass over them; `passes`: how often each
-    row is learned from. `micro_batches`: per optimiser step; `processes`: that share each of them. `group`: rows of each
-    prompt, one after another.
+    `rows`: over all processes. `mini_batches`: optimiser steps per pass over the rows; `passes`: over the rows. `micro_batches`: per
+    optimiser step; `processes`: that share each micro-batch. `group`: neighbouring rows of one prompt.
     """
 
     rows: int
@@ -44,7 +43,7 @@ class RolloutSizes:
 
     @property
     def together(self) -> int:
-        """Rows of one prompt that a mini-batch gets together: whole groups, or the largest parts that go round."""
+        """Rows of one prompt in one mini-batch: whole groups, or their largest equal parts."""
         return math.gcd(self.group, self.own_rows // self.mini_batches)
 
     @property
@@ -146,7 +145,7 @@ def replayed_groups(batch: int, count: int, *, among: int, seed: int) -> list[in
 def step_rows(step: int, sizes: RolloutSizes, *, batch: int, process: int, seed: int) -> list[Tensor]:
     """Which of a process's own rows `(own_rows,)` each micro-batch of a rollout batch's optimiser step learns from.
 
-    In every pass each row has its turn once. The rows of the rollout batch (in groups: `together` of them at a time) are taken in
+    Each row occurs once in every pass. The rows of the rollout batch (in groups: `together` of them at a time) are taken in
     runs of `mini_batches`, of which each mini-batch gets one at random: so a mini-batch has the same rows however many
     processes share it, as long as each process has whole groups for every mini-batch.
 
@@ -167,22 +166,22 @@ def step_rows(step: int, sizes: RolloutSizes, *, batch: int, process: int, seed:
 
 
 def _generator(seed: int, *stream: int) -> np.random.Generator:
-    """A random stream that depends on the seed and these numbers alone."""
+    """A random stream that depends on the seed and these numbers only."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed % 2**63, *stream])))
 
 
 class RepeatSampler(Sampler[int]):
     """Indices of a data set in batches of `batch_size`: each index `mini_repeat_count` times, the batch `repeat_count` times.
 
-    Every pass is shuffled anew by `torch.randperm`, in the order in which GRPO and RLOO draw their prompts with the same seed.
-    Rows at the end of a pass that do not fill a batch are left out (trainers do not leave them out).
+    Every pass is shuffled by `torch.randperm`, in the order in which GRPO and RLOO draw prompts with the same seed. An incomplete
+    last batch is dropped (trainers keep it).
 
     Args:
-        data_source: whose length is sampled from.
+        data_source: the data set, of which only the length is used.
         mini_repeat_count: copies of an index, one after another (`num_generations`).
         batch_size: different indices of a batch.
-        repeat_count: how often a batch comes, one after another (`num_iterations`).
-        shuffle: False takes the rows as they stand.
+        repeat_count: copies of a batch, one after another (`num_iterations`).
+        shuffle: False for the order of the data set.
         seed: of the order; None draws one.
 
     Example:
@@ -202,13 +201,9 @@ class RepeatSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
-        counts = {
-            "mini_repeat_count": mini_repeat_count,
-            "batch_size": batch_size,
-            "repeat_count": repeat_count,
-        }
-        for name, value in counts.items():
-            check_at_least(name, value, minimum=1, optional=False)
+        check_at_least("mini_repeat_count", mini_repeat_count, minimum=1, optional=False)
+        check_at_least("batch_size", batch_size, minimum=1, optional=False)
+        check_at_least("repeat_count", repeat_count, minimum=1, optional=False)
         self.data_source, self.mini_repeat_count = data_source, mini_repeat_count
         self.batch_size, self.repeat_count = batch_size, repeat_count
         self.shuffle = shuffle
@@ -216,7 +211,7 @@ class RepeatSampler(Sampler[int]):
         self._pass = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be number `epoch`."""
+        """Make the next pass number `epoch`."""
         self._pass = epoch
 
     def __iter__(self) -> Iterator[int]:
