@@ -43,7 +43,7 @@ def test_groups_of_another_size_are_not_taken_from_a_checkpoint(tmp_path, caplog
     buffer.save(tmp_path)
     again = GroupBuffer(size=2, group_size=4)
     again.load(tmp_path)
-    assert len(again) == 0 and "groups of 2 completions, expected groups of num_generations=4" in caplog.text
+    assert len(again) == 0 and "groups of 2 completions, expected num_generations=4" in caplog.text
 
 
 def only_at_first(completion_ids, trainer_state, **_):

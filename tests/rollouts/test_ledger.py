@@ -42,6 +42,6 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"truncated must have one entry per token, \(2,\), got \(1,\)"):
         token_ledger(torch.zeros(2), truncated=torch.ones(1))
     nan = torch.tensor([float("nan"), 1.0])
-    with pytest.raises(ValueError, match=r"got NaN\. Mark those tokens as reward_failed"):
+    with pytest.raises(ValueError, match=r"Mark those tokens as reward_failed"):
         token_ledger(nan)
     assert token_ledger(nan, reward_failed=nan.isnan())["reward_failed"] == 1

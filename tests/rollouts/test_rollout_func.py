@@ -52,5 +52,5 @@ def test_a_function_is_looked_at_before_it_is_called():
         TypeError, match=r"the parameters \(prompts, args, processing_class\), expected \(prompts, trainer\)"
     ):
         check_rollout_func(lambda prompts, args, processing_class: None)
-    with pytest.raises(TypeError, match="rollout_func is of type int, expected a function"):
+    with pytest.raises(TypeError, match="rollout_func is a int, expected a function"):
         check_rollout_func(3)

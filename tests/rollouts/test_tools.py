@@ -49,7 +49,7 @@ def test_names_of_tools():
     assert list(named_tools({"a b": double})) == ["a b"]
     assert named_tools(None) == {}
     for wrong, error, message in [
-        ([lambda query: query], ValueError, "got '<lambda>'. Give a dict"),
+        ([lambda query: query], ValueError, "got '<lambda>'. Use a dict"),
         ([double, double], ValueError, "different names without < and >, got 'double'"),
         ({"a": 3}, TypeError, r"tools\['a'\] must be callable with a query, got int"),
     ]:

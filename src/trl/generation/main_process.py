@@ -19,7 +19,7 @@ def process_count() -> int:
 
 def first_rng_stream() -> int:
     """The first random stream of this process: processes with one seed must not draw the same for the same query."""
-    return dist.get_rank() * _STREAMS if process_count() > 1 else 0
+    return dist.get_rank() * _STREAMS if dist.is_available() and dist.is_initialized() else 0
 
 
 def any_process(value: bool) -> bool:
