@@ -105,6 +105,15 @@ def test_one_value_is_counted_and_has_no_deviation():
     assert (running.mean, running.std, running.count) == (2.0, 1, 1.0)
     running.update(torch.tensor([4.0]))
     assert (running.mean, running.var, running.count) == (3.0, 1.0, 2.0)
+    assert running.std == pytest.approx(2**0.5)
+
+
+def test_a_variance_below_the_added_constant():
+    """Variance 0.5e-8, to which 1e-8 is added: 5e-5 / sqrt(1.5e-8)."""
+    values = torch.tensor([0.0, 1e-4], dtype=torch.float64)
+    assert whiten_by(values, moments(values)).tolist() == pytest.approx(
+        [-0.408248290463863, 0.408248290463863]
+    )
 
 
 def test_statistics_of_nothing_are_zero_and_none_has_a_gradient():

@@ -99,7 +99,7 @@ def test_errors():
 
 
 def test_length_desensitized_of_each_pair_by_its_own_length():
-    """Pairs of 1 and 2, and of 3 and 1 tokens; every log-prob is -1 and what is longer counts for half."""
-    sequence = torch.tensor([0, 1, 1, 2, 2, 2, 3])
-    found = length_desensitized(-torch.ones(7), sequence, 4, alpha=0.5)
-    assert found.tolist() == [-1.0, -1.5, -2.0, -1.0]
+    """Pairs of 1 and 2, and of 3 and 2 tokens; every log-prob is -1 and what is longer counts for half."""
+    sequence = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3])
+    found = length_desensitized(-torch.ones(8), sequence, 4, alpha=0.5)
+    assert found.tolist() == [-1.0, -1.5, -2.5, -2.0]
