@@ -110,7 +110,7 @@ def test_a_save_that_is_killed_leaves_the_last_state_whole(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_state, "random_streams", killed)
+        patch.setattr(step_state, "rng_states", killed)
         with pytest.raises(KeyboardInterrupt):
             trainer.save_state(tmp_path / "state")
     (tmp_path / "state").rename(step_state._replaced(tmp_path / "state"))  # killed between the two renames

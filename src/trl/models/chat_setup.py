@@ -1,4 +1,4 @@
-"""A base model made ready for chat: template, special tokens, and embedding rows for them."""
+"""Chat templates for base models, with special tokens and their embeddings."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

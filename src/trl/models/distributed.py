@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from trl.models.peft import is_peft_model
 from trl.models.switches import disable_gradient_checkpointing
 
+_FSDP1_OPTIONS = (
+    "cpu_offload", "auto_wrap_policy", "sync_module_states", "backward_prefetch", "forward_prefetch", "use_orig_params",
+    "param_init_fn", "ignored_modules", "limit_all_gathers",
+)  # fmt: skip
+
 
 def prepare_deepspeed(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Wrap a frozen model (a reference, a reward model, a teacher) with the run's DeepSpeed config, in eval mode.
@@ -29,10 +34,10 @@ def prepare_deepspeed(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 def prepare_frozen_deepspeed(
     model: nn.Module, per_device_train_batch_size: int, fp16: bool = False, bf16: bool = False
 ) -> nn.Module:
-    """Wrap a frozen model with the DeepSpeed config of this process's accelerate state, in eval mode.
+    """`prepare_deepspeed` for loops without a trainer, with the config of this process's accelerate state.
 
-    `per_device_train_batch_size` is in rows. Weights are cast where `fp16` or `bf16` is set, and are sharded under ZeRO-3 only.
-    Raises: ValueError for a run without DeepSpeed.
+    `per_device_train_batch_size` is in rows. Weights are cast if `fp16` or `bf16` is set, and sharded under ZeRO-3 only. Raises
+    ValueError for a run without DeepSpeed.
     """
     config = deepspeed_config(AcceleratorState())
     config.pop("train_batch_size", None)
@@ -56,7 +61,7 @@ def deepspeed_config(state: Any) -> dict[str, Any]:
 
 
 def frozen_engine(model: nn.Module, config: dict[str, Any]) -> nn.Module:
-    """A frozen model under DeepSpeed, of whose `config` that of the optimiser is taken out."""
+    """A frozen model under DeepSpeed, without the optimiser of `config`."""
     import deepspeed
 
     config.pop("optimizer", None)
@@ -95,29 +100,17 @@ def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
         model = fsdp2_prepare_model(accelerator, model)
     elif not is_fsdp1(model):
-        model = _wrap_fsdp1(model, plugin, accelerator.device)
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        plugin.set_auto_wrap_policy(model)
+        model = FullyShardedDataParallel(
+            model,
+            sharding_strategy=plugin.sharding_strategy or plugin.reshard_after_forward,
+            mixed_precision=plugin.mixed_precision_policy,
+            device_id=accelerator.device,
+            **{name: getattr(plugin, name) for name in _FSDP1_OPTIONS},
+        )
     return model.eval()
-
-
-def _wrap_fsdp1(model: nn.Module, plugin: Any, device: torch.device) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    plugin.set_auto_wrap_policy(model)
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=plugin.sharding_strategy or plugin.reshard_after_forward,
-        cpu_offload=plugin.cpu_offload,
-        auto_wrap_policy=plugin.auto_wrap_policy,
-        mixed_precision=plugin.mixed_precision_policy,
-        sync_module_states=plugin.sync_module_states,
-        backward_prefetch=plugin.backward_prefetch,
-        forward_prefetch=plugin.forward_prefetch,
-        use_orig_params=plugin.use_orig_params,
-        param_init_fn=plugin.param_init_fn,
-        ignored_modules=plugin.ignored_modules,
-        limit_all_gathers=plugin.limit_all_gathers,
-        device_id=device,
-    )
 
 
 def is_fsdp1(model: Any) -> bool:
@@ -128,7 +121,7 @@ def is_fsdp1(model: Any) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a process holds a part of the model's weights only (ZeRO-3, FSDP of either version)."""
+    """Whether the model's weights are sharded over processes (ZeRO-3, FSDP of either version)."""
     from torch.distributed.tensor import DTensor
 
     parts = any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in model.parameters())
@@ -138,9 +131,9 @@ def is_sharded(model: nn.Module) -> bool:
 def gathered_parameters(
     parameters: Iterable[nn.Parameter], modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """A block in which ZeRO-3 parameters are whole on every rank; nothing happens for other parameters.
+    """A block in which ZeRO-3 parameters are gathered on every rank; other parameters are left alone.
 
-    What rank `modifier_rank` writes into them inside the block is what every rank keeps; with `None`, nothing is.
+    All ranks keep what rank `modifier_rank` writes into them; with `None` nothing is kept.
     """
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not sharded:
@@ -151,7 +144,7 @@ def gathered_parameters(
 
 
 def fsdp2_modules(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards, the outermost first, which can gather their weights before a first forward too."""
+    """The modules that FSDP2 shards, the outermost first, initialised so that they can gather before the first forward."""
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -161,10 +154,7 @@ def fsdp2_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Give up the whole weights that FSDP2 modules keep after a forward, so that parameters are their shards again.
-
-    Writing into the whole weights would be lost at the next gathering. Nothing happens for other models.
-    """
+    """Free the gathered weights that FSDP2 modules keep after a forward; writes into them would be lost."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -173,7 +163,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def fsdp2_units(model: nn.Module) -> dict[nn.Module, Any]:
-    """The FSDP2 module that shards the parameters of each module itself; modules that none shards are left out."""
+    """Each module's FSDP2 unit, which shards its parameters; modules without one are left out."""
     sharding = set(fsdp2_modules(model))
     found: dict[nn.Module, Any] = {}
 
@@ -190,9 +180,9 @@ def fsdp2_units(model: nn.Module) -> dict[nn.Module, Any]:
 
 @contextmanager
 def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) -> Iterator[None]:
-    """A block in which the parameters of these modules, and all of these FSDP2 `units`, are whole on every rank.
+    """A block in which the parameters of these modules and FSDP2 `units` are gathered on every rank; for reading only.
 
-    All ranks must enter it together. What was whole before stays so; nothing that is written inside is kept.
+    All ranks must enter it together. What was gathered before stays so.
     """
     parameters = {
         parameter: None
@@ -212,7 +202,7 @@ def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) ->
 
 
 def whole_shape(parameter: Tensor, unit: Any | None = None) -> Tensor:
-    """A tensor without data, with the shape and the dtype that a parameter has once it is gathered (by this FSDP2 unit)."""
+    """A meta tensor with the shape and dtype of the gathered parameter (by this FSDP2 unit)."""
     shape = getattr(parameter, "ds_shape", parameter.shape)  # a DTensor's is that of the whole
     dtype = parameter.dtype
     if unit is not None and dtype.is_floating_point and isinstance(parameter, nn.Parameter):
@@ -221,13 +211,13 @@ def whole_shape(parameter: Tensor, unit: Any | None = None) -> Tensor:
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 holds a part of it only; those that persist, or that somebody else gathered, are whole."""
+    """Whether ZeRO-3 has a part of it only; persistent and already gathered ones are whole."""
     status = getattr(parameter, "ds_status", None)
     return status is not None and status.name == "NOT_AVAILABLE"
 
 
 def _is_resharded(unit: nn.Module) -> bool:
-    """Whether what an FSDP2 module shards itself is not whole now."""
+    """Whether an FSDP2 module's own parameters are not gathered."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -244,7 +234,7 @@ def unwrap_model_for_generation(
     gather_deepspeed3_params: bool = True,
     generation_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[Any]:
-    """Yield the model without its DDP, FSDP or DeepSpeed wrapper, ready for `generate`; put everything back after.
+    """A block that yields the model without its DDP, FSDP or DeepSpeed wrapper, ready for `generate`.
 
     Gradient checkpointing, which disables the key-value cache, is off inside, and `generation_kwargs` are set on the
     model's `generation_config`. ZeRO-3 weights are gathered once for the whole block, which needs room for the full
@@ -300,7 +290,7 @@ def _whole_weights(model: Any, accelerator: Accelerator, gather_zero3: bool) -> 
 
 
 def add_hooks(model: Any) -> None:
-    """Put a ZeRO-3 engine's gathering hooks back after `remove_hooks`; nothing happens for an engine without any."""
+    """Put a ZeRO-3 engine's gathering hooks back after `remove_hooks`; other engines are left alone."""
     offload = _parameter_offload(model)
     if offload is not None:
         offload._register_deepspeed_module(offload.module)

@@ -66,7 +66,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
         without_cache = {"use_cache": False, "past_key_values": None}
         return self.model.prepare_inputs_for_generation(*args, **{**kwargs, **without_cache})
 
-    # transformers looks at the class, the signature and small attributes of what generates: the policy's are meant.
+    # transformers validates the class and the signature of what generates: use the policy's.
     def _validate_model_class(self) -> None:
         self._policy()._validate_model_class()
 

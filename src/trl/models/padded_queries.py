@@ -1,7 +1,7 @@
-"""What a model says of queries and responses in padded rows: for loops of a user's own.
+"""Logits and rewards of padded queries and responses, for users' own loops.
 
-Padding is known by its token alone, wherever it stands, so no text may use that token: a tokenizer whose pad token is its
-end token needs another one. The trainers here mask by position instead.
+Padding is recognised by its token alone, so no text may contain that token, and it must differ from the end token. The
+trainers here mask by position instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from trl.tensors.padding import first_true_indices
 
 
 def forward(model: nn.Module, query_responses: Tensor, pad_token_id: int) -> ModelOutput:
-    """The model's output, with hidden states, for rows `(B, T)` that are padded on either side.
+    """The model's output, with hidden states, for rows `(B, T)` padded on either side.
 
-    A token has the same logits as in a row of its own: positions count real tokens, and padding is not attended to. What
-    stands at the places of padding means nothing.
+    Positions count real tokens, and padding is not attended to. Outputs at padding are meaningless.
     """
     inputs = _taken_by(_core(model), padded_inputs(query_responses, pad_token_id))
     return model(**inputs, return_dict=True, output_hidden_states=True)
@@ -32,11 +31,11 @@ def forward(model: nn.Module, query_responses: Tensor, pad_token_id: int) -> Mod
 def get_reward(
     model: nn.Module, query_responses: Tensor, pad_token_id: int, context_length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a sequence classifier says after each token, after each response's last one, and where that stands.
+    """A sequence classifier's logits at each token and at each response's last token, and the position of the latter.
 
-    `(B, T) -> (B, T, L), (B,), (B,)` for L labels (`(B, L)` the second where L > 1). Rows are queries of `context_length`
-    places, padded on the left, and responses padded on the right; of a response without a token it is the query's last.
-    Raises: TypeError for a model without a layer `score` over its decoder.
+    `(B, T) -> (B, T, L), (B,), (B,)` for L labels (the second is `(B, L)` if L > 1). Rows are queries of `context_length`
+    tokens, padded on the left, and responses, padded on the right; an empty response ends at the query's last token. Raises
+    TypeError for a model without a layer `score` over its decoder.
     """
     classifier: Any = _core(model)
     decoder = getattr(classifier, classifier.base_model_prefix, None)
@@ -54,7 +53,7 @@ def get_reward(
 
 
 def padded_inputs(query_responses: Tensor, pad_token_id: int) -> dict[str, Tensor]:
-    """What a model is given of padded rows `(B, T)`: ids, mask, and positions that count real tokens.
+    """The inputs for padded rows `(B, T)`: ids, mask, and positions that count real tokens.
 
     >>> padded_inputs(torch.tensor([[9, 5, 6, 9]]), pad_token_id=9)["position_ids"]
     tensor([[0, 0, 1, 2]])

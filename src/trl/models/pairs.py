@@ -1,4 +1,4 @@
-"""What the trainers of pairs share: how a batch is counted, and whether completions share their prompt."""
+"""Counts of pair batches, prefix sharing, mean logits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
-    """Whether the completions of one prompt are laid out behind one copy of it; warns where a model of packed rows cannot.
+    """Whether completions share one copy of their prompt; warns if a model of packed rows does not support it.
 
-    Raises: ValueError where that is required and the model cannot take it.
+    Raises: ValueError if it is required and not supported.
     """
     unsupported = "its flash attention only separates plain sequences"
     if prefix_sharing == "auto" and scorer.packed and not scorer.shares_prefixes:
@@ -37,12 +37,12 @@ def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
 
 
 def row_count(batch: Mapping[str, Any], *, per_row: int = 1) -> int:
-    """How many rows a batch has; padded rows that do not say it have `per_row` sequences each, in turn."""
+    """The number of rows of a batch; padded batches without `rows` have `per_row` sequences per row."""
     return len(batch["rows"]) if "rows" in batch else batch["input_ids"].shape[0] // per_row
 
 
 def pair_units(batch: Mapping[str, Any]) -> Tensor:
-    """How many pairs a batch has, and how many trained tokens their chosen completions: int64 `(2,)`."""
+    """The number of pairs of a batch, and of trained tokens in chosen completions: int64 `(2,)`."""
     chosen = (scored_sequences(batch) % 2 == 0).sum().cpu()
     return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])
 

@@ -70,9 +70,8 @@ def is_quantized(model: Any) -> bool:
 def forbid_inference_packing(model: torch.nn.Module) -> None:
     """Keep bitsandbytes' 4-bit layers in the layout that has a backward, in place.
 
-    bitsandbytes 0.50 on a CPU with AVX512-BF16 repacks a layer's weights for inference at its first forward in eval
-    mode, and the kernel for that layout cuts the graph: an evaluation in the middle of training would silently end
-    it. Remove once `matmul_4bit` gives gradients for packed weights.
+    bitsandbytes 0.50 on a CPU with AVX512-BF16 repacks weights at the first forward in eval mode, after which there are no
+    gradients. Remove once `matmul_4bit` gives gradients for packed weights.
     """
     attribute = "support_avx512bf16_for_cpu"
     for module in model.modules():

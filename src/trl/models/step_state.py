@@ -1,4 +1,4 @@
-"""All that a step-level loop carries, in a folder: a killed loop that loads it goes on to the same bits."""
+"""The state of a step-level loop in a folder; resuming is bit-exact."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FORMAT = 1
 def save_step_state(
     folder: str | Path, accelerator: Any, state: dict[str, Any], scheduler: Any | None
 ) -> None:
-    """Write weights, optimiser, `state` (plain values), scheduler and random streams aside, then rename into place.
+    """Save weights, optimiser, `state` (plain values), scheduler and random generators, replacing `folder` atomically.
 
-    All processes must call it. What stood in `folder` before is replaced as a whole.
+    All processes must call it.
     """
     final = Path(folder)
     staging = final.parent / on_main(accelerator, run_folder_name) / final.name
@@ -40,7 +40,7 @@ def save_step_state(
         # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
         with under_module_names(accelerator):
             accelerator.save_state(str(staging), safe_serialization=False)
-        streams = random_streams()
+        streams = rng_states()
         torch.save(streams, staging / f"random_streams_{accelerator.process_index}.pt")
         if accelerator.is_main_process:
             if scheduler is not None:
@@ -60,15 +60,15 @@ def save_step_state(
 
 
 def _replaced(folder: Path) -> Path:
-    """Where the last state stands while the next is renamed into its place."""
+    """The last state's folder while the next is renamed into place."""
     return folder.with_name(f"_replaced-{folder.name}")
 
 
 def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None) -> dict[str, Any]:
-    """Take everything from a folder; returns the plain values.
+    """Load a saved state; returns the plain values.
 
-    Raises: FileNotFoundError for a folder without a whole state; CheckpointError for one that lost a file;
-    ValueError for one of another number of processes.
+    Raises: FileNotFoundError for a folder without a state; CheckpointError if a file is missing; ValueError for another number
+    of processes.
     """
     folder = Path(folder)
     if not folder.exists() and _replaced(folder).exists():  # killed between two renames
@@ -101,11 +101,11 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
     streams = torch.load(
         folder / f"random_streams_{accelerator.process_index}.pt", weights_only=True, map_location="cpu"
     )
-    set_random_streams(streams)
+    set_rng_states(streams)
     return state
 
 
-def random_streams() -> dict[str, Any]:
+def rng_states() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's global generators, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state()
     version, numbers, gauss = random.getstate()
@@ -117,7 +117,7 @@ def random_streams() -> dict[str, Any]:
     }
 
 
-def set_random_streams(streams: dict[str, Any]) -> None:
+def set_rng_states(streams: dict[str, Any]) -> None:
     """Put the generators into given states."""
     version, numbers, gauss = streams["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -1,10 +1,8 @@
 """The scoring forward: a language model's log-probabilities of given tokens, without its logits.
 
-`Scorer` runs a model's decoder and then the scoring primitive of `tensors/logprobs.py` on the scored positions only.
-Both run inside the model's own `forward` and the head's own `__call__`, so that the hooks of DDP, FSDP2 and ZeRO-3
-fire: parameters are gathered, gradients reduced, exactly as in a plain call. A model that does not expose a decoder
-and a head, or whose logits are not what its head and config say, is scored from its own logits instead; `fallbacks`
-says so.
+`Scorer` runs a model's decoder, then the scoring function of `tensors/logprobs.py` on the scored positions only. Both run
+inside the model's own `forward` and the head's own `__call__`, so that the hooks of DDP, FSDP2 and ZeRO-3 run. A model
+without decoder and head, or with other logits than these give, is scored from its own logits; `fallbacks` says so.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from trl.tensors.vocabulary_loss import LogitsOf, LossOfLogits, VocabularyLoss, 
 
 
 class Scored(NamedTuple):
-    """What a scoring forward found, for K scored positions in the order of `positions`."""
+    """The results of a scoring forward for K scored positions, in the order of `positions`."""
 
     positions: ScoredPositions
     logps: Tensor  # (K,), nats; with gradient unless a local loss was asked for
@@ -62,10 +60,10 @@ class Scored(NamedTuple):
 
 
 class Scorer(ScorerBase):
-    """How one decoder is scored, decided once: layout (packed or padded) and path (head or own logits).
+    """Scores one decoder; layout (packed or padded) and path (head or own logits) are chosen once.
 
-    `packed=None` takes the packed layout wherever the model can; `packed=False` always pads. `fallbacks` lists what the model
-    could not take. The model may be wrapped afterwards (PEFT before, DDP, FSDP2, DeepSpeed after). With a value head
+    `packed=None` uses the packed layout if the model supports it, `packed=False` always pads. `fallbacks` lists the reasons for
+    fallbacks. PEFT wraps the model before, DDP, FSDP2 and DeepSpeed may afterwards. With a value head
     (`AutoModelForCausalLMWithValueHead`) results also have `values` `(K,)`, float32.
 
     Example:

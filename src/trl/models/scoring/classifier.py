@@ -30,7 +30,7 @@ _OF_TOKENS = ("labels", "scored_source", "scored_target", "scored_sequence")
 
 
 class ClassificationScorer(ScorerBase):
-    """How one sequence or token classifier is scored, decided once, as `Scorer` decides for language models.
+    """`Scorer` of a sequence or token classifier.
 
     A decoder with a linear head gives the logits of its sequences' ends and of any token alike. Other classifiers
     (encoders) are run as they are on padded rows, which `fallbacks` says. Raises ValueError for prompt learning.

@@ -18,7 +18,7 @@ _KEYS = ("input_ids", "attention_mask", "decoder_labels", "decoder_prompt")
 
 
 class Seq2SeqScorer(Scorer):
-    """How one encoder-decoder is scored, decided once, as `Scorer` decides for decoders; its rows are always padded.
+    """`Scorer` of an encoder-decoder; rows are always padded.
 
     A batch holds `input_ids`, `attention_mask` `(B, P)`: the prompts; `decoder_labels` `(S, T)`: the completions, -100
     where a position is padding or not trained; `decoder_prompt` `(S,)`: the prompt of each. `positions.sequence` of a
@@ -40,7 +40,7 @@ class Seq2SeqScorer(Scorer):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias `(V,)` that BART and its kin add to their head's products."""
+        """The bias `(V,)` that BART-like models add to their head's products."""
         return _logits_bias(self.core)
 
     def hidden_states(self, inputs: dict[str, Any], rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
@@ -131,13 +131,12 @@ def _head_unsupported(core: Any, rule: LogitRule) -> str | None:
 
 
 def _logits_bias(core: Any) -> Tensor | None:
-    """The bias `(V,)` that BART and its kin add to their head's products."""
     bias = getattr(core, "final_logits_bias", None)
     return None if bias is None else bias[0]
 
 
 def _shifted_right(core: Any, labels: Tensor, *, pad_token_id: int) -> Tensor:
-    """The decoder's inputs `(S, T)`: the labels behind the start token, by the model's own rule where it has one."""
+    """The decoder's inputs `(S, T)`: the labels after the start token, by the model's own function if it has one."""
     own = getattr(core, "prepare_decoder_input_ids_from_labels", None)
     if own is not None and core.config.pad_token_id is not None:
         return own(labels)
@@ -146,6 +145,6 @@ def _shifted_right(core: Any, labels: Tensor, *, pad_token_id: int) -> Tensor:
 
 
 def shift_tokens_right(input_ids: Tensor, decoder_start_token_id: int) -> Tensor:
-    """The rows moved by one position, behind the start token; the last token of each is dropped. `(B, T) -> (B, T)`."""
+    """The rows shifted right by one position, after the start token. `(B, T) -> (B, T)`."""
     start = input_ids.new_full((len(input_ids), 1), decoder_start_token_id)
     return torch.cat([start, input_ids[:, :-1]], dim=1)

@@ -1,4 +1,4 @@
-"""What is computed of hidden states: log-probabilities or a local loss through the output head, and a router's loss."""
+"""Log-probabilities or a local loss from hidden states and output head, and a router's loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy and a value model of its own as one module: one wrapper for DDP and its kin, one optimizer, one checkpoint."""
+"""A policy and a separate value model as one module, for DDP, one optimiser and one checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PolicyAndValue(nn.Module):
 
     @property
     def pretrained_model(self) -> nn.Module:
-        """The language model, under the name by which generation finds one inside of another module."""
+        """The policy, under the name that generation looks for."""
         return self.policy
 
     @property
@@ -89,12 +89,12 @@ class PolicyValueScorer:
 
     @property
     def packed(self) -> bool:
-        """Whether both models take a packed row."""
+        """Whether both models support packed rows."""
         return self.policy.packed and self.value.packed
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether branches may stand behind one copy of their prompt in both."""
+        """Whether both support prefix sharing."""
         return self.policy.shares_prefixes and self.value.shares_prefixes
 
     @property
