@@ -130,7 +130,7 @@ def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
     [
         ("", "reward_funcs is missing. Give one or several with --reward_funcs"),
         ("--reward_funcs acuracy_reward", "'acuracy_reward' is unknown. Did you mean accuracy_reward? Known are"),
-        ("--reward_funcs rewards_of_mine.dogs", "has no 'dogs', it has ['as_wanted', 'cats', 'too_few']. Name one"),
+        ("--reward_funcs rewards_of_mine.dogs", "has no 'dogs'. Name one of ['as_wanted', 'cats', 'too_few']"),
         ("--reward_funcs ./nowhere", "looks like a path, and there is no such folder"),
         ("--reward_funcs think_format_reward --reward_weights 1 2", "reward_weights"),
         ("--reward_funcs think_format_reward --per_device_train_batch_size 6", "num_generations"),
