@@ -51,7 +51,7 @@ from trl.options.policy_gradient import SYNC_SETTINGS
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.reporting.step_scores import Processes
-from trl.tensors.reduce import Unit, Weighted, count_units, reduce_terms, share_of_step, where_counted
+from trl.tensors.reduce import Unit, Weighted, reduce_terms, share_of_step
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
@@ -308,12 +308,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).view(-1)
         )
         found = self.judged_batch(model, inputs)
-        if found.local is None:
-            loss = self.loss_of(found, own, step)
-        else:  # terms without gradient are those that it sums up
-            learned = [terms for terms in found.terms if terms.values.requires_grad]
-            loss = self.loss_of(found._replace(terms=learned), own, step)
-            loss = loss + share_of_step(found.local, step[0])
+        loss = self.loss_of(found, own, step)
         self._record(found, own)
         if num_items_in_batch is not None:
             loss = self.scale(loss)
@@ -324,33 +319,33 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
         """A batch's part of the step's loss: its terms over the step's number of each kind of unit; `own`: the batch's."""
-        parts = [reduce_terms(terms, step[self.units.index(terms.per)]) for terms in found.terms]
-        return sum(parts, start=torch.zeros(())) + self.router_part(found, own, step)
+        shares = [share_of_step(*each) for each in zip(self._totals(found, own), step, strict=True)]
+        return sum(shares, start=torch.zeros(()))
 
-    def router_part(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor | float:
-        """What the router of a mixture of experts adds to it: its loss, by this batch's share of the step."""
-        return 0.0 if found.aux_loss is None else self._router_weight() * found.aux_loss * (own[0] / step[0])
-
-    def _router_weight(self) -> float:
-        return self.scorer.core.config.get_text_config().router_aux_loss_coef
+    def _totals(self, found: Outcome, own: Tensor) -> list[Tensor]:
+        """Summed losses of a batch for each kind of unit; the router's of a mixture of experts counts for the batch's units."""
+        totals = [torch.zeros(()) for _ in self.units]
+        if found.local is not None:
+            totals[0] = found.local
+        if found.aux_loss is not None:
+            weight = self.scorer.core.config.get_text_config().router_aux_loss_coef
+            totals[0] = totals[0] + weight * found.aux_loss * own[0]
+        for terms in found.terms:
+            if found.local is None or terms.values.requires_grad:  # others are summed up in `local`
+                unit = self.units.index(terms.per) if len(self.units) > 1 else 0
+                totals[unit] = totals[unit] + reduce_terms(terms, 1.0)
+        return totals
 
     def _record(self, found: Outcome, own: Tensor) -> None:
-        self._sums[self.mode].add_extremes(found.extremes)
+        sums = self._sums[self.mode]
+        sums.add_extremes(found.extremes)
         for terms in found.terms:
-            for name, value in terms.metrics.items():
-                self.record(name, value)
-            if self.mode == "eval":
-                total = (where_counted(terms.values, terms.weights) * terms.weights).sum()
-                self.record(LOSS_PARTS + terms.per, Weighted(total.detach(), count_units(terms)))
-        self.record_router(found, own)
-
-    def record_router(self, found: Outcome, own: Tensor) -> None:
-        """Log the router's loss."""
+            sums.add_all(terms.metrics)
         if found.aux_loss is not None:
-            self.record("aux_loss", Weighted(found.aux_loss.detach(), torch.ones(())))
-            if self.mode == "eval":
-                value = self._router_weight() * found.aux_loss.detach() * own[0]
-                self.record(LOSS_PARTS + "router", Weighted(value, own[0]))
+            sums.add("aux_loss", Weighted(found.aux_loss, torch.ones(())))
+        if self.mode == "eval":
+            for unit, *part in zip(self.units, self._totals(found, own), own, strict=True):
+                sums.add(LOSS_PARTS + unit, Weighted(*part))
 
     # ---- metrics
 

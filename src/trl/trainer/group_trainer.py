@@ -26,7 +26,7 @@ from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, extremes_
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
 from trl.rollouts.token_counts import TokenCounts, sampled_tokens
-from trl.tensors.reduce import LossTerms, Weighted, where_counted
+from trl.tensors.reduce import Weighted
 from trl.trainer.group_completions import ShownCompletions
 from trl.trainer.group_images import images_of
 from trl.trainer.group_method import EQUAL_REWARDS, GroupMethod
@@ -43,7 +43,7 @@ from trl.trainer.group_setup import (
 )
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.inherited_settings import settle_inherited
-from trl.trainer.method import LOSS_PARTS, Outcome
+from trl.trainer.method import Outcome
 from trl.trainer.online_trainer import OnlineTrainer, evaluation_streams
 
 AnyDataset = Dataset | IterableDataset
@@ -217,12 +217,7 @@ class GroupTrainer(OnlineTrainer):
     def _record(self, found: Outcome, own: Tensor) -> None:
         for terms in found.terms:
             self._extremes[self.mode].add(terms.metrics)
-            for name, value in terms.metrics.items():
-                self.record(name, value)
-        if self.mode == "eval":  # the terms share one divisor, which counts once
-            total = torch.stack([_total(terms) for terms in found.terms]).sum()
-            self.record(LOSS_PARTS + found.terms[0].per, Weighted(total, own[0]))
-        self.record_router(found, own)
+        super()._record(found, own)
 
     # ---- what is logged
 
@@ -316,7 +311,3 @@ class GroupTrainer(OnlineTrainer):
         super().load_method_state(state)
         self._extremes["train"].load_state(state.get("extremes", {}))
         self._token_counts.load_state(state.get("tokens", {}))
-
-
-def _total(terms: LossTerms) -> Tensor:
-    return (where_counted(terms.values, terms.weights) * terms.weights).sum().detach()

@@ -32,7 +32,7 @@ from trl.rollouts.maker import Completer, Prompts, RolloutMaker, Rows
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction
 from trl.rollouts.schedule import RolloutSizes, step_rows
-from trl.tensors.reduce import LossTerms, Unit, Weighted, reduce_terms
+from trl.tensors.reduce import LossTerms, Unit, Weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.method import Outcome
 from trl.trainer.online_method import OnlineMethod, StepContext
@@ -262,11 +262,6 @@ class OnlineTrainer(BaseTrainer):
         terms = self.objective(experience, scored)
         predictions, labels = scored.logps.detach(), scored.positions.sequence
         return Outcome(terms, predictions, labels, scored.aux_loss, local=scored.total)
-
-    def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
-        """A micro-batch's part of the step's loss: all terms have one divisor."""
-        parts = [reduce_terms(terms, step[0]) for terms in found.terms]
-        return sum(parts, start=torch.zeros(())) + self.router_part(found, own, step)
 
     # ---- evaluation
 
