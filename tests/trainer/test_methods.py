@@ -11,9 +11,17 @@ from trl.trainer.method import Method
 
 TRAINERS = Path(importlib.import_module("trl.trainer").__file__ or "").parent
 ROWS = ("sft", "dpo", "kto", "bco", "cpo", "orpo", "reward", "prm")
-RECORDED = {"kto_loss", "bco_loss", "cpo_loss", "odds_ratio_loss", "dpo_loss"}  # of programs of 0.4-0.26
-FILES = (*(f"{name}_trainer.py" for name in ROWS), "base_trainer.py", "preference_trainer.py", "unpaired.py",
-         "reference_free_trainer.py")  # fmt: skip
+RECORDED = {
+    "kto_loss",
+    "bco_loss",
+    "cpo_loss",
+    "odds_ratio_loss",
+    "dpo_loss",
+    "get_sapo_token_loss",
+}  # of programs of 0.4-0.26
+ONLINE = ("grpo", "rloo")
+FILES = (*(f"{name}_trainer.py" for name in (*ROWS, *ONLINE)), "base_trainer.py", "preference_trainer.py", "unpaired.py",
+         "reference_free_trainer.py", "online_trainer.py", "group_trainer.py")  # fmt: skip
 
 
 def losses_in(file: str) -> set[str]:
@@ -34,11 +42,14 @@ def losses_in(file: str) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_trainer_defines_no_loss(file):
-    assert losses_in(file) <= {"pair_metrics"}  # which a recorded loss is logged with
+    assert losses_in(file) <= {
+        "pair_metrics",
+        "entropy_threshold",
+    }  # no losses: a log, a quantile over processes
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_every_method_of_rows_is_an_object_without_a_trainer(name):
+@pytest.mark.parametrize("name", [*ROWS, *ONLINE])
+def test_every_method_is_an_object_without_a_trainer(name):
     module = importlib.import_module(f"trl.trainer.{name}_trainer")
     kinds = [
         each
