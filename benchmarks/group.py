@@ -170,7 +170,7 @@ def run_in_turn(model: Any, work: Work, *, steps: int) -> dict[str, list[Spent]]
             phases.start()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            ours = phases.stop(len(trainer._window.completions.values))
+            ours = phases.stop(len(trainer._rollout_batch.completions.values))
             bare = loop.step(work.prompts_of(state.global_step - 1))
             if state.global_step > 1:
                 found["ours"].append(ours)

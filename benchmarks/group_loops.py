@@ -244,7 +244,7 @@ class Phases:
         self.device, self.spent = device, Spent(device=device)
         self._time(trainer.rollouts, "complete", "generate")
         self._time(trainer.rollouts, "reward", "score")
-        self._time(trainer, "_score_tokens", "score")
+        self._time(trainer, "scored", "score")
 
     def _time(self, part: Any, method: str, phase: str) -> None:
         inner: Callable[..., Any] = getattr(part, method)

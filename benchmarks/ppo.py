@@ -116,7 +116,7 @@ def run_in_turn(
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % epochs:
                 return
-            window = trainer._window
+            window = trainer._rollout_batch
             ours = phases.stop(len(window.completions.values))
             bare = loop.step([prompt.tolist() for prompt in window.prompts.split()])
             if state.global_step > epochs:

@@ -49,7 +49,7 @@ def test_loss_and_gradient_are_those_of_our_trainer(work: Work) -> None:
     losses = [trainer.compute_loss(trainer.model, batch, num_items_in_batch=count) for batch in batches]
     sum(losses).backward()
 
-    window = trainer._window
+    window = trainer._rollout_batch
     found = completed(window)
     lists = [row.tolist() for row in window.completions.split()]
     assert found.lists == lists and len({len(ids) for ids in lists}) > 1

@@ -32,7 +32,7 @@ def test_both_learn_the_same_from_the_same_answers():
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=work.learning_rate)
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
-    window = trainer._window
+    window = trainer._rollout_batch
     assert 8 < len(window.completions.values) < 8 * 12
     found = completed(window)
     rolled = loop.rolled(found)

@@ -95,7 +95,7 @@ def test_training_with_a_server(kind, policy, server, tmp_path):
     logs = [entry for entry in made.state.log_history if "reward" in entry]
     assert len(logs) >= 3
     if kind == "rloo":  # it has no correction: compare with what the policy says itself
-        gaps = made._window.per_token["old_logps"] - made._window.per_token["sampling_logps"]
+        gaps = made._rollout_batch.per_token["old_logps"] - made._rollout_batch.per_token["sampling_logps"]
         assert float(gaps.abs().max()) < 1e-3
     else:
         assert all(abs(each["sampling/importance_sampling_ratio/mean"] - 1) < 1e-3 for each in logs)

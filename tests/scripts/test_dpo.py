@@ -98,7 +98,7 @@ def test_a_reference_of_its_own(run, tmp_path):
         (["--label_smoothing", "0.7"], "label_smoothing must be in [0, 0.5)"),
         (["--loss_type", "dpo"], "unknown loss_type 'dpo'"),
         (["--ref_model_name_or_path", "/nowhere"], "/nowhere"),
-        (["--ref_adapter_name", "reference"], "names a PEFT adapter"),
+        (["--ref_adapter_name", "reference"], "ref_adapter_name"),
         (["--eval_strategy", "epoch"], "--eval_strategy no"),
     ],
 )
