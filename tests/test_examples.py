@@ -47,7 +47,7 @@ SCRIPTS = [
     (f"{TOXICITY}/gpt-j-6b-toxicity", "--steps 20", None, 2.0),
     (f"{STACK}/supervised_finetuning", "", "loss", -0.1),
     (f"{STACK}/reward_modeling", "--max_steps 20", "accuracy", 0.1),
-    (f"{STACK}/rl_training", "--steps 40", None, 0.3),
+    (f"{STACK}/rl_training", "--steps 40", None, 0.2),
 ]
 SLOW = [
     ("scripts/gspo_vlm", "", "rewards/think_format_reward/mean", 0.1),

@@ -58,7 +58,7 @@ if __name__ == "__main__":
     parser.set_defaults(
         learning_rate=1.4e-5, batch_size=32, mini_batch_size=1, gradient_accumulation_steps=4, target_kl=0.1
     )
-    small = {"subset": "", "batch_size": 32, "mini_batch_size": 32, "gradient_accumulation_steps": 1, "steps": 30, "output_min_length": 4, "output_max_length": 8, "learning_rate": 3e-2, "init_kl_coef": 0.05}  # fmt: skip
+    small = {"subset": "", "batch_size": 32, "mini_batch_size": 32, "gradient_accumulation_steps": 1, "steps": 40, "output_min_length": 4, "output_max_length": 8, "learning_rate": 1e-2, "init_kl_coef": 0.05}  # fmt: skip
     args, config = parser.parse_args_and_config(tiny.arguments(parser, small_parts, **small))
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or config.model_name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
