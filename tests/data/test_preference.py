@@ -277,7 +277,7 @@ def test_without_a_prompt_the_first_token_is_the_context(caplog: pytest.LogCaptu
         "rejected_prompt_input_ids": [33],
     }
     assert report.promptless_rows == 1
-    assert "in 1 of 1 rows (first: [0]) no token of the prompt is left" in caplog.text
+    assert "in 1 of 1 rows (first: [0]) the prompt has no token" in caplog.text
     for streaming in (False, True):
         with pytest.raises(ValueError, match=r"row 0, column 'chosen_input_ids': no token of the prompt"):
             prepare([TOKENS], max_length=5, untrained_rows="error", streaming=streaming)

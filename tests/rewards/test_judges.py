@@ -128,7 +128,7 @@ def test_requests_are_limited_which_is_said_once(caplog):
         found = [judge.judge(PROMPTS[:4], PAIRS[:4], shuffle_order=False) for _ in range(3)]
     assert found == [[1] * 4, [1, -1, -1, -1], [-1] * 4]
     assert len(client.asked) == judge.num_requests == 5
-    assert sum("has made its 5 requests" in record.getMessage() for record in caplog.records) == 1
+    assert sum("5 requests (max_requests)" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_requests_run_at_the_same_time():

@@ -380,6 +380,16 @@ def test_bco_loss(cut):
     assert log["delta"] == pytest.approx(expected[1]["delta"], rel=1e-6)
 
 
+def test_rewards_of_a_cut_step_count_once_whatever_bco_loss_hands_on():
+    class Same(BCOTrainer):
+        def bco_loss(self, pc, pr, rc, rr, *others):
+            return super().bco_loss(pc, pr, rc, rr)
+
+    trainer = bco(Same, **CUT)
+    assert_as_plain(trainer, step(bco()), "delta")
+    assert trainer.method.state()["rewards"]["count"] == len(kto_runs.rows())
+
+
 def test_bco_loss_with_matching():
     class Same(BCOTrainer):
         def bco_loss(self, pc, pr, rc, rr, chosen_embeddings, rejected_embeddings):

@@ -68,8 +68,8 @@ TEXTS: Mapping[str, Text] = {
         "show no preference. Filter these rows, or raise the lengths if truncation made them equal.",
     ),
     "promptless_rows": Text(
-        "{0.promptless_rows} with no prompt left",
-        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) no token of the prompt is left, and "
+        "{0.promptless_rows} without prompt tokens",
+        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) the prompt has no token, or truncation removed all, and "
         "the completion's first token is not trained. Give prompts, a tokenizer that adds a begin token, or longer "
         "limits.",
     ),

@@ -208,7 +208,8 @@ class PairTokenizer(RowKind):
             made[column] = [row.get(column, 0) for row in finished]
             if column in self.columns and not is_given:  # empty ones are counted
                 ids = [row or [0] for row in made[column]]
-                check_ids(ids, self.vocabulary, name, [row.row for row in tokens], column)
+                given = column.removeprefix("whole_").removesuffix("_input_ids")
+                check_ids(ids, self.vocabulary, name, [row.row for row in tokens], given)
         return made
 
     def _tokenized(self, texts: Sequence[tuple[str, Sequence[str]]]) -> list[Split]:

@@ -52,10 +52,8 @@ def read_chat(
     roles = accepted_roles(template_source(processing_class))
     messages = check_messages(maybe_convert_to_chatml(dict(row)).get(place.column), place, roles=roles)
     if isinstance(processing_class, ProcessorMixin):
-        try:
+        with place.named():
             messages = prepare_multimodal_messages(messages, images=[])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{place}: {error} Images belong into a column 'images' or 'image'.") from error
     return Chat(messages, *template_inputs(row, place, tools=tools))
 
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -208,7 +208,6 @@ class UnpairedTokenizer(PairTokenizer):
     counts = (*PairTokenizer.counts, "desirable_rows", "undesirable_rows")
     refused = ("untrained_rows",)
     columns = (*TOKEN_COLUMNS, *WHOLE)
-    given_numbers: ClassVar[tuple[str, ...]] = REFERENCE_LOGPS
 
     lengths: CompletionLengths
     embedding_tokenizer: PreTrainedTokenizerBase | None = None

@@ -41,11 +41,12 @@ from trl.objectives.preference import (
     preference_terms,
 )
 from trl.objectives.tables import lookup
+from trl.reporting.step_scores import Processes
 from trl.tensors.padding import pad_to_length
 from trl.tensors.reduce import LossTerms, count_units, reduce_terms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
-from trl.trainer.method import Outcome
+from trl.trainer.method import CONTEXT, Outcome
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
 _OLDER_LOGPS = (
@@ -83,6 +84,8 @@ class LegacyDPOMethods:
         """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single one where
         it takes no such argument. Its own loss includes that of "sft"."""
         scores, args = self.method.pair_scores(batch, scored), self.args
+        if self.mode == "train" and CONTEXT not in batch:
+            self.method.count_rewards(scores, Processes(self.accelerator))
         output = self.model_output(scores.chosen, scores.rejected, scored)
         logps = scores.chosen, scores.rejected, scores.ref_chosen, scores.ref_rejected
         names, weights = args.loss_type, args.loss_weights or [1.0] * len(args.loss_type)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import numbers
 import sys
 import warnings
 from collections.abc import Iterable
@@ -18,9 +19,9 @@ def check_at_least(name: str, value: Any, *, minimum: int, optional: bool = True
     if value is None and optional:
         return
     allowed = f"a whole number >= {minimum}" + (" or None" if optional else "")
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be {allowed}, got {value!r} ({type(value).__name__}). {hint}".rstrip())
-    if value < minimum:
+    if int(value) < minimum:
         raise ValueError(f"{name} must be {allowed}, got {value}. {hint}".rstrip())
 
 

@@ -86,6 +86,7 @@ class RewardSources:
         given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not given:
             raise ValueError("reward_funcs is empty. Pass at least one function, reward model or judge.")
+        _check_limits(deadline, on_failure)  # before reward models are loaded
         self.weights = _weights(weights, len(given))
         classes = _one_each(processing_classes, len(given))
         self.sources: list[RewardSource] = [
@@ -94,13 +95,8 @@ class RewardSources:
         self.names = _distinct([source.name for source in self.sources])
         self._deadlines = [deadline if s.deadline is None else s.deadline for s in self.sources]
         self._policies = [s.on_failure or on_failure for s in self.sources]
-        for seconds in (deadline, *self._deadlines):
-            if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
-                raise ValueError(
-                    f"reward_deadline must be > 0 seconds, got {seconds}. Use None for no limit."
-                )
-        for policy in (on_failure, *self._policies):
-            check_one_of("reward_failure", policy, get_args(RewardFailure))
+        for seconds, policy in zip(self._deadlines, self._policies, strict=True):
+            _check_limits(seconds, policy)
         self._threads = [ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND) for _ in self.names]
         self._loop = AsyncCalls("reward")
         self._warned: set[Any] = set()
@@ -242,6 +238,12 @@ def _source(given: Any, processing_class: Any, model_options: dict[str, Any]) ->
     raise TypeError(
         f"reward_funcs holds a {type(given).__name__}, expected functions, judges, reward models, or their names or paths."
     )
+
+
+def _check_limits(deadline: float | None, on_failure: str) -> None:
+    if deadline is not None and not (deadline > 0 and math.isfinite(deadline)):
+        raise ValueError(f"reward_deadline must be > 0 seconds, got {deadline}. Use None for no limit.")
+    check_one_of("reward_failure", on_failure, get_args(RewardFailure))
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> Tensor:

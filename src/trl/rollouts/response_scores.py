@@ -24,7 +24,7 @@ class ResponseScores(NamedTuple):
 
 
 class ResponseScorer:
-    """Scores responses with one model: on the flat row where the model takes it, equal queries standing there once."""
+    """Scores responses with one model: on the packed row where the model takes it, equal queries standing there once."""
 
     def __init__(self, scorer: Any, *, is_encoder_decoder: bool) -> None:
         self.scorer, self.is_encoder_decoder = scorer, is_encoder_decoder

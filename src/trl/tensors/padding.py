@@ -130,10 +130,10 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Sequence | Tensor | None]) -> d
     order = torch.randperm(next(iter(lengths.values()), 0))
     found: dict[str, Any] = {}
     for name, values in seq_dict.items():
-        tensor = isinstance(values, Tensor)
-        found[name] = (
-            values[order.to(values.device)] if tensor else values and [values[i] for i in order.tolist()]
-        )
+        if isinstance(values, Tensor):
+            found[name] = values[order.to(values.device)]
+        else:
+            found[name] = None if values is None else [values[i] for i in order.tolist()]
     return found
 
 

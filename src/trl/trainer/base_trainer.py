@@ -55,7 +55,7 @@ from trl.tensors.reduce import Unit, Weighted, reduce_terms, share_of_step
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
-from trl.trainer.method import CONTEXT, LOSS_PARTS, Method, Outcome, Step
+from trl.trainer.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Step
 from trl.trainer.row_loaders import GroupedByLength, check_not_dropped, holding, lengths_of_ids
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         contexts = self.method.prepare(batches, self.step_of({}))
         for batch, context in zip(batches, contexts, strict=True):
             if context is not None:
-                batch[CONTEXT] = context
+                batch[CONTEXT] = context = Context(context)
                 if GIVEN in batch:
                     batch[GIVEN] = {**batch[GIVEN], CONTEXT: context}
 
@@ -163,7 +163,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             self.score_again,
             self.add_reference,
             is_counted=training or self.own_rows() > 0,
-            context=batch.get(CONTEXT),
+            context=batch[CONTEXT].value if CONTEXT in batch else None,
         )
 
     def add_reference(self, batch: dict[str, Any]) -> None:
@@ -226,6 +226,8 @@ class BaseTrainer(LegacyInterface, Trainer):
         if self._unprepared:  # not when they were drawn: what a run goes on from is loaded after that
             batches, self._unprepared = self._unprepared, None
             self.prepare_step(batches)
+            # A subclass may have copied the first batch before it was prepared.
+            inputs = {**inputs, **{name: batches[0][name] for name in (CONTEXT, GIVEN) if name in batches[0]}}
         self._units_of_step, self.loss_is_scaled_for_ga = num_items_in_batch, False
         try:
             with self._offloading():
@@ -329,7 +331,12 @@ class BaseTrainer(LegacyInterface, Trainer):
             totals[0] = found.local
         if found.aux_loss is not None:
             weight = self.scorer.core.config.get_text_config().router_aux_loss_coef
-            totals[0] = totals[0] + weight * found.aux_loss * own[0]
+            totals[0] = (
+                totals[0]
+                + weight
+                * found.aux_loss.to(torch.promote_types(found.aux_loss.dtype, torch.float32))
+                * own[0]
+            )
         for terms in found.terms:
             if found.local is None or terms.values.requires_grad:  # others are summed up in `local`
                 unit = self.units.index(terms.per) if len(self.units) > 1 else 0

@@ -26,7 +26,8 @@ from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_w
 from trl.reporting.step_scores import Processes, RunningMean
 from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
-from trl.trainer.method import CONTEXT, Step
+from trl.trainer.method import CONTEXT, Context, Outcome, Step
+from trl.trainer.row_loaders import holding
 from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -50,7 +51,7 @@ class BCOMethod(UnpairedMethod):
             step.add_reference(batch)
             sums.append(reward_sum(self.scores(batch, step.score(self.learned(batch))), self.args.beta))
         self._rewards.add(step.processes.sum(sums))
-        return [self.delta()] * len(batches)
+        return ["counted"] * len(batches)
 
     def delta(self) -> Tensor:
         """The mean reward of the run so far, 0-dim."""
@@ -139,7 +140,6 @@ class BCOTrainer(UnpairedTrainer):
     }
     _config_class: ClassVar[type] = BCOConfig
     _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = BCO_ARGUMENTS
-    _loss_method: ClassVar[str] = "bco_loss"
     _point: ClassVar[str] = "delta"
     method: BCOMethod
     args: BCOConfig
@@ -202,7 +202,7 @@ class BCOTrainer(UnpairedTrainer):
         """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
         move delta."""
         return super().get_batch_loss_metrics(
-            model, batch if do_train else {**batch, CONTEXT: self.method.delta()}
+            model, batch if do_train else {**batch, CONTEXT: Context("not counted")}
         )
 
     def bco_loss(
@@ -218,12 +218,12 @@ class BCOTrainer(UnpairedTrainer):
         """Losses of the chosen, then the rejected completions, the rewards of either, and delta, 0-dim.
 
         Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions are
-        matched. With `do_train` the rewards move delta.
+        matched. With `do_train` the rewards move delta, unless they count already as part of a step.
         """
         scores = scores_by_kind(
             policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
         )
-        if do_train:
+        if do_train and not self._rewards_count:
             self.method.count_rewards(scores, Processes(self.accelerator))
         delta, weights = (
             self.method.delta().to(scores.logps),
@@ -233,6 +233,13 @@ class BCOTrainer(UnpairedTrainer):
             weights = torch.cat([weights.new_ones(len(policy_chosen_logps)), weights])
         losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values
         return losses, *rewards_by_kind(scores, self.args.beta), delta
+
+    _rewards_count = False  # those of the batch at hand, already
+
+    def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
+        """The outcome that is trained with; rewards that `prepare_step` counted do not count again."""
+        with holding(self, "_rewards_count", CONTEXT in batch):
+            return super().judged_batch(model, batch)
 
     def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move delta."""

@@ -106,6 +106,11 @@ class DPOMethod(Method):
             first += len(part.chosen)
         return parts
 
+    def count_rewards(self, scores: PairScores, processes: Processes) -> None:
+        """Let the rewards of pairs move the run's mean, where a loss takes that. All processes must call it."""
+        if self._compares_pairs:
+            self._statistics([self._compared(scores)], processes)
+
     def statistics(self, scores: PairScores) -> StepStatistics:
         """Statistics of pairs, with the mean reward of the run so far as delta (BCO, arXiv:2404.04656)."""
         found = step_statistics(scores, self.args.beta)
@@ -358,15 +363,16 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
 
     def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs `(2B,)` into the batch, `ref_logps`."""
-        if self.reference is None:
-            batch.pop("ref_logps", None)
-            return
         own = next((name for name in REFERENCES if self.overridden(name)), None)
         if own is not None:
-            logps = torch.stack(getattr(self, own)(batch.get(GIVEN, batch)), dim=1).flatten()
+            exact = torch.float32 if self.args.device.type == "mps" else torch.float64
+            sides = [side.to(self.args.device, exact) for side in getattr(self, own)(batch.get(GIVEN, batch))]
+            logps = torch.stack(sides, dim=1).flatten()
             if PER_TOKEN & set(self.args.loss_type):  # it gives means
                 logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
             batch["ref_logps"] = logps
+        elif self.reference is None:
+            batch.pop("ref_logps", None)
         elif "ref_logps" not in batch:
             batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.reference_logps)  # type: ignore[arg-type]
 

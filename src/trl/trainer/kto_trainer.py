@@ -98,7 +98,6 @@ class KTOTrainer(UnpairedTrainer):
     }
     _config_class: ClassVar[type] = KTOConfig
     _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = KTO_ARGUMENTS
-    _loss_method: ClassVar[str] = "kto_loss"
     _point: ClassVar[str] = "kl"
     method: KTOMethod
     args: KTOConfig

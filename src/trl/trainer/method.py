@@ -18,8 +18,15 @@ from trl.reporting.step_scores import Processes
 from trl.tensors.reduce import LossTerms, Unit
 
 LOSS_PARTS = "loss per "
-CONTEXT = "context"
-"""The entry of a batch that holds what `Method.prepare` found for it."""
+CONTEXT = "context of the step"
+"""The entry of a batch that holds what `Method.prepare` found for it, as a `Context`."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What `Method.prepare` found for a batch; in this form nothing that moves or casts a batch's tensors changes it."""
+
+    value: Any
 
 
 class Outcome(NamedTuple):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -32,7 +32,7 @@ from trl.rollouts.maker import Completer, Prompts, RolloutMaker, Rows
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction
 from trl.rollouts.schedule import RolloutSizes, step_rows
-from trl.tensors.reduce import LossTerms, Unit, Weighted
+from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.method import Outcome
 from trl.trainer.online_method import OnlineMethod, StepContext
@@ -52,9 +52,6 @@ class OnlineTrainer(BaseTrainer):
     `method` is the mathematics. A subclass may override `advantages(experience)` and `objective(experience, scored)`, and sets
     the attributes below in its constructor.
     """
-
-    units: ClassVar[tuple[Unit, ...]] = ("token",)  # type: ignore[assignment]
-    repeats_metrics: ClassVar[bool] = True  # log what is measured of a rollout batch with each of its steps
 
     method: OnlineMethod  # type: ignore[assignment]
     rollouts: RolloutMaker
@@ -84,7 +81,11 @@ class OnlineTrainer(BaseTrainer):
 
     def token_losses(self, experience: Experience) -> LossOf | None:
         """The method's loss of each token; None where `objective` is overridden."""
-        return None if self.overridden("objective") else self.method.token_losses(experience, self.context)
+        kinds = type(self.method).__mro__
+        first = next(vars(kind) for kind in kinds if {"objective", "token_losses"} & vars(kind).keys())
+        if self.overridden("objective") or "token_losses" not in first:  # of another objective, perhaps
+            return None
+        return self.method.token_losses(experience, self.context)
 
     @property
     def context(self) -> StepContext:

@@ -74,6 +74,14 @@ class PreferenceTrainer(BaseTrainer):
             **given,
         )
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch on the device; the reference's log-probs keep their precision, also under DeepSpeed, which casts floats."""
+        found = super()._prepare_inputs(inputs)
+        known = {
+            name: value.to(self.args.device) for name, value in inputs.items() if name.startswith("ref_")
+        }
+        return {**found, **known} if known else found
+
     def prediction_step(
         self,
         model: nn.Module,

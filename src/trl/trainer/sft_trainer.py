@@ -271,8 +271,8 @@ class SFTTrainer(BaseTrainer):
             found = found._replace(aux_loss=None)
         else:
             loss = self.label_smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=step[0])  # type: ignore[misc]  # fmt: skip
-        values = (loss * step / own.clamp(min=1)).expand(int(own))
-        terms = found.terms[0]._replace(values=values, weights=torch.ones_like(values))
+        total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * step
+        terms = found.terms[0]._replace(values=total, weights=torch.ones_like(total))
         return found._replace(terms=[terms]), logits
 
     def prediction_step(

@@ -138,7 +138,6 @@ class UnpairedTrainer(PreferenceTrainer):
     )
     _config_class: ClassVar[type]
     _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]]
-    _loss_method: ClassVar[str]
     _point: ClassVar[str]  # the metric of what rewards are compared with
     args: Any
     scorer: Scorer

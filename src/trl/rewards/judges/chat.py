@@ -74,7 +74,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         if len(questions) < len(pairs):
             self._warn_once(
                 "requests",
-                f"has made its {self.max_requests} requests (max_requests). Further answers are -1.",
+                f"{self.max_requests} requests (max_requests) were made. Further answers are -1.",
             )
         verdicts = [{"0": 0, "1": 1}.get((answer or "").strip()) for answer in self._answers(questions)]
         found = [
@@ -95,7 +95,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
             kind = type(failed[0])
             first = f"{kind.__name__}: {failed[0]}"
             self._warn_once(
-                kind, f": {len(failed)} of {len(found)} requests failed ({first}). Their answers are -1."
+                kind, f"{len(failed)} of {len(found)} requests failed ({first}). Their answers are -1."
             )
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
@@ -108,7 +108,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
     def _warn_once(self, key: Any, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            logger.warning("%s %s (logged once)", type(self).__name__, message)
+            logger.warning("%s: %s (logged once)", type(self).__name__, message)
 
 
 class HfPairwiseJudge(ChatPairwiseJudge):
