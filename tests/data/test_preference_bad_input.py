@@ -170,7 +170,7 @@ PAIRS: dict[str, Bad] = {
     "text outside the model": Bad(
         [GOOD],
         ValueError,
-        ("row 0, column 'chosen_input_ids': token id 396, expected 0 to 389", "resize_token_embeddings"),
+        ("row 0, column 'chosen': token id 396, expected 0 to 389", "resize_token_embeddings"),
         {"vocab_size": 390},
     ),
     "tokens without a prompt": Bad(
@@ -239,7 +239,7 @@ REWARDS: dict[str, Bad] = {
     "text outside the model": Bad(
         [GOOD],
         ValueError,
-        ("row 0, column 'chosen_input_ids': token id 396, expected 0 to 389", "resize_token_embeddings"),
+        ("row 0, column 'chosen': token id 396, expected 0 to 389", "resize_token_embeddings"),
         {"vocab_size": 390},
     ),
     "margin that is None": Bad(
