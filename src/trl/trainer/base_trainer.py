@@ -277,6 +277,7 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         """The terms of a batch."""
+        self.add_reference(batch)
         return self.method.terms(batch, self.score_learned(model, batch), self.step_of(batch))
 
     def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -286,8 +287,9 @@ class BaseTrainer(LegacyInterface, Trainer):
             model, self.method.learned(batch), replace(options, loss_of=self.method.local(batch))
         )
 
-    def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
-        """The outcome that is trained with."""
+    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
+        """The outcome that is trained with; `step`: the step's number of each kind of unit, `with_outputs`: predictions are
+        wanted."""
         return self.outcome(model, batch)
 
     def compute_loss(
@@ -309,7 +311,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         step = (
             own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).view(-1)
         )
-        found = self.judged_batch(model, inputs)
+        found = self.judged_batch(model, inputs, step=step, with_outputs=return_outputs)
         loss = self.loss_of(found, own, step)
         self._record(found, own)
         if num_items_in_batch is not None:

@@ -7,7 +7,7 @@ context that `prepare` makes for each of the step's batches; it travels in the b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -60,7 +60,7 @@ class Step:
     score: Callable[[Mapping[str, Any]], Scored]
     add_reference: Callable[[Any], None]
     is_counted: bool = True
-    context: Any = field(default=None)
+    context: Any = None
 
 
 class Method:

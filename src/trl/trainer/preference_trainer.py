@@ -135,21 +135,20 @@ class PreferenceTrainer(BaseTrainer):
 
     def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         """The terms of a batch; with the losses of an overridden method such as `dpo_loss`, if a subclass has one."""
+        if not self.overridden(*LOSSES):
+            return super().outcome(model, batch)
         self.add_reference(batch)
-        scored = self.score_learned(model, batch)
-        if self.overridden(*LOSSES):
-            return self.recorded_outcome(model, batch, scored)
-        return self.method.terms(batch, scored, self.step_of(batch))
+        return self.recorded_outcome(model, batch, self.score_learned(model, batch))
 
     def recorded_outcome(self, model: nn.Module, batch: dict[str, Any], scored: Any) -> Outcome:
         """The outcome with the losses of the overridden method."""
         raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
 
-    def judged_batch(self, model: nn.Module, batch: Any) -> Outcome:
+    def judged_batch(self, model: nn.Module, batch: Any, **given: Any) -> Outcome:
         """The outcome that is trained with: that of an overridden `get_batch_loss_metrics`, which logs through
         `store_metrics`, or the trainer's."""
         if not self.overridden(*WHOLE_BATCH):
-            return self.outcome(model, batch)
+            return super().judged_batch(model, batch, **given)
         name = next((name for name in WHOLE_BATCH if self.overridden(name)), "")
         name = name if name in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
         mode: dict[str, Any] = {"train_eval": self.mode}

@@ -234,38 +234,31 @@ class SFTTrainer(BaseTrainer):
         `num_items_in_batch` counts the trained tokens of the whole step (all micro-batches, all processes); without it
         the loss is the mean over this batch. `return_outputs` also gives the logits, of padded rows.
         """
-        if not (return_outputs or self.compute_loss_func is not None or self.label_smoother is not None):
-            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        num_items_in_batch = self.units_of_step(num_items_in_batch)
-        self.count_seen(inputs)
-        own = self.count_units(inputs)
-        step = (
-            own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).view(-1)
-        )
-        found, logits = self._outcome_with_logits(model, inputs, own, step)
-        loss = self.loss_of(found, own, step)
-        self._record(found, own)
-        if num_items_in_batch is not None:
-            loss = self.scale(loss)
-        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not return_outputs:
+            return found
+        loss, outputs = found
+        return loss, {"loss": loss, "logits": outputs["predictions"]}
 
-    def _outcome_with_logits(
-        self, model: nn.Module, inputs: Mapping[str, Any], own: Tensor, step: Tensor
-    ) -> tuple[Outcome, Tensor]:
-        """The terms of a batch, of the user's own loss or label smoothing where there is one, and the logits of padded rows."""
+    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
+        """The terms of a batch, of the user's own loss or label smoothing where there is one; predictions are the logits of
+        padded rows."""
+        takes_logits = self.compute_loss_func is not None or self.label_smoother is not None
+        if not (takes_logits or with_outputs):
+            return super().judged_batch(model, batch, step=step, with_outputs=False)
         options = self.method.options(statistics=self.statistics_due())
-        if self.compute_loss_func is None and self.label_smoother is None:
+        if not takes_logits:
             with self.accelerator.autocast():
-                scored, logits = self.scorer.score_with_logits(model, inputs, options)
-            return self.method.terms(inputs, scored, self.step_of(inputs)), logits
-        rows = padded_batch(inputs, pad_token_id=self.scorer.pad_token_id)
-        labels = self.scorer.padded_inputs(inputs)["labels"]
+                scored, logits = self.scorer.score_with_logits(model, batch, options)
+            return self.method.terms(batch, scored, self.step_of(batch))._replace(predictions=logits)
+        rows = padded_batch(batch, pad_token_id=self.scorer.pad_token_id)
+        labels = self.scorer.padded_inputs(batch)["labels"]
         with self.accelerator.autocast():
             outputs = self.scorer.outputs(model, rows)
         logits = self.scorer.row_logits(outputs, rows)
         with torch.no_grad():
             scored = self.scorer.score_outputs(outputs, rows, options)
-        found = self.method.terms(inputs, scored, self.step_of(inputs))
+        found = self.method.terms(batch, scored, self.step_of(batch))
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=step[0])
             found = found._replace(aux_loss=None)
@@ -273,7 +266,7 @@ class SFTTrainer(BaseTrainer):
             loss = self.label_smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=step[0])  # type: ignore[misc]  # fmt: skip
         total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * step
         terms = found.terms[0]._replace(values=total, weights=torch.ones_like(total))
-        return found._replace(terms=[terms]), logits
+        return found._replace(terms=[terms], predictions=logits)
 
     def prediction_step(
         self,
