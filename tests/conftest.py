@@ -15,15 +15,10 @@ os.environ.update(
 )
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from tests.tiny import tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
 
@@ -53,15 +48,3 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not present on this machine")
     return folder
-
-
-@pytest.fixture(scope="session")
-def make_tiny_model() -> Callable[..., PreTrainedModel]:
-    """Builds a fresh tiny model of an architecture: see `tests.tiny.tiny_model`."""
-    return tiny_model
-
-
-@pytest.fixture(scope="session")
-def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """Builds a fresh tiny tokenizer with a named chat template: see `tests.tiny_tokenizers.tiny_tokenizer`."""
-    return tiny_tokenizer

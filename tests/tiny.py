@@ -119,8 +119,6 @@ _SHARED = {
 }
 
 ARCHITECTURES = tuple(_FIELDS)
-MIXTURES_OF_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")  # their grouped products take no float64
-NO_ATTENTION_INTERFACE = ("bloom", "falcon")  # these compute attention themselves
 
 
 def tiny_config(architecture: str, **overrides) -> PretrainedConfig:

@@ -1,12 +1,10 @@
 """Programs of 0.4-0.26: the older call, the older collator, and the methods that were called on a trainer."""
 
 import tempfile
-import warnings
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import TrainingArguments
 
@@ -248,17 +246,6 @@ def test_dpo_loss_without_reference_and_with_likelihood():
         trainer.dpo_loss(chosen, rejected, reference, reference, "kto_pair")
 
 
-def test_the_losses_sign():
-    trainer = make(beta=0.3)
-    logps = [torch.tensor([value], requires_grad=True) for value in (-3.0, -5.0)]
-    for name in PAIR_LOSSES:
-        if name in ("sft", "sppo_hard", "ipo", "apo_down", "aot", "discopop"):
-            continue
-        loss = trainer.dpo_loss(*logps, torch.tensor([-4.0]), torch.tensor([-4.5]), name)[0].sum()
-        up, down = torch.autograd.grad(loss, logps)
-        assert up.item() <= 0 <= down.item(), name
-
-
 def test_get_batch_loss_metrics_are_those_of_a_step():
     trainer, own, _ = batches(rpo_alpha=0.4)
     loss, metrics = trainer.get_batch_loss_metrics(trainer.model, own)
@@ -385,17 +372,6 @@ def test_the_tables_columns_follow_the_reference(monkeypatch, tmp_path):
     assert all(list(table.columns) == ["Prompt", "Policy"] for _, table, _ in found)
 
 
-def test_an_adapters_table_shows_its_base(monkeypatch):
-    adapter = LoraConfig(r=4, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
-    model = get_peft_model(policy_and_reference()[0], adapter).to(torch.float64)
-    settings = {"eval_dataset": Dataset.from_list(ROWS), "generate_during_eval": True, "max_length": 20}
-    ((_, table, _),) = table_of(make(model=model, **settings), monkeypatch)
-    ((_, base, _),) = table_of(make(copied_reference=True, **settings), monkeypatch)
-    assert list(table["Prompt"]) == list(base["Prompt"])
-    assert list(table["Ref Model"]) == list(base["Policy"]) == list(base["Ref Model"])
-    assert list(table["Policy"]) != list(table["Ref Model"])
-
-
 def test_sampling_leaves_training_alone():
     ends = []
     for sampling in (True, False):
@@ -408,9 +384,3 @@ def test_sampling_leaves_training_alone():
         ends.append(trainer.keep.steps)
     for one, other in zip(*ends, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_the_new_call_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        make()

@@ -12,7 +12,6 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer import dpo_plain
 from tests.trainer.dpo_runs import make, pairs, policy_and_reference
 from tests.trainer.one_step import KeepGradients
-from trl.experimental.bema_for_ref_model import BEMACallback
 
 ROWS = pairs()
 BETA = 0.3
@@ -43,16 +42,6 @@ def assert_gradients(found, loss, model, *, tolerance=1e-10):
 
 
 # ---- the loss
-
-
-@pytest.mark.parametrize("name", dpo_plain.LOSSES)
-def test_loss_and_gradient_are_those_of_plain_torch(name):
-    policy, reference = models()
-    scores = dpo_plain.pairs(policy, reference, ROWS, mean=name == "ipo")
-    loss = dpo_plain.LOSSES[name](scores, BETA).mean()
-    _, gradients, log = first_step(loss_type=name, beta=BETA)
-    assert log["loss"] == pytest.approx(loss.item(), rel=1e-6)  # transformers logs float32
-    assert_gradients(gradients, loss, policy)
 
 
 def test_metrics_by_hand():
@@ -102,15 +91,6 @@ def test_rpo_and_sft_are_a_mean_over_the_chosen_tokens():
     _, gradients, _ = first_step(loss_type=["sigmoid", "sft"], loss_weights=[0.7, 0.2], beta=BETA)
     sigmoid = dpo_plain.LOSSES["sigmoid"](dpo_plain.pairs(policy, reference, ROWS), BETA).mean()
     assert_gradients(gradients, 0.7 * sigmoid + 0.2 * nll(policy), policy)
-
-
-def test_a_mixture_is_the_weighted_sum():
-    policy, reference = models()
-    scores = dpo_plain.pairs(policy, reference, ROWS)
-    loss = 0.8 * dpo_plain.LOSSES["sigmoid"](scores, BETA).mean()
-    loss = loss + 0.3 * dpo_plain.LOSSES["hinge"](scores, BETA).mean()
-    _, gradients, _ = first_step(loss_type=["sigmoid", "hinge"], loss_weights=[0.8, 0.3], beta=BETA)
-    assert_gradients(gradients, loss, policy)
 
 
 def wpo_weight(policy, row):
@@ -207,13 +187,6 @@ def test_the_named_adapter_trains_also_without_a_reference(reference_free):
     assert gradients and all(".second." in name for name in gradients)
 
 
-def test_the_loss_pushes_chosen_up_and_rejected_down():
-    trainer, _, log = first_step(learning_rate=1e-3)
-    after = trainer.evaluate(trainer.train_dataset)
-    assert after["eval_loss"] < log["loss"]
-    assert after["eval_rewards/margins"] > log["rewards/margins"]
-
-
 # ---- closed forms
 
 
@@ -273,24 +246,6 @@ def test_without_ref_model_the_reference_is_a_copy_of_the_first_policy():
     assert trainer.state.log_history[0]["rewards/chosen"] == 0
 
 
-def test_a_given_reference():
-    policy, reference = policy_and_reference()
-    trainer = make(model=policy, ref_model=reference)
-    assert trainer.ref_model is reference
-    assert_reference(trainer, plain_reference(reference))
-
-
-def test_a_reference_from_a_folder(tmp_path):
-    _, reference = policy_and_reference()
-    reference.save_pretrained(tmp_path)
-    trainer = make(
-        model=tiny_model("gpt2", dtype=torch.float64),
-        ref_model=str(tmp_path),
-        ref_model_init_kwargs={"dtype": "float64"},
-    )
-    assert_reference(trainer, plain_reference(reference))
-
-
 def test_an_adapters_reference_is_its_base():
     trainer = make(model=with_adapter())
     assert trainer.ref_model is None
@@ -312,14 +267,6 @@ def test_the_reference_of_a_new_adapter_has_the_one_that_was_merged(caplog):
     assert "merged into the base" in caplog.text
 
 
-def test_a_new_adapter_trains_and_only_it():
-    data = Dataset.from_list(ROWS)
-    trainer = make(model=tiny_model("gpt2", dtype=torch.float64), peft_config=LORA, train_dataset=data)
-    trainer.train()
-    (gradients,) = trainer.keep.steps
-    assert gradients and all("lora_" in name for name in gradients)
-
-
 def test_named_adapters():
     model = with_adapter()
     torch.manual_seed(1)
@@ -333,12 +280,6 @@ def test_named_adapters():
     assert_reference(trainer, expected)
     (gradients,) = trainer.keep.steps
     assert gradients and all(".default." in name for name in gradients)
-
-
-@pytest.mark.parametrize("name", ["model_adapter_name", "ref_adapter_name"])
-def test_an_adapter_that_does_not_exist(name):
-    with pytest.raises(ValueError, match=rf"{name}='judge'.*\['default'\]"):
-        make(model=with_adapter(), **{name: "judge"})
 
 
 def test_precomputed_log_probs_are_the_live_ones_bit_for_bit(tmp_path, monkeypatch):
@@ -392,14 +333,6 @@ def test_a_synchronised_reference_is_the_mixture():
     trainer.train()
     for name, parameter in trainer.ref_model.named_parameters():
         torch.testing.assert_close(parameter, 0.7 * seen[2][name] + 0.3 * before[name], rtol=0, atol=1e-12)
-
-
-def test_a_reference_is_moved_by_one_callback_alone():
-    bema = BEMACallback(update_ref_model=True)
-    with pytest.raises(
-        ValueError, match="BEMACallback and SyncRefModelCallback move the reference's weights, one"
-    ):
-        make(sync_ref_model=True, callbacks=[bema])
 
 
 # ---- evaluation
@@ -471,11 +404,6 @@ def test_a_stream_trains_as_a_stored_set():
     for one, other in zip(stored.keep.steps, stream.keep.steps, strict=True):
         for name, gradient in one.items():
             assert torch.equal(other[name], gradient), name
-
-
-def test_padding_free_changes_nothing():
-    plain, free = first_step()[1], first_step(padding_free=True)[1]
-    assert all(torch.equal(plain[name], free[name]) for name in plain)
 
 
 def test_tools_stand_in_every_prompt():

@@ -60,12 +60,6 @@ def test_a_window_has_groups_that_teach(method):
     assert all([rows[0] for rows, _ in found].count(own) <= ids.count(own) for own in ids)
 
 
-def test_the_same_window_is_drawn_again():
-    first, again = (make(**ON)[0].make_rollout_batch(2) for _ in range(2))
-    assert torch.equal(first.completions.values, again.completions.values)
-    assert torch.equal(first.per_row[SCORES], again.per_row[SCORES])
-
-
 def test_at_the_limit_groups_stay_as_they_are():
     def constant(completions, **_):
         return [1.0] * len(completions)

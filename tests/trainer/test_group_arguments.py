@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.trainer.grpo_runs import END, even_tokens, logs, make, prompts, run
 from tests.trainer.resume_worker import tokenizer
-from trl import DPOConfig, DPOTrainer
 from trl.trainer.callbacks.checkpoint_on_signal import CheckpointOnSignal
 
 # Two windows of two mini-batches, learned from twice, each mini-batch in two micro-batches.
@@ -215,21 +213,6 @@ def test_noise_on_embeddings_is_not_in_rollouts():
     assert all(torch.equal(noisy.per_token[name], clean.per_token[name]) for name in clean.per_token)
 
 
-def test_the_best_model_is_that_of_the_highest_reward():
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "learning_rate": 0.1,
-    }
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_total_limit": 1}
-    trainer, _ = run("grpo", **settings, **best, given={"eval_dataset": prompts(3)})
-    rewards = {e["step"]: e["eval_reward"] for e in trainer.state.log_history if "eval_reward" in e}
-    assert trainer.state.best_metric == max(rewards.values()) == rewards[trainer.state.best_global_step]
-    assert len(set(rewards.values())) == 4 and trainer.evaluate()["eval_reward"] == max(rewards.values())
-
-
 def test_settings_of_references_and_tools_that_nobody_reads_say_so():
     with pytest.warns(UserWarning) as said:
         make("rloo", ref_model_sync_steps=3, ref_model_mixup_alpha=0.5, tool_deadline=5.0)
@@ -271,19 +254,3 @@ def test_one_tokenizer_for_several_reward_models_is_refused():
     assert len(make(reward_funcs=models, given=both)[0].rewards.models) == 2
     one = make(reward_funcs=[models[0], even_tokens], given={"reward_processing_classes": tokenizer()})
     assert len(one[0].rewards.models) == 1
-
-
-def test_dpo_says_so_too(tmp_path, recwarn):
-    rows = Dataset.from_list([{"prompt": "w5 w6", "chosen": "w7", "rejected": "w8"}] * 2)
-    for sync in (False, True):
-        recwarn.clear()
-        args = DPOConfig(
-            str(tmp_path), ref_model_sync_steps=3, sync_ref_model=sync, use_cpu=True, report_to="none"
-        )
-        DPOTrainer(tiny_model("gpt2"), args=args, train_dataset=rows, processing_class=tokenizer())
-        said = [
-            str(each.message)
-            for each in recwarn
-            if "ref_model_sync_steps=3 has no effect" in str(each.message)
-        ]
-        assert len(said) == (not sync)

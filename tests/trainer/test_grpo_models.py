@@ -7,8 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import logs, make, run
-from trl.experimental.bema_for_ref_model import BEMACallback
-from trl.rollouts.columns import OLD, REF
 
 TARGETS = ["q_proj", "v_proj"]
 ADAPTERS = {
@@ -53,22 +51,6 @@ def test_the_base_is_never_written_to(method, kind):
     assert trainer.ref_model is None
 
 
-@pytest.mark.parametrize("kind", ["lora", "with the head", "ia3"])
-def test_the_reference_is_the_base_without_its_adapter(kind):
-    settings = {"architecture": "llama", "learning_rate": 0.5, "dtype": "float32", "max_steps": 2}
-    trainer, _ = run(**settings, given={"peft_config": ADAPTERS[kind]})
-    experience = trainer.make_rollout_batch(5)
-    plain = tiny_model("llama", dtype=torch.float32).eval()
-    rows = zip(experience.prompts.split(), experience.completions.split(), strict=True)
-    expected = []
-    with torch.no_grad():
-        for prompt, completion in rows:
-            logits = plain(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-            expected.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
-    torch.testing.assert_close(experience.per_token[REF], torch.cat(expected), rtol=0, atol=2e-5)
-    assert (experience.per_token[REF] - experience.per_token[OLD]).abs().max() > 1e-3
-
-
 def test_of_several_adapters_the_active_one_is_trained():
     """A second one, loaded under a name of its own, stays as it is, as does the base."""
     model = get_peft_model(tiny_model("llama", dtype=torch.float64), ADAPTERS["lora"], adapter_name="first")
@@ -105,20 +87,6 @@ def test_the_routers_loss_is_added(method):
 
 
 # ---- references that move
-
-
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
-def test_a_reference_may_follow_an_average_of_the_policy(method):
-    bema = BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=2, update_after=0)
-    trainer, _ = make(method, given={"callbacks": [bema]}, learning_rate=0.01, max_steps=4)
-    start = {name: value.clone() for name, value in trainer.ref_model.state_dict().items()}
-    trainer.train()
-    averages = dict(bema.running_model.named_parameters())
-    moved = 0
-    for name, value in trainer.ref_model.named_parameters():
-        assert torch.equal(value, averages[name]), name
-        moved += not torch.equal(value, start[name])
-    assert moved
 
 
 # ---- heads in float32, and methods of the documented surface

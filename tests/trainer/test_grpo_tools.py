@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 
 from tests.rollouts.tool_words import ADD, TEMPLATE, TOOLS, call_tokenizer
 from tests.tiny_tokenizers import CHATML
@@ -65,15 +64,6 @@ def test_log_probs_of_the_sampler_stand_for_the_policys_after_several_turns():
     torch.testing.assert_close(
         found[OLD][sampled], found[REF][sampled], rtol=0, atol=1e-5
     )  # the reference is the policy still
-
-
-def test_a_cut_distribution_is_scored_again():
-    trainer, _ = make(num_iterations=2, top_k=12)
-    found = window(trainer).per_token
-    sampled = ~found[TOOL_OUTPUT]
-    whole = found[SAMPLING_LOGPS] + found["sampling_kept"]
-    torch.testing.assert_close(found[OLD][sampled], whole[sampled], rtol=0, atol=1e-9)
-    torch.testing.assert_close(found["correction"], torch.ones_like(found[OLD]), rtol=0, atol=1e-8)
 
 
 OF_ROWS = Dataset.from_list(
@@ -236,15 +226,6 @@ def test_what_a_prompt_begins_to_say_is_part_of_the_first_message():
     for _, said in seen:
         turns = [message["content"] for message in said if message["role"] == "assistant"]
         assert [text.startswith("one two") for text in turns] == [True, *[False] * (len(turns) - 1)]
-
-
-def test_an_adapter_is_trained():
-    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    trainer, keep = run(architecture="llama", given={"peft_config": adapter}, learning_rate=0.1, max_steps=2)
-    assert (
-        logs(trainer)[0]["kl"] == pytest.approx(0, abs=1e-9) and logs(trainer)[0]["tools/call_frequency"] > 0
-    )
-    assert keep.steps[0] and all("lora" in name for name in keep.steps[0])
 
 
 def test_completions_are_shown_with_their_calls(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,6 @@ from tests.trainer.kto_runs import (
     LABELS,
     SPLITS,
     assert_same_gradient,
-    learned,
     log_ratios,
     logps,
     make,
@@ -97,11 +96,6 @@ def test_the_kl_is_at_least_zero():
     assert kl < 0  # the two the other way round
     _, log = step(make(model=reference.requires_grad_(True), ref_model=policy))
     assert log["kl"] == 0
-
-
-def test_a_first_step_from_its_own_reference_is_one_half():
-    _, log = step(make(copied_reference=True))
-    assert log["loss"] == pytest.approx(0.5, abs=1e-7) and log["kl"] == pytest.approx(0, abs=1e-12)
 
 
 # ---- one gradient, however a step is cut and laid out
@@ -232,12 +226,6 @@ def test_precomputing_for_apo_needs_one_column():
     assert "reference_KL_logps" not in trainer.train_dataset.column_names
 
 
-def test_a_stream_cannot_be_precomputed():
-    stream = IterableDataset.from_generator(lambda: iter(rows()))
-    with pytest.raises(ValueError, match=r"needs a datasets\.Dataset, got a IterableDataset"):
-        make(train_dataset=stream, precompute_ref_log_probs=True)
-
-
 def test_a_stream(whole):
     stream = IterableDataset.from_generator(lambda: iter(rows()))
     trainer = make(**OWN, train_dataset=stream)
@@ -262,30 +250,6 @@ def test_an_adapter_is_compared_with_its_base():
     _, log = step(trainer)
     assert log["rewards/chosen"] == pytest.approx(0.3 * ratios[DESIRABLE].mean().item(), rel=1e-9)
     assert log["kl"] == pytest.approx(kl.item(), rel=1e-9)
-
-
-def test_a_named_adapter_as_the_reference():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(policy_and_reference()[0], lora(3), adapter_name="policy")
-    model.add_adapter("reference", lora(4))
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
-    given = rows()
-    model.set_adapter("reference")
-    with torch.no_grad():
-        reference = torch.stack(
-            [logps(model, r["prompt_input_ids"], r["completion_input_ids"]) for r in given]
-        )
-        model.set_adapter("policy")
-        policy = torch.stack([logps(model, r["prompt_input_ids"], r["completion_input_ids"]) for r in given])
-    trainer = make(model=model, model_adapter_name="policy", ref_adapter_name="reference", **OWN)
-    _, log = step(trainer)
-    ratios = policy - reference
-    assert log["rewards/chosen"] == pytest.approx(0.3 * ratios[DESIRABLE].mean().item(), rel=1e-9)
-    with pytest.raises(ValueError, match=r"ref_adapter_name='absent'.*\['policy', 'reference'\]"):
-        make(model=model, ref_adapter_name="absent")
 
 
 # ---- encoder-decoders
@@ -339,24 +303,6 @@ def test_older_methods(whole):
     assert KTOTrainer.get_batch_logps(logits, labels)[1].item() == pytest.approx(expected, rel=1e-6)
     with trainer.null_ref_context() as same:
         assert same is trainer.model
-
-
-def test_store_metrics():
-    trainer = make()
-    trainer.store_metrics({"own": 3.0})
-    trainer.store_metrics({"own": 5.0})
-    trainer.log({"loss": 1.0})
-    assert trainer.state.log_history[0]["own"] == 4.0
-
-
-def test_generate_from_model_and_ref():
-    trainer = make(max_length=12, max_prompt_length=None)
-    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    batch = {"prompt_input_ids": prompts, "prompt_attention_mask": torch.ones_like(prompts)}
-    policy, reference = trainer.generate_from_model_and_ref(trainer.model, batch)
-    assert len(policy) == len(reference) == 2 and all(
-        text.startswith("w5 w6 w7") for text in (policy[0], reference[0])
-    )
 
 
 def test_the_call_of_0_11():
@@ -430,10 +376,3 @@ def test_rows_are_visited_in_their_order():
 
 
 # ---- learning
-
-
-def test_it_learns():
-    before, after = learned(make, seed=0)
-    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-4)
-    assert after["eval_rewards/margins"] > 1
-    assert after["eval_loss"] < before["eval_loss"] - 0.1

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.sft_runs import QUICK, config, logged, model_for, sequences, trained_spans
-from trl import DataCollatorForCompletionOnlyLM, RewardConfig, SFTConfig, SFTTrainer, setup_chat_format
+from trl import DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer, setup_chat_format
 from trl.trainer import ConstantLengthDataset
 
 TEXTS = Dataset.from_list([{"body": text} for text in ("Look up.", "Next.", "The answer is 42.")] * 4)
@@ -112,14 +112,6 @@ def test_older_arguments_beside_a_new_config(tmp_path):
     assert (args.dataset_text_field, trainer.args.dataset_text_field) == ("text", "body")
 
 
-def test_without_args(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    trainer, _ = warned(lambda: SFTTrainer(model_for(), train_dataset=TEXTS, tokenizer=tiny_tokenizer(), dataset_text_field="body"))  # fmt: skip
-    assert trainer.args.output_dir == "model-SFT"
-    assert trainer.args.learning_rate == 2e-5
-
-
 def test_formatting_function_and_model_init(tmp_path):
     trainer, text = warned(
         lambda: SFTTrainer(
@@ -130,18 +122,6 @@ def test_formatting_function_and_model_init(tmp_path):
     assert "model_init -> the argument model" in text
     assert {text for (text,) in trained_spans(trainer)} <= {f"A: {text}<|im_end|>" for text in TEXTS["body"]}
     trainer.train()
-
-
-def test_model_init_kwargs(tmp_path):
-    model_for().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    trainer, _ = warned(
-        lambda: SFTTrainer(
-            str(tmp_path), older_args(tmp_path / "run"), train_dataset=TEXTS, dataset_text_field="body",
-            model_init_kwargs={"torch_dtype": "bfloat16"},
-        )
-    )  # fmt: skip
-    assert str(trainer.model.dtype) == "torch.bfloat16"
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -230,16 +210,3 @@ def test_unknown_arguments(tmp_path):
 def test_an_older_and_its_newer_argument(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         SFTTrainer(model_for(), config(tmp_path), train_dataset=TEXTS, **given)
-
-
-def test_args_of_another_kind():
-    with pytest.raises(TypeError, match=r"args must be a SFTConfig, got dict"):
-        SFTTrainer(model_for(), {"output_dir": "x"}, train_dataset=TEXTS)
-
-
-def test_args_of_another_method():
-    """Its learning rate and lengths would be taken without a word."""
-    with pytest.raises(
-        TypeError, match=r"args must be a SFTConfig, got RewardConfig\. Make one with SFTConfig"
-    ):
-        SFTTrainer(model_for(), RewardConfig(use_cpu=True), train_dataset=TEXTS)  # pyright: ignore[reportArgumentType]

@@ -309,11 +309,6 @@ def forward_of_rows(model, batch, prefix=""):
     return KTOTrainer.get_batch_logps(logits, labels), logits
 
 
-def by_label(batch, *values):
-    kinds = [[row for row, label in enumerate(batch["label"]) if label is wanted] for wanted in (True, False)]
-    return [value[kind] for value in values for kind in kinds]
-
-
 def assert_as_plain(trainer, expected, *names):
     gradients, log = step(trainer)
     assert_same_gradient(gradients, expected[0])

@@ -173,10 +173,6 @@ def test_trainers_of_one_process_accumulate_each_as_it_was_told():
     assert all(torch.equal(x, y) for x, y in zip(*weights, strict=True))
 
 
-def test_padded_rows_make_the_same_step():
-    assert_same(after(flat=False), after())
-
-
 def test_the_whole_distribution_does_not_depend_on_the_minibatches():
     whole = after(kl_penalty="full")
     assert whole[0]["objective/kl"] > 0
@@ -342,15 +338,6 @@ def test_forward_passes_of_policy_reference_and_others():
             )
 
 
-def test_gradient_checkpointing_makes_the_same_step():
-    plain, saved = make_trainer(), make_trainer(gradient_checkpointing=True)
-    assert saved.model.get_base_model().is_gradient_checkpointing
-    first, second = plain.step(*batch()), saved.step(*batch())
-    assert first["ppo/loss/total"] == pytest.approx(second["ppo/loss/total"], rel=1e-5)
-    for name, weight in weights(plain).items():
-        torch.testing.assert_close(weights(saved)[name], weight, rtol=1e-4, atol=1e-5)
-
-
 def test_dropout_acts_in_training_alone():
     model = AutoModelForCausalLMWithValueHead.from_pretrained(
         value_model().pretrained_model, summary_dropout_prob=0.5
@@ -492,18 +479,6 @@ def test_statistics_go_to_the_tracker(monkeypatch):
     with pytest.raises(ValueError, match="columns_to_log"):
         trainer.config.log_with = "wandb"
         trainer.log_stats(stats, {"query": ["a"]}, [1.0])
-
-
-def test_the_best_policy_is_pushed(monkeypatch):
-    trainer = make_trainer(push_to_hub_if_best_kwargs={"repo_id": "me/best"}, compare_steps=2)
-    pushed = []
-    monkeypatch.setattr(
-        trainer, "push_to_hub", lambda repo_id: pushed.append((trainer.current_step, repo_id))
-    )
-    queries, responses, _ = batch()
-    for score in (1.0, 2.0, 9.0, 1.0, 3.0, 4.0):
-        trainer.step(queries, responses, [score, score, score, score + 1])
-    assert pushed == [(2, "me/best"), (6, "me/best")]
 
 
 def test_the_best_policy_is_that_of_the_scores_as_they_were_given(monkeypatch):

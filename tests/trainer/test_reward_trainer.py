@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, TrainingArguments
@@ -405,23 +405,3 @@ def test_it_learns_which_token_decides(seed=0):
     assert before["eval_accuracy"] < 0.8
     assert after["eval_accuracy"] > 0.95
     assert after["eval_loss"] < math.log(2) / 2
-
-
-@pytest.mark.slow
-def test_it_learns_from_dialogues(shared, tmp_path):
-    """A slice of the harmless pairs: the loss on the training pairs falls, and padded rows give it too."""
-    folder = shared / "data" / "hh_harmless"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not present on this machine")
-    data = load_dataset("json", data_files=str(next(folder.glob("*train*"))), split="train")
-    pairs = data.select(range(64)).select_columns(["chosen", "rejected"])
-    model = tiny_classifier(
-        "llama", num_labels=1, vocab_size=400, pad_token_id=0, max_position_embeddings=2048
-    )
-    args = RewardConfig(
-        str(tmp_path), **{**SETTINGS, "max_steps": 16, "optim": "adamw_torch", "learning_rate": 2e-3}
-    )
-    trainer = RewardTrainer(model, args, train_dataset=pairs, processing_class=tiny_tokenizer())
-    before = trainer.evaluate(pairs)["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate(pairs)["eval_loss"] < before - 0.1

@@ -66,13 +66,3 @@ def test_without_a_price_there_is_no_reference():
     trainer = moved(beta=0.0)
     assert trainer.reference is None and trainer.ref_model is None
     assert "kl" not in logs(trainer)[0]
-
-
-def test_the_policy_learns_which_tokens_are_wanted():
-    trainer, _ = make(
-        "rloo", max_steps=60, beta=0.0, learning_rate=0.02, optim="adamw_torch", max_completion_length=4,
-        per_device_train_batch_size=16, dtype="float32", max_grad_norm=1.0,
-    )  # fmt: skip
-    trainer.train()
-    rewards = [entry["reward"] for entry in logs(trainer)]
-    assert sum(rewards[:3]) < 3 * 0.75 and min(rewards[-5:]) > 0.95

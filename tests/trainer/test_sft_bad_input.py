@@ -12,11 +12,10 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceC
 
 from tests.tiny import tiny_config
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.sft_runs import BLUE, USER, config, model_for
+from tests.trainer.sft_runs import config, model_for
 from trl import SFTTrainer
 
 TEXTS = [{"text": "Look up."}, {"text": "Next."}] * 2
-CHATS = [{"messages": [USER, BLUE]}] * 2
 LONG = [{"text": "Look up."}, {"text": "Next. " * 60}]  # some 180 tokens
 
 

@@ -141,12 +141,6 @@ def test_neftune_reaches_every_way_to_the_loss(own):
     assert abs(logged(trainer, "loss")[0] - clean) > 0.01
 
 
-def test_neftune_of_a_model_that_is_scored_from_its_logits(monkeypatch):
-    monkeypatch.setattr("trl.models.scoring.causal.head_unsupported", lambda core, rule: "of this test")
-    losses = [logged(trained_plainly(neftune_noise_alpha=alpha), "loss")[0] for alpha in (None, 50.0)]
-    assert abs(losses[0] - losses[1]) > 0.01
-
-
 # ---- metrics
 
 
@@ -307,14 +301,6 @@ def test_bfloat16_on_a_cpu_runs_under_autocast():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert logged(trainer, "loss") == [pytest.approx(logged(trained_plainly(), "loss")[0], rel=2e-2)]
     assert evaluated["eval_loss"] == pytest.approx(logged(trainer, "loss")[0], rel=1e-6)
-
-
-def test_the_fused_optimiser_is_the_plain_one():
-    weights = []
-    for optimiser in ("adamw_torch_fused", "adamw_torch"):
-        trainer = trained_plainly(model=tiny_model("llama"), optim=optimiser, max_steps=2)
-        weights.append(trainer.model.lm_head.weight)
-    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
 
 
 class WithoutCount(SFTTrainer):

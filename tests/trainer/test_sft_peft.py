@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.one_step import KeepGradients
-from tests.trainer.sft_runs import BLUE, USER, config, logged, make, model_for
-from trl import SFTTrainer
+from tests.trainer.sft_runs import BLUE, USER, logged, make, model_for
 
 ROWS = [{"messages": [USER, BLUE]}, {"messages": [USER, {"role": "assistant", "content": "Look up."}]}] * 2
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
@@ -41,13 +40,6 @@ def test_the_base_stays_and_the_adapter_learns():
     assert all("lora" in name for name in trained)
     losses = logged(trainer, "loss")
     assert losses[3] < losses[0] - 0.1
-
-
-def test_a_new_adapter_starts_at_the_loss_of_its_base():
-    base, adapted = (make(ROWS, trainer=extra) for extra in ({}, {"peft_config": lora()}))
-    for trainer in (base, adapted):
-        trainer.train()
-    assert logged(adapted, "loss")[0] == pytest.approx(logged(base, "loss")[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"padding_free": True}, {"activation_offloading": True}])
@@ -100,21 +92,6 @@ def test_only_the_adapter_is_saved_and_training_goes_on(tmp_path):
     assert logged(first, "loss") + logged(second, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)
 
 
-def test_a_folder_with_an_adapter_is_a_model(tmp_path):
-    model_for().save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    base = SFTTrainer(
-        str(tmp_path / "base"), config(tmp_path / "adapter", max_steps=2, **SGD), train_dataset=Dataset.from_list(ROWS),
-        peft_config=lora(),
-    )  # fmt: skip
-    base.train()
-    base.save_model()
-    again = SFTTrainer(str(tmp_path / "adapter"), config(), train_dataset=Dataset.from_list(ROWS))
-    assert isinstance(again.model, PeftModel)
-    evaluated = [trainer.evaluate(Dataset.from_list(ROWS))["eval_loss"] for trainer in (base, again)]
-    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)
-
-
 def test_a_head_that_is_trained_as_a_whole(tmp_path):
     data = Dataset.from_list(ROWS)
     trainer = make(
@@ -154,18 +131,6 @@ def test_tokens_of_a_template_are_trained_beside_the_adapter(tmp_path):
         after = trainer.model.get_input_embeddings()(torch.tensor([5, 400])).detach()
         assert torch.equal(before[0], after[0])
         assert not torch.equal(before[1], after[1])
-
-
-def test_metrics_of_an_adapted_model_are_given_labels():
-    def accuracy(prediction):
-        labels = prediction.label_ids[:, 1:]
-        hits = prediction.predictions.argmax(-1)[:, :-1] == labels
-        return {"accuracy": float(hits[labels != -100].mean())}
-
-    data = Dataset.from_list(ROWS)
-    extra = {"peft_config": lora(), "compute_metrics": accuracy, "eval_dataset": data}
-    found = make(ROWS, trainer=extra).evaluate()
-    assert found["eval_accuracy"] == pytest.approx(found["eval_mean_token_accuracy"], rel=1e-12)
 
 
 def test_prompt_tuning_is_scored_from_its_own_logits(caplog):

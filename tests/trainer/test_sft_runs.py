@@ -77,22 +77,6 @@ def test_model_card_and_tags(tmp_path, monkeypatch, capsys):
     assert "me/sums" in card
 
 
-def test_an_epoch_is_saved_and_goes_on(tmp_path):
-    whole = make(ROWS, folder=tmp_path / "whole", **EPOCH)
-    whole.train()
-    assert sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*")) == [
-        "checkpoint-3",
-        "checkpoint-6",
-    ]
-    again = make(ROWS, folder=tmp_path / "again", **EPOCH)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert again.state.global_step == 6
-    for name, weight in whole.model.state_dict().items():
-        assert torch.equal(again.model.state_dict()[name], weight), name
-    assert logged(again, "loss") == logged(whole, "loss")
-    assert logged(again, "num_tokens") == logged(whole, "num_tokens")
-
-
 def test_a_longer_run_goes_on_from_a_finished_one(tmp_path):
     first = make(ROWS, folder=tmp_path, **{**EPOCH, "num_train_epochs": 1})
     first.train()
@@ -183,23 +167,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(tmp_path)
     ):
         trainer.train()
     assert torch.isfinite(norm).all()
-
-
-def test_callbacks_are_called_and_may_stop(tmp_path):
-    seen = []
-
-    class Watch(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append((state.global_step, sorted(logs)))
-            control.should_training_stop = state.global_step >= 2
-
-    trainer = make(ROWS, folder=tmp_path, max_steps=9, trainer={"callbacks": [Watch()]})
-    trainer.train()
-    assert trainer.state.global_step == 2
-    assert seen[0] == (
-        1,
-        ["entropy", "epoch", "grad_norm", "learning_rate", "loss", "mean_token_accuracy", "num_tokens"],
-    )
 
 
 def test_a_plain_run_prints_no_complaint(tmp_path, caplog, recwarn):
