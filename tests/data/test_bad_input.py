@@ -34,142 +34,88 @@ ASSISTANT_ONLY = {"assistant_only_loss": True}
 
 CASES: dict[str, Bad] = {
     # columns
-    "no known column": Bad(
-        [{"question": "a", "answer": "b"}],
-        ValueError,
-        ("row 0, has columns ['question', 'answer']", "'text'", "'messages'", "Rename the columns"),
-    ),
+    "no known column": Bad([{"question": "a", "answer": "b"}], ValueError, ("row 0", "'text'")),
     "text column of another name": Bad(
         [{"text": "a"}], ValueError, ("row 0", "dataset_text_field"), {"text_field": "body"}
     ),
     "prompt only": Bad([{"prompt": "a"}], ValueError, ("row 0", "GRPOTrainer")),
     "completion only": Bad([{"completion": "a"}], ValueError, ("row 0", "add 'prompt'")),
-    "preference": Bad(
-        [{"prompt": "a", "chosen": "b", "rejected": "c"}],
-        ValueError,
-        ("row 0", "DPOTrainer"),
-    ),
-    "no rows": Bad([], ValueError, ("train dataset: no rows", "Check its file")),
+    "preference": Bad([{"prompt": "a", "chosen": "b", "rejected": "c"}], ValueError, ("row 0", "DPOTrainer")),
+    "no rows": Bad([], ValueError, ("train dataset", "Check its file")),
     # text
-    "None as text": Bad(
-        [{"text": "a"}, {"text": None}], ValueError, ("row 1, column 'text': None", "Fill it in")
-    ),
-    "number as text": Bad(
-        [{"text": 3}], TypeError, ("row 0, column 'text': 3 is of type int", "Convert it with str()")
-    ),
-    "empty text": Bad(
-        [{"text": "a"}, {"text": ""}], ValueError, ("row 1, column 'text': an empty string", "Filter the row")
-    ),
-    "list of texts": Bad([{"text": ["a", "b"]}], TypeError, ("row 0, column 'text': a list", "Do not mix")),
-    "empty completion": Bad(
-        [{"prompt": "a", "completion": ""}], ValueError, ("row 0, column 'completion': an empty", "Filter")
-    ),
+    "None as text": Bad([{"text": "a"}, {"text": None}], ValueError, ("row 1, column 'text'",)),
+    "number as text": Bad([{"text": 3}], TypeError, ("row 0, column 'text'",)),
+    "empty text": Bad([{"text": "a"}, {"text": ""}], ValueError, ("row 1, column 'text'",)),
+    "list of texts": Bad([{"text": ["a", "b"]}], TypeError, ("row 0, column 'text'",)),
+    "empty completion": Bad([{"prompt": "a", "completion": ""}], ValueError, ("row 0, column 'completion'",)),
     "None as prompt": Bad(
         [{"prompt": "a", "completion": "b"}, {"prompt": None, "completion": "b"}],
         ValueError,
-        ("row 1, column 'prompt': None", "Fill it in"),
+        ("row 1, column 'prompt'",),
     ),
     "prompt text, completion messages": Bad(
-        [{"prompt": "a", "completion": [BLUE]}],
-        TypeError,
-        ("row 0, column 'prompt': 'a' is of type str", "expected a list of messages", "Write it as"),
+        [{"prompt": "a", "completion": [BLUE]}], TypeError, ("row 0, column 'prompt'",)
     ),
     "prompt messages, completion text": Bad(
-        [{"prompt": [USER], "completion": "b"}],
-        TypeError,
-        ("row 0, column 'completion': 'b' is of type str", "expected a list of messages"),
+        [{"prompt": [USER], "completion": "b"}], TypeError, ("row 0, column 'completion'",)
     ),
     # messages
-    "string as messages": Bad(
-        [{"messages": "Hello"}],
-        TypeError,
-        ("row 0, column 'messages': 'Hello' is of type str", "Write it as"),
-    ),
-    "None as messages": Bad(
-        [GOOD, {"messages": None}], ValueError, ("row 1, column 'messages': None", "filter the row out")
-    ),
-    "no messages": Bad(messages(), ValueError, ("row 1, column 'messages': an empty list", "Filter the row")),
+    "string as messages": Bad([{"messages": "Hello"}], TypeError, ("row 0, column 'messages'",)),
+    "None as messages": Bad([GOOD, {"messages": None}], ValueError, ("row 1, column 'messages'",)),
+    "no messages": Bad(messages(), ValueError, ("row 1, column 'messages'",)),
     "message that is text": Bad(
-        [{"messages": ["Hello"]}],
-        TypeError,
-        ("row 0, column 'messages', message 0: 'Hello'", "expected a dict"),
+        [{"messages": ["Hello"]}], TypeError, ("row 0, column 'messages', message 0",)
     ),
-    "no role": Bad(
-        messages({"content": "a"}), ValueError, ("row 1, column 'messages', message 0: no 'role'", "Add it")
-    ),
+    "no role": Bad(messages({"content": "a"}), ValueError, ("row 1, column 'messages', message 0",)),
     "misspelt role": Bad(
         messages(USER, {"role": "assitant", "content": "a"}),
         ValueError,
-        ("row 1, column 'messages', message 1: unknown role 'assitant'", "Did you mean 'assistant'?"),
+        ("row 1, column 'messages', message 1",),
     ),
     "unheard-of role": Bad(
-        messages({"role": "narrator", "content": "a"}), ValueError, ("unknown role 'narrator'", "Rename it")
+        messages({"role": "narrator", "content": "a"}), ValueError, ("unknown role 'narrator'",)
     ),
     "unknown speaker": Bad(
         [{"conversations": [{"from": "wizard", "value": "a"}]}],
         ValueError,
-        ("row 0, column 'messages', message 0: unknown role 'wizard'", "Rename it"),
+        ("row 0, column 'messages', message 0",),
     ),
     "None as content": Bad(
         messages(USER, {"role": "assistant", "content": None}),
         ValueError,
-        ("row 1, column 'messages', message 1: content is None", "tool_calls", "Fill it in"),
+        ("row 1, column 'messages', message 1",),
     ),
     "number as content": Bad(
-        [{"messages": [{"role": "user", "content": 3}]}],
-        TypeError,
-        ("row 0, column 'messages', message 0: content 3 is of type int", "Convert it with str()"),
+        [{"messages": [{"role": "user", "content": 3}]}], TypeError, ("row 0, column 'messages', message 0",)
     ),
     "content parts without a type": Bad(
         [{"messages": [{"role": "user", "content": ["a"]}]}],
         TypeError,
-        ("row 0, column 'messages', message 0: content part 'a'", "Write text as"),
+        ("row 0, column 'messages', message 0",),
     ),
     "empty conversational prompt": Bad(
         [{"prompt": [USER], "completion": [BLUE]}, {"prompt": [], "completion": [BLUE]}],
         ValueError,
-        ("row 1, column 'prompt': an empty list", "Filter the row out"),
+        ("row 1, column 'prompt'",),
     ),
-    "tools that are not JSON": Bad(
-        [{**GOOD, "tools": "{look}"}], ValueError, ("row 0, column 'tools': ", "not JSON", "json.dumps")
-    ),
-    "tools that are a number": Bad(
-        [{**GOOD, "tools": 3}], TypeError, ("row 0, column 'tools': tools is a int", "Put it in a list")
-    ),
+    "tools that are not JSON": Bad([{**GOOD, "tools": "{look}"}], ValueError, ("row 0, column 'tools'",)),
+    "tools that are a number": Bad([{**GOOD, "tools": 3}], TypeError, ("row 0, column 'tools'",)),
     "template kwargs that are text": Bad(
-        [{**GOOD, "chat_template_kwargs": "a"}],
-        TypeError,
-        ("row 0, column 'chat_template_kwargs': a str", "Give one dict"),
+        [{**GOOD, "chat_template_kwargs": "a"}], TypeError, ("row 0, column 'chat_template_kwargs'",)
     ),
     # tokenizer and template
-    "no chat template": Bad(
-        [GOOD],
-        ValueError,
-        ("row 0, column 'messages'", "no chat template", "chat_template_path"),
-        template="none",
-    ),
-    "no eos token": Bad(
-        [{"text": "a"}],
-        ValueError,
-        ("row 0, column 'text'", "no eos token", "Set tokenizer.eos_token"),
-        special={"eos_token": None},
-    ),
+    "no chat template": Bad([GOOD], ValueError, ("row 0, column 'messages'",), template="none"),
+    "no eos token": Bad([{"text": "a"}], ValueError, ("row 0, column 'text'",), special={"eos_token": None}),
     "eos token that is not in the vocabulary": Bad(
-        [{"text": "a"}],
-        ValueError,
-        ("eos_token '<|im_ends|>' is not in the", "Did you mean '<|im_end|>'?"),
-        {"eos_token": "<|im_ends|>"},
+        [{"text": "a"}], ValueError, ("eos_token '<|im_ends|>' is not in the",), {"eos_token": "<|im_ends|>"}
     ),
     "template that raises": Bad(
-        messages(USER, USER),
-        ValueError,
-        ("row 1, column 'messages': the chat template raised", "roles must alternate", "change it"),
-        template="alternating",
+        messages(USER, USER), ValueError, ("row 1, column 'messages'",), template="alternating"
     ),
     "template that cannot take missing content": Bad(
         messages(USER, {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}),
         ValueError,
-        ("row 1, column 'messages': the chat template raised", "Make the messages fit"),
+        ("row 1, column 'messages'",),
     ),
     "completion that changes its prompt": Bad(
         [
@@ -179,74 +125,43 @@ CASES: dict[str, Bad] = {
             }
         ],
         ValueError,
-        ("row 0, column 'completion': ", "renders the prompt differently", "get_training_chat_template"),
+        ("row 0, column 'completion'",),
         template="qwen3_like",
     ),
     # what is trained
-    "assistant only on text": Bad(
-        [{"text": "a"}],
-        ValueError,
-        ("row 0, column 'text': assistant_only_loss=True", "assistant_only_loss=False"),
-        ASSISTANT_ONLY,
-    ),
+    "assistant only on text": Bad([{"text": "a"}], ValueError, ("row 0, column 'text'",), ASSISTANT_ONLY),
     "completion only on text": Bad(
-        [{"text": "a"}],
-        ValueError,
-        ("row 0, column 'text': completion_only_loss=True", "'prompt' and 'completion' columns"),
-        {"completion_only_loss": True},
+        [{"text": "a"}], ValueError, ("row 0, column 'text'",), {"completion_only_loss": True}
     ),
     "completion only with a formatting function": Bad(
         [{"prompt": "a", "completion": "b"}],
         ValueError,
-        ("row 0, column 'text': completion_only_loss=True with a formatting_func", "Drop formatting_func"),
+        ("row 0, column 'text'",),
         {"completion_only_loss": True, "formatting_func": lambda row: row["prompt"]},
     ),
     "formatting function that returns numbers": Bad(
-        [{"a": 1}],
-        TypeError,
-        (
-            "row 0, column 'text': formatting_func returned '3' of type int",
-            "expected a string",
-            "returns its text",
-        ),
-        {"formatting_func": lambda row: 3},
+        [{"a": 1}], TypeError, ("row 0, column 'text'",), {"formatting_func": lambda row: 3}
     ),
     "no assistant under assistant only": Bad(
-        messages(USER),
-        ValueError,
-        ("row 1, column 'messages': no message of the assistant", "Filter the row out"),
-        ASSISTANT_ONLY,
+        messages(USER), ValueError, ("row 1, column 'messages'",), ASSISTANT_ONLY
     ),
     "turn without a stop token": Bad(
-        [GOOD],
-        ValueError,
-        ("row 0, column 'messages': message 1", "no stop token closes it", "generation %} marks"),
-        ASSISTANT_ONLY,
-        "no_stop",
+        [GOOD], ValueError, ("row 0, column 'messages'",), ASSISTANT_ONLY, "no_stop"
     ),
     "template that is not prefix-preserving": Bad(
         [{"messages": [USER, BLUE, USER, BLUE]}],
         ValueError,
-        ("row 0, column 'messages': message 1", "renders it differently", "get_training_chat_template"),
+        ("row 0, column 'messages'",),
         ASSISTANT_ONLY,
         "qwen3_like",
     ),
     "assistant mask all zero": Bad(
-        [GOOD, GOOD],
-        ValueError,
-        ("row 0, column 'input_ids': none of the row's", "generation marks", "All 2 rows are like this"),
-        ASSISTANT_ONLY,
-        "marked_nowhere",
+        [GOOD, GOOD], ValueError, ("row 0, column 'input_ids'",), ASSISTANT_ONLY, "marked_nowhere"
     ),
     "prompts longer than max_length": Bad(
         [{"prompt": "Q: How many apples are left?", "completion": " A: 7"}],
         ValueError,
-        (
-            "row 0, column 'input_ids': none",
-            "(2 after truncation to max_length)",
-            "Raise max_length",
-            "All 1 rows",
-        ),
+        ("row 0, column 'input_ids'",),
         {"max_length": 2},
     ),
     "one prompt longer than max_length, policy error": Bad(
@@ -255,54 +170,33 @@ CASES: dict[str, Bad] = {
             {"prompt": "Q: How many apples are left?", "completion": " A"},
         ],
         ValueError,
-        ("row 1, column 'input_ids': none", "(6 after truncation to max_length)", "Raise max_length"),
+        ("row 1, column 'input_ids'",),
         {"max_length": 6, "untrained_rows": "error"},
     ),
     # tokens
-    "text as tokens": Bad(
-        [{"input_ids": "abc"}],
-        TypeError,
-        ("row 0, column 'input_ids'", "lists of integers", "Tokenize the text"),
-    ),
-    "fractions as tokens": Bad(
-        [{"input_ids": [0.5]}], TypeError, ("row 0, column 'input_ids'", "lists of integers")
-    ),
-    "no tokens": Bad(
-        [{"input_ids": [5, 6]}, {"input_ids": []}],
-        ValueError,
-        ("row 1, column 'input_ids': an empty list", "Filter the row out"),
-    ),
+    "text as tokens": Bad([{"input_ids": "abc"}], TypeError, ("row 0, column 'input_ids'",)),
+    "fractions as tokens": Bad([{"input_ids": [0.5]}], TypeError, ("row 0, column 'input_ids'",)),
+    "no tokens": Bad([{"input_ids": [5, 6]}, {"input_ids": []}], ValueError, ("row 1, column 'input_ids'",)),
     "completion mask of another length": Bad(
         [{"input_ids": [5, 6], "completion_mask": [0, 1]}, {"input_ids": [5, 6], "completion_mask": [1]}],
         ValueError,
-        ("row 1, column 'completion_mask': 1 values for 2 tokens", "Give one value for each token"),
+        ("row 1, column 'completion_mask'",),
     ),
     "labels of another length": Bad(
-        [{"input_ids": [5, 6], "labels": [5, 6, 7]}],
-        ValueError,
-        ("row 0, column 'labels': 3 values for 2 tokens", "Give one value for each token"),
+        [{"input_ids": [5, 6], "labels": [5, 6, 7]}], ValueError, ("row 0, column 'labels'",)
     ),
     "labels all masked": Bad(
-        [{"input_ids": [5, 6], "labels": [-100, -100]}],
-        ValueError,
-        ("row 0, column 'input_ids': none of the row's 2 tokens", "Check the masks"),
+        [{"input_ids": [5, 6], "labels": [-100, -100]}], ValueError, ("row 0, column 'input_ids'",)
     ),
     "token id out of the vocabulary": Bad(
-        [{"input_ids": [5, 6]}, {"input_ids": [5, 100_000]}],
-        ValueError,
-        ("row 1, column 'input_ids': token id 100000", "expected 0 to", "belongs to the model"),
+        [{"input_ids": [5, 6]}, {"input_ids": [5, 100_000]}], ValueError, ("row 1, column 'input_ids'",)
     ),
     "label out of the vocabulary": Bad(
-        [{"input_ids": [5, 6], "labels": [-100, 100000]}],
-        ValueError,
-        ("row 0, column 'labels': token id 100000", "or -100", "belongs to the model"),
+        [{"input_ids": [5, 6], "labels": [-100, 100000]}], ValueError, ("row 0, column 'labels'",)
     ),
-    "negative token id": Bad([{"input_ids": [5, -1]}], ValueError, ("row 0", "token id -1", "expected 0 to")),
+    "negative token id": Bad([{"input_ids": [5, -1]}], ValueError, ("row 0", "token id -1")),
     "packing without a length": Bad(
-        [{"text": "a"}],
-        ValueError,
-        ("packing=True with max_length=None", "Set max_length"),
-        {"packing": True},
+        [{"text": "a"}], ValueError, ("packing=True with max_length=None",), {"packing": True}
     ),
 }
 

@@ -41,234 +41,138 @@ def after(good: dict, **changes: Any) -> list[dict]:
 
 # What both preparations refuse.
 COMMON: dict[str, Bad] = {
-    "no rows": Bad([], ValueError, ("train dataset: no rows", "'chosen' and 'rejected'", "Check its file")),
+    "no rows": Bad([], ValueError, ("train dataset", "'chosen' and 'rejected'")),
     "no rejected": Bad(
-        [{"prompt": "a", "chosen": "b"}],
-        ValueError,
-        ("row 0, has columns ['prompt', 'chosen']", "Rename the columns, or add 'rejected'"),
+        [{"prompt": "a", "chosen": "b"}], ValueError, ("row 0", "Rename the columns, or add 'rejected'")
     ),
-    "unpaired": Bad(
-        [{"prompt": "a", "completion": "b", "label": True}],
-        ValueError,
-        ("row 0, has columns", "unpaired: train with KTOTrainer or BCOTrainer"),
-    ),
-    "completions": Bad(
-        [{"prompt": "a", "completion": "b"}], ValueError, ("row 0, has columns", "SFTTrainer")
-    ),
-    "None": Bad(
-        after(GOOD, chosen=None), ValueError, ("row 1, column 'chosen': None, expected text", "Fill it in")
-    ),
-    "number": Bad(
-        [{**GOOD, "chosen": 3}], TypeError, ("row 0, column 'chosen': 3 is of type int", "Convert it")
-    ),
-    "empty completion": Bad(
-        after(GOOD, rejected=""), ValueError, ("row 1, column 'rejected': an empty string", "Filter the row")
-    ),
-    "empty completion of messages": Bad(
-        after(CHAT, chosen=[]), ValueError, ("row 1, column 'chosen': an empty list", "Filter the row")
-    ),
+    "unpaired": Bad([{"prompt": "a", "completion": "b", "label": True}], ValueError, ("row 0",)),
+    "completions": Bad([{"prompt": "a", "completion": "b"}], ValueError, ("row 0", "SFTTrainer")),
+    "None": Bad(after(GOOD, chosen=None), ValueError, ("row 1, column 'chosen'",)),
+    "number": Bad([{**GOOD, "chosen": 3}], TypeError, ("row 0, column 'chosen'",)),
+    "empty completion": Bad(after(GOOD, rejected=""), ValueError, ("row 1, column 'rejected'",)),
+    "empty completion of messages": Bad(after(CHAT, chosen=[]), ValueError, ("row 1, column 'chosen'",)),
     "chosen text, rejected messages": Bad(
-        [{"chosen": "a", "rejected": [NEXT]}],
-        TypeError,
-        ("row 0, column 'rejected': a list, expected a string", "Do not mix"),
+        [{"chosen": "a", "rejected": [NEXT]}], TypeError, ("row 0, column 'rejected'",)
     ),
     "chosen messages, rejected text": Bad(
-        [{"chosen": [ASK, UP], "rejected": "a"}],
-        TypeError,
-        ("row 0, column 'rejected': 'a' is of type str, expected a list of messages", "Write it as"),
+        [{"chosen": [ASK, UP], "rejected": "a"}], TypeError, ("row 0, column 'rejected'",)
     ),
-    "prompt messages, answers text": Bad(
-        [{**GOOD, "prompt": [ASK]}],
-        TypeError,
-        ("row 0, column 'prompt': a list, expected a string", "Do not mix"),
-    ),
-    "mixed rows": Bad(
-        [GOOD, CHAT], TypeError, ("row 1, column 'chosen': a list, expected a string",), stored=False
-    ),
-    "mixed rows, messages first": Bad(
-        [CHAT, GOOD], TypeError, ("row 1, column 'chosen': ' blue' is of type str",), stored=False
-    ),
+    "prompt messages, answers text": Bad([{**GOOD, "prompt": [ASK]}], TypeError, ("row 0, column 'prompt'",)),
+    "mixed rows": Bad([GOOD, CHAT], TypeError, ("row 1, column 'chosen'",), stored=False),
+    "mixed rows, messages first": Bad([CHAT, GOOD], TypeError, ("row 1, column 'chosen'",), stored=False),
     "list of strings": Bad(
-        [{**GOOD, "chosen": ["a"], "rejected": ["b"]}],
-        TypeError,
-        ("row 0, column 'chosen', message 0: 'a' is of type str, expected a dict",),
+        [{**GOOD, "chosen": ["a"], "rejected": ["b"]}], TypeError, ("row 0, column 'chosen', message 0",)
     ),
     "prompt that is not of the conversation": Bad(
         [{"prompt": "How many?", "chosen": [ASK, UP], "rejected": [ASK, NEXT]}],
         ValueError,
-        ("row 0, column 'prompt': 'How many?' is not what the conversations", "Write it as messages"),
+        ("row 0, column 'prompt'",),
     ),
     "prompt messages that are no prefix": Bad(
         [{"prompt": [{**ASK, "content": "How many?"}], "chosen": [ASK, UP], "rejected": [ASK, NEXT]}],
         ValueError,
-        (
-            "row 0, column 'chosen', message 0: role 'user', as a whole conversation begins",
-            "Give the answer only",
-        ),
+        ("row 0, column 'chosen', message 0",),
     ),
     "unknown role": Bad(
         after(CHAT, rejected=[{"role": "asistant", "content": "a"}]),
         ValueError,
-        ("row 1, column 'rejected', message 0: unknown role 'asistant'", "Did you mean 'assistant'?"),
+        ("row 1, column 'rejected', message 0",),
     ),
-    "ends with the user": Bad(
-        after(CHAT, chosen=[UP, ASK]),
-        ValueError,
-        ("row 1, column 'chosen': the last message has the role 'user'", "Remove what comes after"),
-    ),
-    "tools that are no JSON": Bad(
-        [{**CHAT, "tools": "look"}],
-        ValueError,
-        ("row 0, column 'tools': tools is a string that is not JSON",),
-    ),
-    "no chat template": Bad(
-        [CHAT],
-        ValueError,
-        (
-            "row 0, column 'chosen': conversational data, but the tokenizer has no chat template",
-            "chat_template",
-        ),
-        template="none",
-    ),
-    "no eos token": Bad(
-        [GOOD],
-        ValueError,
-        ("row 0, column 'chosen': the tokenizer has no eos token", "Set tokenizer.eos_token"),
-        special={"eos_token": None},
-    ),
+    "ends with the user": Bad(after(CHAT, chosen=[UP, ASK]), ValueError, ("row 1, column 'chosen'",)),
+    "tools that are no JSON": Bad([{**CHAT, "tools": "look"}], ValueError, ("row 0, column 'tools'",)),
+    "no chat template": Bad([CHAT], ValueError, ("row 0, column 'chosen'",), template="none"),
+    "no eos token": Bad([GOOD], ValueError, ("row 0, column 'chosen'",), special={"eos_token": None}),
     "template that refuses": Bad(
         [{"prompt": [ASK], "chosen": [UP, UP], "rejected": [NEXT]}],
         ValueError,
-        ("row 0, column 'chosen': the chat template raised", "roles must alternate"),
+        ("row 0, column 'chosen'",),
         template="alternating",
     ),
     "tokens outside the tokenizer": Bad(
-        after(TOKENS, chosen_input_ids=[7, 400]),
-        ValueError,
-        ("row 1, column 'chosen_input_ids': token id 400, expected 0 to 399", "the tokenizer has 400 tokens"),
+        after(TOKENS, chosen_input_ids=[7, 400]), ValueError, ("row 1, column 'chosen_input_ids'",)
     ),
     "tokens outside the model": Bad(
-        [TOKENS],
-        ValueError,
-        ("row 0, column 'rejected_input_ids': token id 8, expected 0 to 7", "the model embeds 8 token ids"),
-        {"vocab_size": 8},
+        [TOKENS], ValueError, ("row 0, column 'rejected_input_ids'",), {"vocab_size": 8}
     ),
     "tokens of floats": Bad(
-        [{**TOKENS, "chosen_input_ids": [7.5]}],
-        TypeError,
-        ("row 0, column 'chosen_input_ids': values of type float64", "Tokenize the text"),
+        [{**TOKENS, "chosen_input_ids": [7.5]}], TypeError, ("row 0, column 'chosen_input_ids'",)
     ),
     "no tokens": Bad(
-        after(TOKENS, rejected_input_ids=[]),
-        ValueError,
-        ("row 1, column 'rejected_input_ids': an empty list, expected token ids",),
+        after(TOKENS, rejected_input_ids=[]), ValueError, ("row 1, column 'rejected_input_ids'",)
     ),
 }
 
 PAIRS: dict[str, Bad] = {
     **COMMON,
-    "text outside the model": Bad(
-        [GOOD],
-        ValueError,
-        ("row 0, column 'chosen': token id 396, expected 0 to 389", "resize_token_embeddings"),
-        {"vocab_size": 390},
-    ),
+    "text outside the model": Bad([GOOD], ValueError, ("row 0, column 'chosen'",), {"vocab_size": 390}),
     "tokens without a prompt": Bad(
         [{"chosen_input_ids": [7], "rejected_input_ids": [8]}],
         ValueError,
-        ("row 0, has columns", "add 'prompt_input_ids'"),
+        ("row 0", "add 'prompt_input_ids'"),
     ),
     "texts that share nothing": Bad(
         [{"chosen": "Blue.", "rejected": "Brown."}, {"chosen": "Blue.", "rejected": "It is."}],
         ValueError,
-        (
-            "row 1, column 'chosen': 'Blue.'... and 'rejected' 'It is.'... begin differently",
-            "column 'prompt'",
-        ),
+        ("row 1, column 'chosen'",),
     ),
     "conversations that share nothing": Bad(
         [{"chosen": [ASK, UP], "rejected": [{**ASK, "content": "How?"}, NEXT]}],
         ValueError,
-        ("row 0, column 'chosen': the first message is not that of 'rejected'", "column 'prompt'"),
+        ("row 0, column 'chosen'",),
     ),
     "conversations without a question": Bad(
-        [{"chosen": [UP], "rejected": [UP]}],
-        ValueError,
-        ("row 0, column 'chosen': the first message is not that of 'rejected', or the assistant's only one",),
+        [{"chosen": [UP], "rejected": [UP]}], ValueError, ("row 0, column 'chosen'",)
     ),
     "conversations that part at the user": Bad(
         [{"chosen": [ASK, UP, ASK, UP], "rejected": [ASK, UP, {**ASK, "content": "How?"}, NEXT]}],
         ValueError,
-        ("row 0, column 'chosen': the answer begins with a message of role 'user'", "into the prompt"),
+        ("row 0, column 'chosen'",),
     ),
     "no eos token for messages": Bad(
-        [CHAT],
-        ValueError,
-        ("row 0, column 'chosen': the tokenizer has no eos token",),
-        special={"eos_token": None},
+        [CHAT], ValueError, ("row 0, column 'chosen'",), special={"eos_token": None}
     ),
     "no room for completions": Bad(
         after(TOKENS, prompt_input_ids=[5, 6, 7, 8, 9]),
         ValueError,
-        (
-            "row 1, column 'prompt_input_ids': max_prompt_length 4 leaves no token of max_length 4",
-            "Lower max_prompt_length, or raise max_length",
-        ),
+        ("row 1, column 'prompt_input_ids'",),
         {"max_length": 4, "max_prompt_length": 4, "truncation_mode": "keep_start"},
     ),
     "no room for completions, prompt first": Bad(
         after(TOKENS, prompt_input_ids=[5, 6, 7, 8, 9]),
         ValueError,
-        ("row 1, column 'prompt_input_ids': max_prompt_length 6 leaves no token of max_length 4",),
+        ("row 1, column 'prompt_input_ids'",),
         {"max_length": 4, "max_prompt_length": 6, "truncation_order": "prompt_first"},
     ),
     "reference log-prob that is NaN": Bad(
         [{**GOOD, "ref_chosen_logps": float("nan"), "ref_rejected_logps": -1.0}],
         ValueError,
-        ("row 0, column 'ref_chosen_logps': nan, expected a finite number",),
+        ("row 0, column 'ref_chosen_logps'",),
     ),
     "reference log-prob that is text": Bad(
         [{**GOOD, "ref_chosen_logps": -1.0, "ref_rejected_logps": "low"}],
         TypeError,
-        ("row 0, column 'ref_rejected_logps': 'low' is of type str, expected a number",),
+        ("row 0, column 'ref_rejected_logps'",),
     ),
 }
 
 REWARDS: dict[str, Bad] = {
     **COMMON,
-    "text outside the model": Bad(
-        [GOOD],
-        ValueError,
-        ("row 0, column 'chosen': token id 396, expected 0 to 389", "resize_token_embeddings"),
-        {"vocab_size": 390},
-    ),
+    "text outside the model": Bad([GOOD], ValueError, ("row 0, column 'chosen'",), {"vocab_size": 390}),
     "margin that is None": Bad(
-        [{**GOOD, "margin": 1.0}, {**GOOD, "margin": None}],
-        ValueError,
-        ("row 1, column 'margin': None, expected a number", "Fill it in"),
+        [{**GOOD, "margin": 1.0}, {**GOOD, "margin": None}], ValueError, ("row 1, column 'margin'",)
     ),
-    "margin that is NaN": Bad(
-        [{**GOOD, "margin": float("nan")}],
-        ValueError,
-        ("row 0, column 'margin': nan, expected a finite number", "Correct it"),
-    ),
-    "margin that is text": Bad(
-        [{**GOOD, "margin": "wide"}],
-        TypeError,
-        ("row 0, column 'margin': 'wide' is of type str, expected a number", "Convert it with float()"),
-    ),
-    "margin that is a truth value": Bad(
-        [{**GOOD, "margin": True}], TypeError, ("row 0, column 'margin': True is of type bool",)
-    ),
+    "margin that is NaN": Bad([{**GOOD, "margin": float("nan")}], ValueError, ("row 0, column 'margin'",)),
+    "margin that is text": Bad([{**GOOD, "margin": "wide"}], TypeError, ("row 0, column 'margin'",)),
+    "margin that is a truth value": Bad([{**GOOD, "margin": True}], TypeError, ("row 0, column 'margin'",)),
     "mask of another length": Bad(
         [{"input_ids_chosen": [7, 6], "attention_mask_chosen": [1], "input_ids_rejected": [8]}],
         ValueError,
-        ("row 0, column 'attention_mask_chosen': 1 values (1 not 0) for 2 tokens in 'input_ids_chosen'",),
+        ("row 0, column 'attention_mask_chosen'",),
     ),
     "mask of zeros": Bad(
         [{"input_ids_chosen": [7, 6], "attention_mask_chosen": [0, 0], "input_ids_rejected": [8]}],
         ValueError,
-        ("row 0, column 'attention_mask_chosen': 2 values (0 not 0)", "at least one that is 1"),
+        ("row 0, column 'attention_mask_chosen'",),
     ),
 }
 
@@ -316,10 +220,7 @@ def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
         ({"max_length": 0}, "max_length must be .*, got 0"),
         ({"max_prompt_length": 0}, "max_prompt_length must be .*, got 0"),
         ({"max_completion_length": -1}, "max_completion_length must be .*, got -1"),
-        (
-            {"truncation_mode": "keep_middle"},
-            "truncation_mode must be one of .* got 'keep_m",
-        ),
+        ({"truncation_mode": "keep_middle"}, "truncation_mode must be one of .* got 'keep_m"),
         ({"truncation_order": "none"}, "truncation_order must be one of .* got 'none'"),
         ({"untrained_rows": "report"}, "untrained_rows must be one of 'drop', 'error', got 'report'"),
     ],
