@@ -14,13 +14,11 @@ from tests.models.reference_worker import BATCH, logps, train
 from tests.tiny import tiny_model
 from tests.trainer.sharded_worker import KINDS
 from tests.two_processes import launch
-from trl.models.lending import peft_model_in
 from trl.models.reference import (
     REFERENCE_FILE,
-    DisabledAdapter,
+    AdapterReference,
     FrozenModel,
     InitialPolicy,
-    NamedAdapter,
     do_without_reference,
     make_reference,
 )
@@ -161,7 +159,7 @@ def test_a_copy_does_not_move_with_the_policy():
 def test_prompt_tuning_is_switched_off():
     policy = peft.get_peft_model(base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     reference = reference_of(policy)
-    assert isinstance(reference, DisabledAdapter)
+    assert isinstance(reference, AdapterReference)
     found = reference.score(policy.train(), BATCH, logps)
     torch.testing.assert_close(found, plain_logps(base()), atol=1e-12, rtol=0)
 
@@ -172,9 +170,9 @@ def test_prompt_tuning_is_switched_off():
 def test_the_kinds_that_are_chosen(tmp_path):
     assert isinstance(reference_of(base()), FrozenModel)
     assert isinstance(reference_of(base(), precompute=True), InitialPolicy)
-    assert isinstance(reference_of(adapted("default")), DisabledAdapter)
-    assert isinstance(reference_of(adapted("default"), precompute=True), DisabledAdapter)
-    assert isinstance(reference_of(adapted("a", "b"), ref_adapter_name="b"), NamedAdapter)
+    assert reference_of(adapted("default")).adapter is None
+    assert reference_of(adapted("default"), precompute=True).adapter is None
+    assert reference_of(adapted("a", "b"), ref_adapter_name="b").adapter == "b"
     given = base(seed=1)
     forced = reference_of(adapted("default"), ref_model=given, force_use_ref_model=True)
     assert isinstance(forced, FrozenModel)
@@ -261,8 +259,6 @@ def test_what_is_no_model():
         reference_of(base(), ref_model="./nowhere")
     with pytest.raises(TypeError, match="PreTrainedModel"):
         reference_of(base(), ref_model=nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="PeftModel"):
-        peft_model_in(base())
 
 
 def test_a_forced_reference_that_is_not_given_is_said(caplog):
@@ -326,7 +322,7 @@ def test_a_fingerprint_sees_one_bit_of_one_weight():
 
 def test_an_adapter_that_is_switched_off_has_no_part_in_the_fingerprint():
     def print_of(model):
-        return DisabledAdapter(None).fingerprint(nn.Sequential(model))
+        return AdapterReference(None).fingerprint(nn.Sequential(model))
 
     for options in (
         {},
@@ -342,7 +338,7 @@ def test_an_adapter_that_is_switched_off_has_no_part_in_the_fingerprint():
 
 
 def test_a_named_adapters_weights_and_settings_count():
-    reference = NamedAdapter(None, "held", "learner")
+    reference = AdapterReference(None, "held", "learner")
     first = reference.fingerprint(adapted("learner", "held"))
     assert first == reference.fingerprint(changed(adapted("learner", "held"), ".learner."))
     assert first != reference.fingerprint(changed(adapted("learner", "held"), ".held."))
@@ -373,10 +369,10 @@ def test_files_of_other_models_and_missing_ones(tmp_path, caplog):
     reference.load(tmp_path)
     assert "is missing: the reference restarts" in caplog.text
     FrozenModel(base(vocab_size=64), None).save(tmp_path)
-    with pytest.raises(ValueError, match=r"shape \(64, 32\), expected \(96, 32\)"):
+    with pytest.raises(ValueError, match=r"wte\.weight"):
         reference.load(tmp_path)
     FrozenModel(base(n_layer=1), None).save(tmp_path)
-    with pytest.raises(ValueError, match="in one only"):
+    with pytest.raises(ValueError, match=r"different are: .*h\.1\."):
         reference.load(tmp_path)
     assert all(torch.equal(value, kept[name]) for name, value in reference.module.state_dict().items())
 

@@ -13,7 +13,7 @@ from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.legacy.pair_methods import IGNORED, sequences_of, with_losses
 from trl.models.pairs import row_count
-from trl.models.reference import DisabledAdapter, NamedAdapter
+from trl.models.reference import AdapterReference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
@@ -85,8 +85,8 @@ def recorded_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored:
 
 def null_ref_context(self: Any) -> AbstractContextManager[Any]:
     """A block in which the policy is its own reference: its adapter switched off, or the reference's switched on."""
-    lends = isinstance(self.reference, (DisabledAdapter, NamedAdapter))
-    return self.reference.active(self.model) if lends else nullcontext(self.model)
+    adapted = isinstance(self.reference, AdapterReference)
+    return self.reference.active(self.model) if adapted else nullcontext(self.model)
 
 
 def generate_from_model_and_ref(

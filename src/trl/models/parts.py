@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from trl.models.lending import in_eval_mode
+from trl.models.switches import in_eval_mode
 from trl.tensors.softmax_rows import LogitRule
 
 _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30

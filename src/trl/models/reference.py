@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -19,12 +19,12 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
-from trl.models.lending import peft_model_in, same_trainable, undisturbed, without_ddp
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.peft import is_peft_model
 from trl.models.quantization import forbid_inference_packing, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
+from trl.models.switches import same_trainable, undisturbed, without_ddp
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class FrozenModel(Reference):
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Shard it under FSDP and ZeRO-3, else move it to the device. A quantised or dispatched model is left alone."""
-        if is_quantized(self.module) or hasattr(self.module, "hf_device_map"):
+        if not _is_movable(self.module):
             return
         if accelerator.state.deepspeed_plugin is not None:
             self.model = prepare_deepspeed(self.module, accelerator)
@@ -135,7 +135,7 @@ class InitialPolicy(Reference):
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Move the policy to the device, which DeepSpeed would do later."""
-        if not (is_quantized(self.policy) or hasattr(self.policy, "hf_device_map")):
+        if _is_movable(self.policy):
             self.policy.to(accelerator.device)
 
     def fingerprint(self, policy: nn.Module) -> str:
@@ -143,52 +143,45 @@ class InitialPolicy(Reference):
         return hash_weights(self.policy, settings=causal_core(self.policy).config.to_dict())
 
 
-class DisabledAdapter(Reference):
-    """The policy with its adapter disabled; modules in `modules_to_save` are the original ones."""
+class AdapterReference(Reference):
+    """The policy's base with the adapter `adapter`, or None: with its adapter `trained` disabled.
 
-    def __init__(self, scorer: Any) -> None:
-        self.scorer = scorer
+    Without an adapter, modules in `modules_to_save` are the original ones.
+    """
 
-    @contextmanager
-    def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """The policy without its adapter, in eval mode."""
-        model, adapted = without_ddp(policy), peft_model_in(policy)
-        with undisturbed(model), same_trainable(model) as put_back, adapted.disable_adapter():
-            put_back()
-            yield model
-
-    def fingerprint(self, policy: nn.Module) -> str:
-        """Of the base's weights and config."""
-        model = peft_model_in(policy)
-        left_out = frozenset(adapter_weights(model))
-        return hash_weights(model, settings=causal_core(model).config.to_dict(), left_out=left_out)
-
-
-class NamedAdapter(Reference):
-    """The policy's base with the adapter `ref_adapter`; `policy_adapter` is the trained one."""
-
-    def __init__(self, scorer: Any, ref_adapter: str, policy_adapter: str) -> None:
-        self.scorer, self.ref_adapter, self.policy_adapter = scorer, ref_adapter, policy_adapter
+    def __init__(self, scorer: Any, adapter: str | None = None, trained: str = "default") -> None:
+        self.scorer, self.adapter, self.trained = scorer, adapter, trained
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
         """The policy with the reference's adapter, in eval mode."""
-        model, adapted = without_ddp(policy), peft_model_in(policy)
-        with undisturbed(model), same_trainable(model) as put_back:
-            try:
-                adapted.set_adapter(self.ref_adapter, inference_mode=True)
-                put_back()
-                yield model
-            finally:
-                adapted.set_adapter(self.policy_adapter)
+        model, adapted = without_ddp(policy), _peft_model_in(policy)
+        with undisturbed(model), same_trainable(model) as put_back, ExitStack() as switched:
+            if self.adapter is None:
+                switched.enter_context(adapted.disable_adapter())
+            else:
+                switched.callback(adapted.set_adapter, self.trained)
+                adapted.set_adapter(self.adapter, inference_mode=True)
+            put_back()
+            yield model
 
     def fingerprint(self, policy: nn.Module) -> str:
         """Of the base's and the reference adapter's weights and configs."""
-        model = peft_model_in(policy)
-        left_out = {name for name, adapter in adapter_weights(model).items() if adapter != self.ref_adapter}
-        adapter = model.peft_config[self.ref_adapter].to_dict()
-        settings = {**causal_core(model).config.to_dict(), "adapter": adapter}
+        model = _peft_model_in(policy)
+        left_out = {name for name, adapter in adapter_weights(model).items() if adapter != self.adapter}
+        settings = causal_core(model).config.to_dict()
+        if self.adapter is not None:
+            settings["adapter"] = model.peft_config[self.adapter].to_dict()
         return hash_weights(model, settings=settings, left_out=left_out)
+
+
+def _is_movable(model: nn.Module) -> bool:
+    return not (is_quantized(model) or hasattr(model, "hf_device_map"))
+
+
+def _peft_model_in(policy: nn.Module) -> Any:
+    """The `PeftModel` inside a wrapped policy."""
+    return next(module for module in policy.modules() if is_peft_model(module))
 
 
 def make_reference(
@@ -233,8 +226,7 @@ def make_reference(
                 "precompute_ref_log_probs=True with an adapter needs unsharded weights before training, got ZeRO-3 or "
                 "FSDP. Set precompute_ref_log_probs=False: a disabled adapter takes no extra memory."
             )
-        named = ref_adapter_name is not None
-        return NamedAdapter(scorer, ref_adapter_name, trained) if named else DisabledAdapter(scorer)
+        return AdapterReference(scorer, ref_adapter_name, trained)
     if ref_model is None and precompute and not shards:
         return InitialPolicy(policy, scorer)
     if isinstance(ref_model, nn.Module):
@@ -247,8 +239,8 @@ def make_reference(
         model = create_model_from_path(model_path, **(model_init_kwargs or {}))
     else:
         raise ValueError(
-            "the model's weights are already sharded (ZeRO-3 or FSDP) and cannot be copied for the reference. Pass "
-            "ref_model, or pass model as a name or path, from which the reference is loaded too."
+            "the weights of the model are already sharded and cannot be copied for the reference. Pass ref_model, or pass "
+            "model as a name or path."
         )
     _check_fits(policy, model)
     return FrozenModel(model, make_scorer(model))
@@ -271,8 +263,7 @@ def _check_settings(
     if ref_model_init_kwargs and not isinstance(ref_model, (str, os.PathLike)):
         given = "no ref_model" if ref_model is None else "a ref_model that is loaded already"
         raise ValueError(
-            f"ref_model_init_kwargs={ref_model_init_kwargs!r} was given with {given}, expected a name or path. Pass one, "
-            "or load the reference with these arguments yourself."
+            f"ref_model_init_kwargs={ref_model_init_kwargs!r} needs ref_model as a name or path, got {given}."
         )
     if ref_model is not None and not isinstance(ref_model, (nn.Module, str, os.PathLike)):
         raise TypeError(
@@ -293,10 +284,9 @@ def _choose_adapters(
     known = sorted(policy.peft_config) if is_peft_model(policy) else []
     for field, name in (("model_adapter_name", model_adapter_name), ("ref_adapter_name", ref_adapter_name)):
         if name is not None and name not in known:
-            has = f"has {known}" if known else "has none"
             raise ValueError(
-                f"{field}={name!r} must name a PEFT adapter of the model, which {has}. Load it with "
-                f"`PeftModel.from_pretrained` or `load_adapter(path, adapter_name={name!r})`."
+                f"{field}={name!r} must name a PEFT adapter of the model, which has {known or 'none'}. Load it with "
+                f"`load_adapter(path, adapter_name={name!r})`."
             )
     if not known:
         return None
@@ -317,24 +307,18 @@ def _choose_adapters(
 
 
 def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
-    """Raise ValueError for a reference that shares trained weights, or has another vocabulary or architecture kind."""
+    """Raise ValueError for a reference that shares trained weights, or has another vocabulary."""
     trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
-    if reference is policy or any(id(parameter) in trained for parameter in reference.parameters()):
+    if any(id(parameter) in trained for parameter in reference.parameters()):
         raise ValueError(
             "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
             "frozen copy of the initial model, or load it a second time."
         )
-    core, other = causal_core(policy), causal_core(reference)
-    ours, theirs = embedded_tokens(core), embedded_tokens(other)
+    ours, theirs = embedded_tokens(causal_core(policy)), embedded_tokens(causal_core(reference))
     if ours != theirs:
         raise ValueError(
             f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be equal. Choose a "
             "reference of the same family, or use `ref_model.resize_token_embeddings`."
-        )
-    if core.config.is_encoder_decoder != other.config.is_encoder_decoder:
-        raise ValueError(
-            f"ref_model has is_encoder_decoder={other.config.is_encoder_decoder}, the model "
-            f"{core.config.is_encoder_decoder}; they must be equal. Choose a reference of the same kind."
         )
 
 
@@ -354,7 +338,7 @@ class MovesReference(Protocol):
         """Take the module to write into."""
 
 
-def lend_reference(
+def attach_reference(
     callbacks: Iterable[Any], reference: Reference | None, policy: Any = None
 ) -> FrozenModel | None:
     """Give the frozen copy to the callback that moves it, and return it; None without such a callback.
@@ -369,10 +353,7 @@ def lend_reference(
         return None
     names = " and ".join(type(callback).__name__ for callback in movers)
     if len(movers) > 1:
-        raise ValueError(
-            f"{names} move the reference's weights, one callback may. Leave out sync_ref_model or one of the "
-            "callbacks (BEMACallback with update_ref_model=False moves nothing)."
-        )
+        raise ValueError(f"{names} move the reference's weights, one callback may. Leave the others out.")
     if not isinstance(reference, FrozenModel):
         kind = "none" if reference is None else f"a {type(reference).__name__}"
         raise ValueError(

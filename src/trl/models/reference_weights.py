@@ -50,8 +50,7 @@ def create_reference_model(
     """
     if is_sharded(model):
         raise ValueError(
-            f"{type(model).__name__} is sharded (ZeRO-3 or FSDP) and cannot be copied. Make the reference before, or pass "
-            "it as ref_model."
+            f"{type(model).__name__} is sharded (ZeRO-3 or FSDP) and cannot be copied. Make the reference before."
         )
     shared = [] if num_shared_layers is None else _before_layer(model, num_shared_layers, pattern)
     for parameter in shared:
@@ -69,7 +68,7 @@ def _before_layer(model: nn.Module, layer: int, pattern: str | None) -> list[nn.
     if first is None:
         raise ValueError(
             f"num_shared_layers is {layer}, and {type(model).__name__} has no parameters named {wanted[1:]}* . Share fewer "
-            "layers than the model has, or give their pattern, such as 'model.layers.{layer}'."
+            "layers, or give their pattern, such as 'model.layers.{layer}'."
         )
     return [parameter for _, parameter in parameters[:first]]
 
@@ -83,8 +82,7 @@ def _layer_pattern(model: nn.Module) -> str:
         if is_list and any(module is child for child in inside):
             return f"{name}.{{layer}}"
     raise ValueError(
-        f"the layers of {type(core).__name__} were not found. Give the pattern of their parameters' names, such as "
-        "'model.layers.{layer}'."
+        f"the layers of {type(core).__name__} were not found. Give their pattern, such as 'model.layers.{{layer}}'."
     )
 
 
@@ -136,20 +134,18 @@ def save_parameters(module: nn.Module, file: str) -> None:
 def load_parameters(module: nn.Module, file: str) -> None:
     """Copy what `save_parameters` wrote into a module, bit for bit. Raises ValueError if names or shapes differ."""
     _prepare_to_read(module)
-    advice = "Resume with the reference that the run was started with."
     saved, parameters = load_file(file), dict(module.named_parameters())
-    if saved.keys() != parameters.keys():
+    of_file = {name: tuple(value.shape) for name, value in saved.items()}
+    of_module = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    if of_file != of_module:
+        different = sorted(name for name, _ in of_file.items() ^ of_module.items())[:3]
         raise ValueError(
-            f"'{file}' must hold the reference's {len(parameters)} parameters, these are in one only: "
-            f"{sorted(saved.keys() ^ parameters.keys())[:3]}. {advice}"
+            f"'{file}' must hold the reference's {len(parameters)} parameters, different are: {different}. Resume with the "
+            "reference that the run was started with."
         )
     for name, parameter in parameters.items():
         with gathered_parameters([parameter], modifier_rank=0):
-            value, shape = saved[name], tuple(parameter.shape)
-            if value.shape != shape:
-                raise ValueError(
-                    f"'{file}': {name} has shape {tuple(value.shape)}, expected {shape}. {advice}"
-                )
+            value = saved[name]
             if isinstance(parameter.data, DTensor):
                 value = value.to(parameter.device, parameter.dtype)
                 shards = distribute_tensor(value, parameter.data.device_mesh, parameter.data.placements)

@@ -1,15 +1,66 @@
-"""Dropout and gradient checkpointing, switched on and off, and the accelerator's memory cache."""
+"""Modes of a model and blocks that restore them: eval mode, random streams, gradient checkpointing, dropout."""
+
+from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 # Attributes of layers that drop by calling a function: of the attention of Llama and its kin, of OPT and BART.
 _PROBABILITIES = ("attention_dropout", "dropout", "activation_dropout")
+
+
+def without_ddp(policy: nn.Module) -> nn.Module:
+    """The module inside DDP, whose copying of buffers would break a graph that waits for backward."""
+    return policy.module if isinstance(policy, DistributedDataParallel) else policy
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; each module's mode and the random number generators are restored."""
+    first = next(model.parameters(), None)
+    devices = [first.device] if first is not None and first.is_cuda else []
+    with torch.random.fork_rng(devices=devices), in_eval_mode(model):
+        yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; each module's mode is restored."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def same_trainable(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Put `requires_grad` back at the end, and whenever the yielded function is called.
+
+    PEFT flips it when adapters are switched. It must be right inside the block too: FSDP2 (torch 2.13) takes it over
+    into the whole weights the first time it gathers them, which may be here.
+    """
+    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def put_back() -> None:
+        for parameter, trains in kept:
+            if parameter.requires_grad != trains:
+                parameter.requires_grad_(trains)
+
+    try:
+        yield put_back
+    finally:
+        put_back()
 
 
 def enable_gradient_checkpointing(
@@ -47,10 +98,10 @@ def disable_gradient_checkpointing(
             module.gradient_checkpointing = True
 
 
-def disable_dropout_in_model(model: torch.nn.Module) -> None:
+def disable_dropout_in_model(model: nn.Module) -> None:
     """Set the probability of every dropout in `model` to 0, in place, so that `model.train()` does not switch it on again."""
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name in _PROBABILITIES:
             if isinstance(module.__dict__.get(name), float):

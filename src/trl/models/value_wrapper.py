@@ -27,11 +27,11 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file
 
 from trl.data.hub import loading_from_hub
-from trl.models.lending import same_trainable, undisturbed
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, merge_adapter, prepare_model_for_kbit_training, require_peft
 from trl.models.quantization import is_quantized
+from trl.models.switches import same_trainable, undisturbed
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from trl.collators.reward import group_batch
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
 from trl.data.hub import loading_from_hub
 from trl.data.rendering import Chat, ProcessingClass, read_tools, render, text_tokenizer
-from trl.models.lending import in_eval_mode
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import Policy
@@ -30,6 +29,7 @@ from trl.models.setup import (
     pad_token_id,
     table_of_positions,
 )
+from trl.models.switches import in_eval_mode
 from trl.rewards.inputs import RewardInputs, rows_by_prompt
 from trl.rewards.result import RewardError
 

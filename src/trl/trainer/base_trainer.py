@@ -39,13 +39,13 @@ from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
 from trl.legacy.interface import GIVEN, LegacyInterface
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.head_precision import tied_where_equal
-from trl.models.lending import undisturbed, without_ddp
 from trl.models.loading import load_saved_weights
 from trl.models.packed.layout import count_sequence_tokens, count_tokens
-from trl.models.reference import FrozenModel, lend_reference
+from trl.models.reference import FrozenModel, attach_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
+from trl.models.switches import undisturbed, without_ddp
 from trl.options.checks import warn_unread
 from trl.options.policy_gradient import SYNC_SETTINGS
 from trl.reporting.metrics import MetricSums
@@ -125,7 +125,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         elif not any(isinstance(each, SyncRefModelCallback) for each in self.callback_handler.callbacks):
             reason = "with sync_ref_model=False. Set sync_ref_model=True, or leave it out"
             warn_unread(self.args, SYNC_SETTINGS, reason)
-        self._moved_reference = lend_reference(self.callback_handler.callbacks, self.reference, self.model)
+        self._moved_reference = attach_reference(self.callback_handler.callbacks, self.reference, self.model)
         if self.reference is not None:
             self.reference.prepare(self.accelerator)
 

@@ -9,7 +9,7 @@ from torch.utils.data import Subset
 from transformers.trainer_utils import IntervalStrategy
 
 from trl.data.streaming import is_streaming
-from trl.models.lending import undisturbed
+from trl.models.switches import undisturbed
 from trl.trainer.row_loaders import holding
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from trl._lazy import attach
-from trl.models.lending import undisturbed
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
+from trl.models.switches import undisturbed
 from trl.objectives.group_advantages import group_relative
 from trl.objectives.group_policy import (
     LOSS_TYPES,

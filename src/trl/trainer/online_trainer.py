@@ -18,11 +18,11 @@ from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.policy_copy import PolicyCopy
-from trl.models.lending import undisturbed, without_ddp
 from trl.models.reference import Reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
+from trl.models.switches import undisturbed, without_ddp
 from trl.rewards.models import place_reward_models
 from trl.rewards.source import RewardSources
 from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS, VALUES

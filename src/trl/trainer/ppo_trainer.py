@@ -20,11 +20,10 @@ from trl._lazy import attach
 from trl.collators.rows import pad_rows
 from trl.data.query_loader import QueryLoader, make_loader
 from trl.data.step_inputs import StepInputs, check_queries, check_step_inputs
-from trl.models.lending import undisturbed, without_ddp
 from trl.models.policy import make_scorer
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
-from trl.models.switches import empty_cache
+from trl.models.switches import empty_cache, undisturbed, without_ddp
 from trl.models.value_wrapper import under_module_names
 from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty

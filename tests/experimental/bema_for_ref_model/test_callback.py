@@ -11,7 +11,7 @@ import torch
 from tests.trainer.callbacks.runs import trainer
 from tests.two_processes import launch
 from trl.experimental.bema_for_ref_model import BEMACallback
-from trl.models.reference import FrozenModel, lend_reference
+from trl.models.reference import FrozenModel, attach_reference
 from trl.trainer.callbacks import BEMACallback as PlainBEMACallback
 
 BY_HAND = {"update_freq": 1, "ema_power": 1.0, "bias_power": 1.0, "lag": 1}
@@ -22,7 +22,7 @@ def drive(weights, *, is_main=True, **options):
     callback = BEMACallback(**BY_HAND, **options)
     reference = FrozenModel(torch.nn.Linear(1, 1, bias=False), None)
     reference.module.weight.data.fill_(-1.0)
-    lend_reference([callback], reference)
+    attach_reference([callback], reference)
     model = torch.nn.Linear(1, 1, bias=False)
     seen = []
     for step, weight in enumerate(weights):
@@ -54,7 +54,7 @@ def test_it_needs_a_reference_of_the_same_weights(tmp_path):
     with pytest.raises(ValueError, match="hands out none"):
         trainer(tmp_path, callbacks=[BEMACallback(update_ref_model=True)]).train()
     callback = BEMACallback(**BY_HAND, update_ref_model=True, ref_model_update_freq=1)
-    lend_reference([callback], FrozenModel(torch.nn.Linear(1, 1, bias=False), None))
+    attach_reference([callback], FrozenModel(torch.nn.Linear(1, 1, bias=False), None))
     state = SimpleNamespace(global_step=1, is_world_process_zero=False)
     with pytest.raises(ValueError, match=r"\['bias'\]"):
         callback.on_step_end(SimpleNamespace(), state, None, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_it_needs_a_reference_of_the_same_weights(tmp_path):
 def test_without_update_ref_model_it_is_the_plain_one(tmp_path):
     callback = BEMACallback(update_freq=1)
     assert isinstance(callback, PlainBEMACallback)
-    assert lend_reference([callback], None) is None
+    assert attach_reference([callback], None) is None
     trainer(tmp_path, callbacks=[callback]).train()
     assert (tmp_path / "bema").is_dir()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl.experimental.bema_for_ref_model import BEMACallback
-from trl.models.reference import DisabledAdapter, FrozenModel, lend_reference
+from trl.models.reference import AdapterReference, FrozenModel, attach_reference
 from trl.trainer.callbacks import SyncRefModelCallback
 
 
@@ -53,17 +53,17 @@ def test_a_trainers_reference_is_lent_to_it():
     policy, module = pair()
     reference = FrozenModel(module, None)
     callback = SyncRefModelCallback(None, None)
-    assert lend_reference([object(), callback], reference) is reference
+    assert attach_reference([object(), callback], reference) is reference
     args = SimpleNamespace(ref_model_sync_steps=1, ref_model_mixup_alpha=0.5)
     callback.on_step_end(args, SimpleNamespace(global_step=1), None, model=policy)
     assert module.weight.item() == 3.0
-    assert lend_reference([object()], reference) is None
+    assert attach_reference([object()], reference) is None
 
 
-@pytest.mark.parametrize("reference", [None, DisabledAdapter(None)])
+@pytest.mark.parametrize("reference", [None, AdapterReference(None)])
 def test_a_reference_that_cannot_move_is_refused(reference):
     with pytest.raises(ValueError, match=r"SyncRefModelCallback moves the reference.*sync_ref_model"):
-        lend_reference([SyncRefModelCallback(None, None)], reference)
+        attach_reference([SyncRefModelCallback(None, None)], reference)
 
 
 def test_two_that_move_the_reference_are_refused():
@@ -73,9 +73,9 @@ def test_two_that_move_the_reference_are_refused():
     with pytest.raises(
         ValueError, match="BEMACallback and SyncRefModelCallback move the reference's weights, one"
     ):
-        lend_reference([bema, SyncRefModelCallback(None, None)], reference)
+        attach_reference([bema, SyncRefModelCallback(None, None)], reference)
     watching = BEMACallback(update_ref_model=False)
-    assert lend_reference([watching, SyncRefModelCallback(None, None)], reference) is reference
+    assert attach_reference([watching, SyncRefModelCallback(None, None)], reference) is reference
 
 
 def test_a_moved_reference_goes_on_from_its_checkpoint(tmp_path):

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl.data.rendering import text_tokenizer
-from trl.models.lending import undisturbed
+from trl.models.switches import undisturbed
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
 from trl.rollouts.maker import Completed

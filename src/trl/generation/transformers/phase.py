@@ -12,8 +12,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from trl.models.distributed import fsdp2_modules, unwrap_model_for_generation
-from trl.models.lending import undisturbed, without_ddp
-from trl.models.switches import disable_gradient_checkpointing
+from trl.models.switches import disable_gradient_checkpointing, undisturbed, without_ddp
 
 
 @contextmanager

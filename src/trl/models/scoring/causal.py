@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.lending import in_eval_mode
 from trl.models.packed.layout import ModelBatch, ScoredPositions
 from trl.models.parts import (
     causal_core,
@@ -37,6 +36,7 @@ from trl.models.scoring.head import (
     router_loss,
     score_hidden,
 )
+from trl.models.switches import in_eval_mode
 from trl.models.value_head import SUPPORTED_ARCHITECTURES
 from trl.models.value_wrapper import last_hidden
 from trl.tensors.reduce import Weighted

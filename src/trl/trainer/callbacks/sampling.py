@@ -15,7 +15,7 @@ from trl.data.formats import is_conversational
 from trl.data.rendering import text_tokenizer
 from trl.data.templates import maybe_apply_chat_template
 from trl.models.distributed import unwrap_model_for_generation
-from trl.models.lending import undisturbed
+from trl.models.switches import undisturbed
 
 DEFAULT_NEW_TOKENS = 128
 
