@@ -1,0 +1,190 @@
+"""`trl sft`, `dpo`, `kto` and `reward` on a tiny model: from files to a saved model, and errors in one message."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from tests.tiny import tiny_model
+from trl.data.mixtures import DatasetMixtureConfig
+from trl.options.model import ModelConfig
+from trl.scripts import training
+from trl.scripts.arguments import SFTScriptArguments
+from trl.scripts.model_loading import model_init_kwargs
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import run_script
+from trl.trainer.sft_config import SFTConfig
+
+TURN = "\n\nHuman: And then?\n\nAssistant:"
+PAIR = {"prompt": "Q: How many?", "chosen": " Seven apples.", "rejected": " Next."}
+# Rows, and options of each command.
+COMMANDS = {
+    "sft": ([{"question": "Q: How many?", "answer": " Seven apples."}], "--column_mapping question=prompt answer=completion"),
+    "dpo": ([{"chosen": TURN + good, "rejected": TURN + bad} for good, bad in ((" Look up.", " Next."), (" It is blue.", " Q"))],
+            "--dialogue_marker Assistant:"),
+    "kto": ([{"question": "Q: How many?", "answer": text, "good": text == " Seven."} for text in (" Seven.", " Next.")],
+            "--column_mapping question=prompt answer=completion good=label"),
+    "reward": ([{"question": PAIR["prompt"], **PAIR}], "--column_mapping prompt=old question=prompt"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def run(tmp_path, model_path):
+    def command(name, *line, rows=None):
+        own, options = COMMANDS[name]
+        data, script = tmp_path / "rows.jsonl", importlib.import_module(f"trl.scripts.{name}")
+        data.write_text("".join(json.dumps(row) + "\n" for row in (own * 4 if rows is None else rows)))
+        fixed = (
+            f"--model_name_or_path {model_path} --dataset_name {data} --output_dir {tmp_path / 'out'} --use_cpu "
+            "--report_to none --max_steps 4 --save_steps 2 --disable_tqdm true --per_device_train_batch_size 4 "
+            f"--learning_rate 0.01 --logging_steps 1 {'' if rows is not None else options}"
+        )
+        return run_script(script.make_parser(), script.main, [*fixed.split(), *line])
+
+    return command
+
+
+def logged(tmp_path):
+    return json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_whole_command(run, name, tmp_path, capsys):
+    line = "--eval_strategy steps --eval_steps 4 --dataset_test_split train[:4]"
+    assert run(name, *line.split()) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    for words in (
+        f"Model saved in {tmp_path / 'out'}", "Last training log (step 4): loss ", "Last evaluation (step 4): eval_loss ",
+        "Whole run (step 4): train_loss ", f"To resume: trl {name}",
+    ):  # fmt: skip
+        assert words in out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    losses = [entry["loss"] for entry in logged(tmp_path) if "loss" in entry]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    if name == "reward":
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+        assert model.config.num_labels == 1 and "eval_accuracy 1" in out
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_going_on_from_the_newest_whole_checkpoint(run, name, tmp_path, capsys):
+    assert run(name, "--resume_from_checkpoint", "true") == 0
+    assert "starting from the beginning" in capsys.readouterr().out
+    weights = tmp_path / "out" / "model.safetensors"
+    whole = weights.read_bytes()
+    (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").unlink()  # as if stopped while it was written
+    weights.unlink()
+    assert run(name, "--resume_from_checkpoint", "true") == 0
+    assert weights.read_bytes() == whole
+
+
+def test_without_checkpoints_a_run_cannot_be_resumed(run, capsys):
+    assert run("reward", "--save_strategy", "no") == 0
+    assert "cannot be resumed: no checkpoint was written (--save_strategy no)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "task"), [("dpo", "CAUSAL_LM"), ("reward", "SEQ_CLS")])
+def test_an_adapter(run, name, task, tmp_path):
+    assert run(name, "--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_r", "2") == 0
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] == task
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    if name == "reward":
+        weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
+        assert torch.cat([w.flatten() for key, w in weights.items() if "score" in key]).any()
+
+
+def test_a_reference_of_its_own(run, tmp_path):
+    tiny_model("llama", vocab_size=400, seed=3).save_pretrained(tmp_path / "other")
+    line = f"--ref_model_name_or_path {tmp_path / 'other'} --loss_type sigmoid sft --loss_weights 1 0.2"
+    assert run("dpo", *line.split()) == 0
+    first = logged(tmp_path)[0]
+    assert first["rewards/chosen"] != 0 and first["nll_loss"] > 0
+
+
+def test_kto_takes_pairs_apart(run, capsys):
+    assert run("kto", "--loss_type", "apo_zero_unpaired", rows=[PAIR] * 4) == 0
+    assert "Model saved" in capsys.readouterr().out
+
+
+BAD = [
+    ("sft", "--eval_strategy epoch", "--eval_strategy no"),
+    ("sft", "--column_mapping questoin=prompt", "`questoin`, which is no column of split 'train'"),
+    ("sft", "--dataset_name nowhere.jsonl", "nowhere.jsonl"),
+    ("sft", "--resume_from_checkpoint nowhere", "resume_from_checkpoint='nowhere'"),
+    ("sft", "--packing --max_length 0", "max_length"),
+    ("sft", "--model_init_kwargs {oops", "model_init_kwargs"),
+    ("sft", "--gradient_accumulation_steps 0", "gradient_accumulation_steps"),
+    ("sft", "--report_to neptune", "report_to='neptune'"),
+    ("sft", "--push_to_hub true", "HF_HUB_OFFLINE"),
+    ("sft", f"--output_dir {__file__}", "is a file"),
+    ("sft", "--optim galore_adamw", "galore_torch"),
+    ("dpo", "--dialogue_marker Bot:", "share no 'Bot:'"),
+    ("dpo", "--label_smoothing 0.7", "label_smoothing"),
+    ("dpo", "--loss_type dpo", "loss_type"),
+    ("dpo", "--ref_model_name_or_path /nowhere", "/nowhere"),
+    ("dpo", "--ref_adapter_name reference", "ref_adapter_name"),
+    ("kto", "--column_mapping question=prompt answer=completion answer=label", "answer"),
+    ("reward", "--center_rewards_coefficient -1", "center_rewards_coefficient"),
+    ("reward", "--column_mapping chosen=answer", "chosen_input_ids"),
+]
+
+
+@pytest.mark.parametrize(("name", "line", "message"), BAD)
+def test_bad_input_is_one_message_and_status_2(run, capsys, monkeypatch, name, line, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run(name, *line.split()) == 2
+    err = capsys.readouterr().err
+    assert f"trl {name}: error: " in err and message in err and "Traceback" not in err
+
+
+def test_a_model_is_needed(capsys):
+    script = importlib.import_module("trl.scripts.sft")
+    assert run_script(script.make_parser(), script.main, ["--dataset_name", "rows.jsonl", "--use_cpu"]) == 2
+    assert "model_name_or_path is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_parser_as_a_subcommand(name):
+    main = TrlParser(prog="main")
+    parser = importlib.import_module(f"trl.scripts.{name}").make_parser(
+        main.add_subparsers(parser_class=TrlParser)
+    )
+    assert isinstance(parser, TrlParser) and "max_length" in parser.options()
+
+
+def test_reentrant_checkpointing_and_bias_buffers(tmp_path, model_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "Look up."}))
+    script_args = SFTScriptArguments(
+        str(tmp_path / "rows.jsonl"), gradient_checkpointing_use_reentrant=True, ignore_bias_buffers=True
+    )
+    args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = training.build_trainer(
+        "sft", script_args, args, ModelConfig(model_path), DatasetMixtureConfig()
+    )
+    assert trainer.args.gradient_checkpointing_kwargs == {"use_reentrant": True}
+    assert trainer.model._ddp_params_and_buffers_to_ignore == []
+    trainer.model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    training.ignore_boolean_buffers(trainer.model)
+    assert trainer.model._ddp_params_and_buffers_to_ignore == ["mask"]
+
+
+def test_model_init_kwargs():
+    plain = model_init_kwargs(ModelConfig("m", dtype="float32", attn_implementation="eager"))
+    known = {"revision": "main", "trust_remote_code": False, "attn_implementation": "eager"}
+    assert plain == {**known, "dtype": "float32"}
+    assert model_init_kwargs(ModelConfig("m", dtype="float32"), {"dtype": "bfloat16"})["dtype"] == "bfloat16"
+
+
+def test_model_init_kwargs_of_a_quantised_model():
+    pytest.importorskip("bitsandbytes")
+    arguments = model_init_kwargs(ModelConfig("m", load_in_4bit=True))
+    assert arguments["quantization_config"].load_in_4bit is True
+    assert "device_map" in arguments
