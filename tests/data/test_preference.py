@@ -1,17 +1,12 @@
 """Preference data sets prepared for the pair losses and for reward models: token ids, truncation, counts, caching."""
 
-import importlib.util
 import json
-import logging
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl.data.preference import (
     PreferencePreparation,
@@ -469,104 +464,3 @@ def test_the_published_row_function() -> None:
     assert cut == dict(zip(TOKENS, (THE_SKY_IS[1:], BLUE, BROWN[:2]), strict=True))
     with pytest.raises(ValueError, match="the tokenizer has no eos token"):
         tokenize_preference_row(SKY, tiny_tokenizer(eos_token=None))
-
-
-# Recorded runs (shared/golden) whose first step scores the data set's first rows with fresh weights.
-LENGTH_NAMES = ("max_length", "max_prompt_length", "max_completion_length", "truncation_mode")
-RECORDED = [
-    *(f"dpo/{name}" for name in ("loss_sigmoid", "keep_end", "keep_start", "max_prompt_length",
-                                 "max_completion_length", "implicit_text", "implicit_chat", "explicit_chat")),
-    *(f"cpo/{name}" for name in ("chat", "implicit_chat", "implicit_text", "keep_end", "keep_start",
-                                 "max_completion_length")),
-    *(f"orpo/{name}" for name in ("chat", "implicit_text", "keep_end", "keep_start")),
-]  # fmt: skip
-
-
-@cache
-def recorded_cases(folder: Path) -> dict[str, Any]:
-    spec = importlib.util.spec_from_file_location("golden_check", folder / "check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.load(folder / "golden_public.json")["cases"]
-
-
-@cache
-def recorded_model(folder: Path, name: str, kind: Any) -> Any:
-    return kind.from_pretrained(folder / "assets_public" / name).double().eval()
-
-
-def recorded_rows(folder: Path, case: dict) -> Dataset:
-    lines = (folder / "assets_public" / "datasets" / f"{case['dataset']}.jsonl").read_text().splitlines()
-    return Dataset.from_list([json.loads(line) for line in lines[: case["rows"]]])
-
-
-@torch.no_grad()
-def completion_score(model: Any, prompt: list[int], completion: list[int], *, average: bool) -> float:
-    ids = torch.tensor([prompt + completion])
-    logps = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-    scored = logps[len(prompt) - 1 :]
-    return float(scored.mean() if average else scored.sum())
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_log_probs_of_the_recorded_runs(shared: Path, name: str) -> None:
-    folder = shared / "golden"
-    case = recorded_cases(folder)[name]
-    settings = {key: case["kwargs"][key] for key in LENGTH_NAMES if key in case["kwargs"]}
-    settings["truncation_order"] = "sequence" if case["family"] == "dpo" else "prompt_first"
-    tokenizer = AutoTokenizer.from_pretrained(folder / "assets_public" / "tok")
-    rows, _ = prepare_preference_dataset(
-        recorded_rows(folder, case), tokenizer, PreferencePreparation(**settings)
-    )
-    model, average = recorded_model(folder, "lm", AutoModelForCausalLM), case["family"] == "orpo"
-    first_step = case["result"]["steps"][0]
-    for side in ("chosen", "rejected"):
-        prompts = [
-            (side == "rejected" and row.get("rejected_prompt_input_ids")) or row["prompt_input_ids"]
-            for row in rows
-        ]
-        scores = [
-            completion_score(model, prompt, row[f"{side}_input_ids"], average=average)
-            for prompt, row in zip(prompts, rows, strict=True)
-        ]
-        assert sum(scores) / 4 == pytest.approx(first_step[f"logps/{side}"], rel=2e-6)
-
-
-@pytest.mark.parametrize(
-    "name", ["implicit_text", "explicit_text", "implicit_chat", "explicit_chat", "margin", "max_length"]
-)
-def test_rewards_and_token_counts_of_the_recorded_runs(shared: Path, name: str) -> None:
-    folder = shared / "golden"
-    case = recorded_cases(folder)[f"reward/{name}"]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "assets_public" / "tok")
-    settings = RewardPreparation(max_length=case["kwargs"].get("max_length"))
-    rows, report = prepare_reward_dataset(recorded_rows(folder, case), tokenizer, settings)
-    first_step = case["result"]["steps"][0]
-    assert report.tokens == first_step["num_tokens"]
-    model = recorded_model(folder, "rm", AutoModelForSequenceClassification)
-    with torch.no_grad():
-        rewards = [
-            float(model(input_ids=torch.tensor([row[column]])).logits)
-            for row in rows
-            for column in ("chosen_input_ids", "rejected_input_ids")
-        ]
-    assert sum(rewards) / len(rewards) == pytest.approx(first_step["mean_reward"], rel=1e-5)
-    if name == "margin":
-        assert rows["margin"][:2] == pytest.approx([0.969, 0.443])
-
-
-def test_real_dialogues_are_prepared_without_loss(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = shared / "data" / "hh_harmless" / "test.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not present on this machine")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    tokenizer = tiny_tokenizer()
-    with caplog.at_level(logging.ERROR):
-        prepared, report = prepare(rows)
-    assert (len(prepared), report.dropped_rows) == (len(rows), 0)
-    for raw, row in zip(rows, prepared, strict=True):
-        for side in ("chosen", "rejected"):
-            ids = row["prompt_input_ids"] + row[f"{side}_input_ids"]
-            assert ids == [*tokenizer(raw[side])["input_ids"], EOS]

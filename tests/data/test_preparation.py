@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
-from transformers import AutoTokenizer
 
 from trl.data.pipeline import PreparationReport
 from trl.data.text import SFTPreparation, SFTTokenizer, prepare_sft_dataset
@@ -285,32 +284,6 @@ def test_a_stream_goes_on_after_a_checkpoint() -> None:
     again, _ = prepare(rows, streaming=True)
     again.load_state_dict(state)
     assert list(again) == expected
-
-
-# Tokens of the first rows in the recorded runs (shared/golden): data set, rows, settings, tokens of one step.
-RECORDED = [
-    ("lm_text", 4, {}, 128),
-    ("lm_text", 4, {"max_length": 14}, 55),
-    ("lm_messages", 4, {}, 203),
-    ("lm_multiturn", 4, {}, 327),
-    ("lm_multiturn", 4, {"assistant_only_loss": True, "max_length": 40}, 160),
-    ("pc_text", 4, {}, 162),
-    ("pc_chat", 4, {}, 203),
-    ("pc_text", 6, {"packing": True, "max_length": 96}, 247),
-]
-
-
-@pytest.mark.parametrize(("name", "count", "settings", "tokens"), RECORDED)
-def test_token_counts_of_the_recorded_runs(
-    shared: Path, name: str, count: int, settings: dict, tokens: int
-) -> None:
-    assets = shared / "golden" / "assets_public"
-    rows = [
-        json.loads(line) for line in (assets / "datasets" / f"{name}.jsonl").read_text().splitlines()[:count]
-    ]
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
-    prepared, report = prepare_sft_dataset(Dataset.from_list(rows), tokenizer, SFTPreparation(**settings))
-    assert report.tokens == sum(map(len, prepared["input_ids"])) == tokens
 
 
 def test_unpaired_preferences_are_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

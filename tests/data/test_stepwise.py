@@ -1,4 +1,4 @@
-"""Stepwise rows: where the classes stand, what is cut off, the recorded first losses, and what is refused."""
+"""Stepwise rows: where the classes stand, what is cut off, and what is refused."""
 
 import json
 import logging
@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
-from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
-from trl.objectives.reward_modelling import step_classification
-from trl.tensors.reduce import count_units, reduce_terms
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "How many apples are left?", "completions": ["Seven apples.", "And 12 pears."], "labels": [True, False]},
@@ -202,34 +198,3 @@ def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> Non
         assert len(list(stream)) == 300
     assert caplog.text.count("labelled steps were cut off") == 1
     assert report.steps == 600
-
-
-RECORDED = [
-    ("default", {}),
-    ("separator", {"step_separator": " ;"}),
-    ("last_step_only", {"train_on_last_step_only": True}),
-    ("max_lengths", {"max_length": 30, "max_prompt_length": 8}),
-    ("max_completion_length", {"max_completion_length": 16}),
-]
-LOSSES = {
-    "default": 1.1435742,
-    "separator": 1.0133851,
-    "last_step_only": 0.86463553,
-    "max_lengths": 1.045845,
-    "max_completion_length": 1.3242822,
-}
-
-
-@pytest.mark.parametrize(("case", "settings"), RECORDED)
-def test_first_losses_of_the_recorded_runs(shared: Path, case: str, settings: dict) -> None:
-    assets = shared / "golden" / "assets_public"
-    lines = (assets / "datasets" / "stepwise_text.jsonl").read_text().splitlines()[:4]
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
-    dataset = Dataset.from_list([json.loads(line) for line in lines])
-    rows, _ = prepare_stepwise_dataset(dataset, tokenizer, StepwisePreparation(**settings))
-    model = AutoModelForTokenClassification.from_pretrained(assets / "prm").double().eval()
-    with torch.no_grad():
-        logits = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows]
-    labels = torch.tensor([label for row in rows for label in row["labels"]])
-    terms = step_classification(torch.cat(logits), labels)
-    assert float(reduce_terms(terms, count_units(terms))) == pytest.approx(LOSSES[case], rel=2e-6)

@@ -1,4 +1,4 @@
-"""Unpaired preferences: token rows, mismatched completions, truncation, the recorded first steps, and what is refused."""
+"""Unpaired preferences: token rows, mismatched completions, truncation, and what is refused."""
 
 import json
 import logging
@@ -6,24 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl.data.formats import maybe_extract_prompt, maybe_unpair_preference_dataset
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
-from trl.objectives.unpaired import (
-    KTOOptions,
-    UnpairedScores,
-    bco_terms,
-    kl_estimate,
-    kl_sum,
-    kto_terms,
-    reward_sum,
-)
-from trl.tensors.reduce import count_units, reduce_terms
 
 TEXT: list[dict[str, Any]] = [
     {"prompt": "Q: How many apples are left?", "completion": " A: Seven apples and 12 pears.", "label": True},
@@ -348,64 +334,6 @@ def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
     stream, _ = prepare(rows, streaming=True, mismatch_group=4)
     with pytest.raises(ValueError, match="train dataset, row 500, column 'completion'"):
         list(stream)
-
-
-# The first optimiser step of the recorded runs: data set, rows, family, settings, and what was logged.
-RECORDED: dict[str, tuple[str, int, dict[str, Any], dict[str, float]]] = {
-    "kto/one_batch": ("unpaired_text", 4, {}, {"loss": 0.57256949, "kl": 4.3342056, "logps/chosen": -166.60758}),
-    "kto/batch_6": ("unpaired_text", 12, {"mismatch_group": 6}, {"loss": 0.52480435, "kl": 2.3511326, "logps/rejected": -135.57036}),
-    "kto/chat": ("unpaired_chat", 12, {}, {"loss": 0.61434728, "kl": 0.87488747, "logps/chosen": -161.0861}),
-    "kto/paired_text": ("pref_text", 6, {}, {"loss": 0.52325475, "kl": 1.6563148, "logps/chosen": -144.83023}),
-    "kto/paired_implicit_chat": ("pref_implicit_chat", 6, {}, {"loss": 0.5698148, "kl": 0.0, "logps/chosen": -138.66307}),
-    "kto/max_lengths": (
-        "unpaired_text", 12, {"max_length": 26, "max_prompt_length": 12},
-        {"loss": 0.50810778, "kl": 0.0, "logps/chosen": -95.776103, "logps/rejected": -91.408676},
-    ),
-    "kto/keep_start": (
-        "unpaired_text", 12, {"max_length": 26, "max_prompt_length": 12, "truncation_mode": "keep_start"},
-        {"loss": 0.52797186, "kl": 0.91036034, "logps/chosen": -93.494181},
-    ),
-    "bco/default": ("unpaired_text", 12, {}, {"loss": 0.79981023, "delta": 0.23606244, "logps/rejected": -109.7032}),
-    "bco/chat": ("unpaired_chat", 12, {}, {"loss": 0.89560694, "delta": -0.12060147}),
-    "bco/paired_text": ("pref_text", 6, {}, {"loss": 0.69606829, "delta": 0.071960449}),
-    "bco/max_lengths": (
-        "unpaired_text", 12, {"max_length": 26, "max_prompt_length": 12}, {"loss": 0.71208894, "delta": -0.00811138}
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", RECORDED)
-def test_first_steps_of_the_recorded_runs(shared: Path, case: str) -> None:
-    assets = shared / "golden" / "assets_public"
-    name, count, settings, want = RECORDED[case]
-    lines = (assets / "datasets" / f"{name}.jsonl").read_text().splitlines()[:count]
-    group = settings.get("mismatch_group", 4)
-    known = {"max_length": 1024, "max_prompt_length": 512, "mismatch_group": group, **settings}
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
-    dataset = Dataset.from_list([json.loads(line) for line in lines])
-    # the reference takes pairs apart in blocks: all chosen completions, then all rejected ones
-    dataset = maybe_unpair_preference_dataset(dataset.map(maybe_extract_prompt))
-    rows = list(prepare_unpaired_dataset(dataset, tokenizer, UnpairedPreparation(**known))[0])[:group]
-    models = [AutoModelForCausalLM.from_pretrained(assets / part).double().eval() for part in ("lm", "ref")]
-
-    def logps(model: Any, kind: str) -> Tensor:
-        found = []
-        for row in rows:
-            prompt = row.get("KL_prompt_input_ids") if kind == "KL_" else None
-            prompt, completion = prompt or row["prompt_input_ids"], row[f"{kind}completion_input_ids"]
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-            found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None]).sum())
-        return torch.stack(found)
-
-    scores = UnpairedScores(*(logps(m, "") for m in models), torch.tensor([row["label"] for row in rows]))
-    if case.startswith("kto"):
-        terms = kto_terms(scores, KTOOptions(), kl=kl_estimate(kl_sum(*(logps(m, "KL_") for m in models))))
-    else:
-        terms = bco_terms(scores, beta=0.1, delta=reward_sum(scores, 0.1).mean)
-    found = {key: float(value.mean) for key, value in terms.metrics.items()}
-    found["loss"] = float(reduce_terms(terms, count_units(terms)))
-    assert {key: found[key] for key in want} == pytest.approx(want, rel=2e-5, abs=2e-6)
 
 
 def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> None:

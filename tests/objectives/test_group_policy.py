@@ -220,21 +220,6 @@ def test_divergence_is_k3_and_its_correction_multiplies_by_the_ratio():
     )  # r times log(p / p_ref): that of the divergence
 
 
-@pytest.mark.parametrize("level", get_args(RatioLevel))
-def test_vespo_asks_for_other_ratios_only_to_correct_the_divergence(level, monkeypatch):
-    logps, tokens = batch()
-    asked, ratios_of = [], RATIOS[level]
-    monkeypatch.setitem(RATIOS, level, lambda *of: asked.append(level) or ratios_of(*of))
-    options = GroupOptions("vespo", level, beta=0.1)
-    group_policy_loss(logps, tokens, options)
-    assert not asked
-    found = group_policy_loss(logps, tokens, replace(options, use_bias_correction_kl=True)).metrics["kl"]
-    ratios, mask = ratios_of(logps, tokens).detach(), tokens.mask
-    estimate = torch.exp(tokens.ref_logps - logps) - (tokens.ref_logps - logps) - 1
-    expected = (estimate * ratios * mask).sum() / mask.sum()
-    torch.testing.assert_close(found.mean, expected.detach(), **TOLERANCE)
-
-
 def test_factors_weigh_the_surrogate_and_not_the_divergence():
     logps, tokens = batch()
     plain = replace(tokens, correction=None, chosen=None)
@@ -383,15 +368,6 @@ def test_tokens_masked_within_a_row_are_as_if_they_were_not_there(loss_type, lev
         slopes.append(gradient(reduce_terms(terms, divisor_share(loss_type, own.mask, 6, **share)), logps))
     torch.testing.assert_close(slopes[0], slopes[1], **TOLERANCE)
     assert slopes[0].abs().sum() > 0
-
-
-@pytest.mark.parametrize(("loss_type", "level"), CASES)
-def test_advantages_of_zero_give_a_loss_and_a_gradient_of_zero(loss_type, level):
-    logps, tokens = batch()
-    tokens = replace(tokens, advantages=torch.zeros_like(tokens.advantages))
-    loss = step_loss(logps, tokens, GroupOptions(loss_type, level), [range(6)])
-    assert loss.item() == 0
-    assert (gradient(loss, logps) == 0).all()
 
 
 def test_a_step_whose_completions_are_all_masked_is_a_loss_of_zero():

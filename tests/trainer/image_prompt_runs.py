@@ -5,10 +5,8 @@ import sys
 import tempfile
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
-from PIL import Image
 
 from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.grpo_runs import SETTINGS, TRAINERS, logs
@@ -28,11 +26,6 @@ def rows() -> list[dict[str, Any]]:
         }
         for row, (count, text) in enumerate(zip(counts, texts, strict=True))
     ]
-
-
-def of_colour(colour: tuple[int, int, int]) -> Image.Image:
-    """16 x 16 pixels of one colour."""
-    return Image.fromarray(np.full((16, 16, 3), colour, dtype=np.uint8))
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -190,32 +190,6 @@ def test_the_named_adapter_trains_also_without_a_reference(reference_free):
 # ---- closed forms
 
 
-def one_token_pairs(wins: int, losses: int):
-    good = {"prompt_input_ids": [5, 9], "chosen_input_ids": [7], "rejected_input_ids": [8]}
-    bad = {**good, "chosen_input_ids": [8], "rejected_input_ids": [7]}
-    return Dataset.from_list([good] * wins + [bad] * losses)
-
-
-def gap_after(data, **settings):
-    trainer = make(
-        train_dataset=data, optim="adamw_torch", learning_rate=3e-3, max_steps=150, logging_steps=150,
-        per_device_train_batch_size=4, lr_scheduler_type="cosine", adam_beta2=0.9, **settings,
-    )  # fmt: skip
-    trainer.train()
-    return dpo_plain.gap(dpo_plain.pairs(trainer.model, trainer.ref_model, [data[0]])).item()
-
-
-def test_dpo_ends_where_the_odds_are_those_of_the_labels():
-    """With a preferred over b three times of four, beta times the gap of log-ratios is log 3 (Bradley-Terry)."""
-    found = gap_after(one_token_pairs(3, 1), beta=0.8)
-    assert found == pytest.approx(torch.tensor(3.0).log().item() / 0.8, rel=1e-3)
-
-
-@pytest.mark.parametrize("beta", [0.2, 0.5])
-def test_ipo_ends_at_a_gap_of_one_over_two_beta(beta):
-    assert gap_after(one_token_pairs(4, 0), beta=beta, loss_type="ipo") == pytest.approx(0.5 / beta, rel=1e-3)
-
-
 # ---- references
 
 
