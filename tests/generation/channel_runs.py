@@ -1,11 +1,12 @@
 """One rank of `test_weight_channel.py`, in a process of its own: `-m tests.generation.channel_runs RANK PORT PORT`."""
 
+import math
 import sys
 import time
 
 import torch
 
-from trl.generation.serving.weight_channel import WeightChannel, byte_count
+from trl.generation.serving.weight_channel import WeightChannel
 
 ENTRIES = [
     (torch.float32, (3, 5)), (torch.bfloat16, (7,)), (torch.int64, ()), (torch.bool, (5,)), (torch.float8_e4m3fn, (9,)),
@@ -21,7 +22,9 @@ def tensors(seed):
         if dtype is torch.bool:
             made.append(torch.rand(shape, generator=random) > 0.5)
         else:
-            bits = torch.randint(0, 256, (byte_count((dtype, shape)),), dtype=torch.uint8, generator=random)
+            bits = torch.randint(
+                0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=random
+            )
             made.append(bits.view(dtype).view(shape))
     return made
 

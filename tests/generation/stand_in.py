@@ -15,7 +15,7 @@ from trl.generation.engine import Sampling
 from trl.generation.serving.weight_channel import WeightChannel
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.backend import BackendDied, NoChannel
-from trl.generation.vllm.policy_copy import PolicyCopy, completion_of
+from trl.generation.vllm.engine import PolicyCopy
 
 pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install trl[test]")
 
@@ -61,9 +61,7 @@ class LocalCopy(PolicyCopy):
         super().__init__(model, accelerator=accelerator, context_length=None, regex=None)
 
     def _completed(self, own):
-        engine = TransformersEngine(self.model, accelerator=self.accelerator)
-        asked = [{"prompt_ids": list(one.prompt), "sampling": dict(one.settings)} for one in own]
-        return [completion_of(**one) for one in completed(engine, asked)]
+        return completed(TransformersEngine(self.model, accelerator=self.accelerator), own)
 
     def _send(self, parts):
         return None

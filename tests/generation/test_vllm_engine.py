@@ -63,7 +63,10 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    package, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    package, params, errors = (
+        ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.exceptions")
+    )
+    package.exceptions = errors  # type: ignore[attr-defined]
     package.LLM, package.SamplingParams = StandIn, dict  # type: ignore[attr-defined]
     params.StructuredOutputsParams = lambda regex: ("regex", regex)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", package)

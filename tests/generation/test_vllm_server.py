@@ -164,7 +164,8 @@ def check_updates_that_fail(server, policy):
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
-def test_two_workers(start):
+def test_two_workers(start, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     server = start("--tensor_parallel_size", "2")
     server.wait()
     assert server.ask("/get_world_size/") == (200, {"world_size": 2})

@@ -94,10 +94,10 @@ WEIGHTS = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.ar
 
 def test_weights_are_loaded_as_they_were_sent():
     with joined() as (worker, sender):
-        assert sent(worker, sender, WEIGHTS, whole=True) == (None, None)
+        assert sent(worker, sender, WEIGHTS, whole=True) == (["qkv"], None)
         torch.testing.assert_close(worker.model.loaded, WEIGHTS, rtol=0, atol=0)
         one = {"b": torch.ones(5)}
-        assert sent(worker, sender, one, whole=False) == (None, None)
+        assert sent(worker, sender, one, whole=False) == ([], None)
         torch.testing.assert_close(worker.model.loaded, WEIGHTS | one, rtol=0, atol=0)
         assert worker.reloads == 1  # a single weight goes into the model as it stands
 
@@ -105,25 +105,23 @@ def test_weights_are_loaded_as_they_were_sent():
 def test_what_the_model_keeps_of_its_own_is_told():
     """By the names that the model gives to what it loaded; nothing where it gives none, or is quantised."""
     with joined() as (worker, sender):
-        assert sent(worker, sender, WEIGHTS, whole=True) == (None, None)
-        assert worker.kept_weights() == ["qkv"]
         assert sent(worker, sender, {"qkv": torch.ones(2), "inv_freq": torch.ones(1)}, whole=True) == (
-            None,
+            ["a"],
             None,
         )
-        assert worker.kept_weights() == []
+        assert sent(worker, sender, WEIGHTS, whole=True) == ([], None)
         worker.model.loaded.clear()
         worker.vllm_config.model_config.quantization = "fp8"
-        assert sent(worker, sender, WEIGHTS, whole=True) == (None, None) and worker.kept_weights() == []
+        assert sent(worker, sender, WEIGHTS, whole=True) == ([], None)
         worker.vllm_config.model_config.quantization, worker.model.is_silent = None, True
-        assert sent(worker, sender, WEIGHTS, whole=True) == (None, None) and worker.kept_weights() == []
+        assert sent(worker, sender, WEIGHTS, whole=True) == ([], None)
 
 
 def test_what_the_model_leaves_is_taken_from_the_sender():
     with joined() as (worker, sender):
         worker.model.stops_after = 0
         for _ in range(2):
-            assert sent(worker, sender, WEIGHTS, whole=True) == (None, None)
+            assert sent(worker, sender, WEIGHTS, whole=True) == (["qkv"], None)
         assert list(worker.model.loaded) == ["a"]
 
 
@@ -159,7 +157,7 @@ def test_a_sender_that_does_not_come_is_told():
 def test_names_do_not_collide_with_those_of_a_worker():
     """vLLM refuses extensions with a name that its workers have; these are the ones to keep apart from them."""
     names = {name for name in dir(WeightReceiver) if not name.startswith("__")}
-    assert names == {"join_weight_channel", "receive_weights", "leave_weight_channel", "end_with", "shared_memory_name", "weight_channel", "_end_reload", "kept_weights", "weights_kept", "_reload_and_compare"}  # fmt: skip
+    assert names == {"join_weight_channel", "receive_weights", "leave_weight_channel", "end_with", "shared_memory_name", "weight_channel", "_end_reload", "_reload_and_compare"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [None, "vllm_dist_7"])

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.generation.channel_runs import ENTRIES, ran, tensors
+from tests.generation.channel_runs import ran
 from trl.generation.serving.connection import reachable
-from trl.generation.serving.weight_channel import BUCKET_BYTES, WeightChannel, buckets, byte_count
+from trl.generation.serving.weight_channel import WeightChannel
 
 
 def free_port():
@@ -54,20 +54,6 @@ def test_a_port_that_is_taken_is_an_error_at_once():
         port = taken.getsockname()[1]
         with pytest.raises(ConnectionError, match=rf"127.0.0.1:{port} .*in use.*Check that the port is free"):
             WeightChannel.join("127.0.0.1", port, 1, 2, backend="gloo", timeout_s=60, serves_store=True)
-
-
-def test_buckets_hold_what_fits():
-    sizes = [10, 20, 100, 64, 1, 1, 32, 32]
-    found = list(buckets(sizes, lambda size: size, limit=64))
-    assert found == [[10, 20], [100], [64], [1, 1, 32], [32]]  # each takes a multiple of 16 bytes
-    assert [size for bucket in found for size in bucket] == sizes
-    assert list(buckets([], lambda size: size)) == []
-    assert BUCKET_BYTES == 64 * 1024**2
-    both = [
-        list(buckets(found, size))
-        for found, size in ((ENTRIES, byte_count), (tensors(0), lambda t: byte_count((t.dtype, t.shape))))
-    ]
-    assert [len(bucket) for bucket in both[0]] == [len(bucket) for bucket in both[1]] == [6, 1, 1]
 
 
 def test_addresses_that_mean_all_are_reached_here():

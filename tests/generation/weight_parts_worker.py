@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from tests.trainer.sharded_worker import DEEPSPEED, use_deepspeed_on_cpu
 
 KINDS = ("tied", "lora", "mixtral", "qwen3_moe")
 PERSISTENT = 40  # elements: ZeRO-3 leaves norms whole
-SMALL_BUCKETS = 4096  # bytes, so that a server can end between two
 PATIENCE_S = 0.3
 
 
@@ -52,12 +50,6 @@ def checkpoint_weights(model):
     for piece in pieces(core):
         found |= piece.tensors()
     return revert_weight_conversion(core, found)
-
-
-def with_small_buckets():
-    from trl.generation.serving import weight_channel
-
-    weight_channel.buckets = partial(weight_channel.buckets, limit=SMALL_BUCKETS)
 
 
 def sharded(model, how, param_dtype=None):
@@ -204,7 +196,6 @@ def serve_and_die(folder, how, port):
                 next(received)
             os._exit(0)
 
-    with_small_buckets()
     GenerationServer("127.0.0.1", int(port)).serve(Dies(policy_of("mixtral")), token=TOKEN)
 
 
@@ -216,7 +207,6 @@ def main(folder: str, how: str, port: str, group_port: str) -> None:
         serve_and_die(folder, how, port)
         return
     dist.init_process_group("gloo")
-    with_small_buckets()
     found, wrapped = {}, None
     if how == "fsdp2":
         _, found["bfloat16"] = gathers_by_parts("tied", how, torch.bfloat16)

@@ -17,7 +17,7 @@ from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
-from trl.generation.vllm.policy_copy import PolicyCopy
+from trl.generation.vllm.engine import PolicyCopy
 from trl.models.reference import Reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions

@@ -5,14 +5,13 @@ Trainer and vLLM's workers each have their own default group of `torch.distribut
 
 from __future__ import annotations
 
-import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,19 +19,16 @@ from torch.distributed import TCPStore
 
 from trl.generation.serving.connection import reachable, resolved
 
-BUCKET_BYTES = 64 * 1024**2
-_ALIGNED = 16  # bytes, at least the size of any element
 _POLL_S = 1e-3
 _SENDER = "sender"  # key of rank 0's address
 _READY = "ready"  # key of the number of receivers that are ready
-_Item = TypeVar("_Item")
 Entry = tuple[torch.dtype, Sequence[int]]  # dtype and shape of a tensor
 
 
 class WeightChannel:
     """Rank 0 sends, ranks 1 and up receive, in the same order, over gloo (CPU tensors) or NCCL (CUDA tensors).
 
-    Tensors are sent in buckets of at most `BUCKET_BYTES`, larger ones alone. After an error the channel cannot be used again.
+    After an error the channel cannot be used again.
     """
 
     def __init__(self, group: Any, store: TCPStore, device: torch.device, timeout_s: float) -> None:
@@ -58,7 +54,7 @@ class WeightChannel:
         """Join the other ranks at `host:port`; returns after all `size` of them have joined.
 
         The rank that `serves_store` listens at the address, the others connect to it, in any order. `timeout_s` (seconds) is for
-        joining, and later for each bucket.
+        joining, and later for each tensor.
 
         Raises: ConnectionError if the address is not available, or the others do not join in time.
         """
@@ -69,7 +65,7 @@ class WeightChannel:
             group = _group(store, rank, size, backend, _own_address(store, host, port, rank), timeout_s)
             channel = cls(group, store, place, timeout_s)
             left = max(0.1, until - time.monotonic())
-            channel._broadcast(torch.zeros(1, dtype=torch.uint8, device=place), left)
+            channel._broadcast(torch.zeros(1, device=place), left)
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             raise ConnectionError(
                 f"The weight channel at {host}:{port} needs all {size} processes within {timeout_s:g} s; rank {rank} could not join it "
@@ -82,9 +78,8 @@ class WeightChannel:
 
         Raises: ConnectionError if the channel broke.
         """
-        if self._store is not None:
-            with _as_connection_errors():
-                self._store.add(_READY, 1)
+        with self._breaking():
+            self._opened()[1].add(_READY, 1)
 
     def await_receivers(self) -> None:
         """Wait (rank 0) until all receivers are ready, without a time limit, as they may have other work.
@@ -94,10 +89,8 @@ class WeightChannel:
         self._rounds += 1
         pause = 0.001
         while True:
-            group, store = self._group, self._store
-            if group is None or store is None:
-                raise ConnectionError("The weight channel was closed before all receivers were ready.")
-            with _as_connection_errors():
+            group, store = self._opened()
+            with self._breaking():
                 if store.add(_READY, 0) >= self._rounds * (group.size() - 1):
                     return
             time.sleep(pause)
@@ -108,22 +101,18 @@ class WeightChannel:
 
         Raises: ConnectionError if a receiver has ended or is not in time.
         """
-        for bucket in buckets(tensors, lambda tensor: byte_count((tensor.dtype, tensor.shape))):
-            self._broadcast(_packed(bucket, self.device))
+        for tensor in tensors:
+            self._broadcast(tensor.detach().to(self.device).contiguous())
 
     def receive(self, entries: Iterable[Entry]) -> Iterator[Tensor]:
         """Receive the tensors of rank 0, given the dtype and shape of each (ranks 1 and up). All of them must be read.
 
         Raises: ConnectionError if the sender has ended or is not in time.
         """
-        for bucket in buckets(entries, byte_count):
-            sizes = [byte_count(entry) for entry in bucket]
-            buffer = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device=self.device)
-            self._broadcast(buffer)
-            start = 0
-            for (dtype, shape), size in zip(bucket, sizes, strict=True):
-                yield buffer[start : start + size].view(dtype).view(tuple(shape))
-                start += _padded(size)
+        for dtype, shape in entries:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            self._broadcast(tensor)
+            yield tensor
 
     def close(self) -> None:
         """Leave the channel: ranks that wait for this one get an error. Closing twice does nothing."""
@@ -132,111 +121,59 @@ class WeightChannel:
         if group is not None:
             group.abort()
 
-    def _broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
-        group, timeout = self._group, timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
-        if group is None:
+    def _opened(self) -> tuple[Any, TCPStore]:
+        group, store = self._group, self._store
+        if group is None or store is None:
             raise ConnectionError("The weight channel is closed. Join a new one.")
-        if not buffer.numel():
+        return group, store
+
+    def _broadcast(self, tensor: Tensor, timeout_s: float | None = None) -> None:
+        group, seconds = self._opened()[0], self.timeout_s if timeout_s is None else timeout_s
+        if not tensor.numel():
             return
+        with self._breaking(f", or the other side took longer than {seconds:g} s"):
+            timeout = timedelta(seconds=seconds)
+            work = group.broadcast(tensor.view(-1).view(torch.uint8), root=0, timeout=timeout)
+            until = time.monotonic() + seconds
+            # Closing the channel in another thread does not end a broadcast over gloo.
+            while self.device.type == "cpu" and not work.is_completed() and time.monotonic() < until:
+                if self._closed.wait(_POLL_S):
+                    raise RuntimeError("it was closed during a transfer")
+            if not work.wait(timeout):
+                raise RuntimeError("no answer")
+
+    @contextmanager
+    def _breaking(self, otherwise: str = "") -> Iterator[None]:
+        """Close the channel after an error of torch, and raise a ConnectionError."""
         try:
-            work = group.broadcast(buffer, root=0, timeout=timeout)
-            if self.device.type == "cpu":
-                self._await(work, timeout.total_seconds())
-            done = work.wait(timeout)
-        except ConnectionError:
-            raise
-        except RuntimeError as error:
+            yield
+        except RuntimeError as error:  # torch's DistError is one
             self.close()
             raise ConnectionError(
-                f"The weight channel broke, or the other side took longer than {timeout.total_seconds():g} s: "
-                f"{_first_line(error)}. See the log of the other side for the reason."
+                f"The weight channel broke{otherwise}: {_first_line(error)}. See the log of the other side for the reason."
             ) from error
-        if not done:
-            self.close()
-            raise ConnectionError(
-                f"The weight channel waited longer than {timeout.total_seconds():g} s for the other side. See its log."
-            )
-
-    def _await(self, work: Any, timeout_s: float) -> None:
-        """Wait for a broadcast over gloo, or until the channel is closed in another thread, which does not end the broadcast."""
-        until = time.monotonic() + timeout_s
-        while not work.is_completed() and time.monotonic() < until:
-            if self._closed.wait(_POLL_S):
-                raise ConnectionError("The weight channel was closed during a transfer. Join a new one.")
-
-
-def buckets(
-    items: Iterable[_Item], size: Callable[[_Item], int], *, limit: int = BUCKET_BYTES
-) -> Iterator[list[_Item]]:
-    """Successive items in lists of at most `limit` bytes each, by `size`; larger items alone.
-
-    The lists depend only on the sizes, so both ends of a channel build the same ones.
-    """
-    bucket: list[_Item] = []
-    filled = 0
-    for item in items:
-        bytes_here = _padded(size(item))
-        if bucket and filled + bytes_here > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(item)
-        filled += bytes_here
-    if bucket:
-        yield bucket
-
-
-def byte_count(entry: Entry) -> int:
-    """The size of a tensor in bytes."""
-    dtype, shape = entry
-    return math.prod(shape) * dtype.itemsize
-
-
-def _padded(size: int) -> int:
-    """`size` rounded up, so that the next tensor of a bucket is aligned for any dtype."""
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The bytes of these tensors in one buffer on `device`."""
-    sizes = [byte_count((tensor.dtype, tensor.shape)) for tensor in tensors]
-    buffer = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
-    start = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        buffer[start : start + size].copy_(tensor.detach().reshape(-1).view(torch.uint8))
-        start += _padded(size)
-    return buffer
 
 
 def _store(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
     """The store at `host:port`; its server listens on that address only."""
-    timeout = timedelta(seconds=timeout_s)
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     if not serves:
-        return TCPStore(reachable(host), port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return TCPStore(reachable(host), port, is_master=False, **options)
     listener = socket.create_server((host, port), family=resolved(host, port)[0])
-    return TCPStore(
-        reachable(host),
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it
-    )
+    port = listener.getsockname()[1]
+    options["master_listen_fd"] = listener.detach()  # the store closes it
+    return TCPStore(reachable(host), port, is_master=True, **options)
 
 
 def _own_address(store: TCPStore, host: str, port: int, rank: int) -> str:
     """This machine's address between sender and store, the only one that gloo listens on."""
-    if rank == 0:
-        address = _address_towards(reachable(host), port)
-        store.set(_SENDER, address)
-        return address
-    return _address_towards(store.get(_SENDER).decode(), port)
-
-
-def _address_towards(host: str, port: int) -> str:
-    family, target = resolved(host, port)
+    family, target = resolved(reachable(host) if rank == 0 else store.get(_SENDER).decode(), port)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
-        return probe.getsockname()[0]
+        address = probe.getsockname()[0]
+    if rank == 0:
+        store.set(_SENDER, address)
+    return address
 
 
 def _group(store: TCPStore, rank: int, size: int, backend: str, address: str, timeout_s: float) -> Any:
@@ -244,7 +181,7 @@ def _group(store: TCPStore, rank: int, size: int, backend: str, address: str, ti
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        # NCCL's watchdog ends the process; the timeouts of buckets are shorter.
+        # NCCL's watchdog ends the process; the timeouts of tensors are shorter.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)
         return ProcessGroupNCCL(store, rank, size, options)
     from torch.distributed import ProcessGroupGloo
@@ -254,17 +191,6 @@ def _group(store: TCPStore, rank: int, size: int, backend: str, address: str, ti
     gloo._devices = [kind.create_device(hostname=address)]
     gloo._timeout = timedelta(seconds=timeout_s)
     return kind(store, rank, size, gloo)
-
-
-@contextmanager
-def _as_connection_errors() -> Iterator[None]:
-    """Turn errors of a store whose other side has ended into ConnectionErrors."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's DistError is one
-        raise ConnectionError(
-            f"The weight channel broke: {_first_line(error)}. See the log of the other side for the reason."
-        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trl.options.groups import option
+from trl.options.values import check_numbers
+
 if TYPE_CHECKING:
     from trl.generation.serving.bodies import ChatBody, GenerateBody, SamplingBody, WeightBody
 
@@ -26,52 +29,45 @@ _CLOSING_S = 30.0  # for the engine to end
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class ServedModel:
     """Arguments of `vllm.LLM`, with their names there."""
 
     model: str = field(metadata={"help": "Folder or Hub name of the model."})
-    revision: str | None = _option(None, "Branch, tag or commit of the model. By default the default branch.")
-    tensor_parallel_size: int = _option(1, "Number of GPUs over which the model is split.")
-    data_parallel_size: int = _option(1, "Only 1: for more copies of the model, start more servers.")
-    gpu_memory_utilization: float = _option(
-        0.9, "Share in (0, 1] of each GPU's memory that vLLM uses; on a CPU, of the machine's memory."
+    revision: str | None = option(None, "Branch, tag or commit of the model. By default the default branch.")
+    tensor_parallel_size: int = option(1, "Number of GPUs over which the model is split.", ">= 1")
+    data_parallel_size: int = option(1, "Only 1: for more copies of the model, start more servers.")
+    gpu_memory_utilization: float = option(
+        0.9, "Share of each GPU's memory that vLLM uses; on a CPU, of the machine's memory.", "(0, 1]"
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "Dtype of weights and activations; `auto` is that of the checkpoint."
     )
-    max_model_len: int | None = _option(
-        None, "Maximum of prompt and completion tokens together. By default the model's context length."
+    max_model_len: int | None = option(
+        None,
+        "Maximum of prompt and completion tokens together. By default the model's context length.",
+        ">= 1",
     )
-    enable_prefix_caching: bool | None = _option(
+    enable_prefix_caching: bool | None = option(
         None, "Reuse the key-value cache of common prefixes of prompts. By default vLLM decides."
     )
-    enforce_eager: bool = _option(
+    enforce_eager: bool = option(
         False, "Run without CUDA graphs: faster start and less memory, slower generation."
     )
-    kv_cache_dtype: str = _option(
+    kv_cache_dtype: str = option(
         "auto", "Dtype of the key-value cache (`fp8` saves memory); `auto` is the model's."
     )
-    trust_remote_code: bool = _option(False, "Run the model's own code from its repository.")
-    vllm_model_impl: Literal["vllm", "transformers", "auto"] = _option(
+    trust_remote_code: bool = option(False, "Run the model's own code from its repository.")
+    vllm_model_impl: Literal["vllm", "transformers", "auto"] = option(
         "vllm", "Implementation of the model: vLLM's, that of transformers, or vLLM's if it exists."
     )
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}.")
+        check_numbers(self)
         if self.data_parallel_size != 1:
             raise ValueError(
-                f"data_parallel_size must be 1, got {self.data_parallel_size}. Use tensor_parallel_size, or start one server per copy."
+                f"data_parallel_size must be 1, got {self.data_parallel_size}. Start one server per copy of the model."
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ValueError(f"max_model_len must be at least 1 token, got {self.max_model_len}.")
 
 
 class NoChannel(RuntimeError):
@@ -97,7 +93,6 @@ class VLLMBackend:
     def __init__(self, served: ServedModel) -> None:
         check_vllm()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # else the engine blocks signals and other threads
-        bind_cpu_workers(served.tensor_parallel_size)
         from vllm import LLM  # pyright: ignore
 
         arguments = asdict(served)
@@ -138,35 +133,31 @@ class VLLMBackend:
 
     def complete(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """One completion for each request, with its log-probs and finish reason."""
-        prompts = [{"prompt_token_ids": request["prompt_ids"]} for request in requests]
-        settings = [sampling_params(request.get("sampling", {})) for request in requests]
         with self._generating() as llm:
-            answers = llm.generate(prompts, settings, use_tqdm=False) if prompts else []
-        outputs = [answer.outputs[0] for answer in answers]
-        return [
-            {"ids": ids, "logprobs": logprobs, "finish_reason": output.finish_reason}
-            for output in outputs
-            for ids, logprobs in [drawn(output)]
-        ]
+            return complete(llm, requests)
 
     def generate(self, body: GenerateBody) -> dict[str, Any]:
         """Completions of prompts."""
         prompts = [_prompt(prompt, body.images_of(index)) for index, prompt in enumerate(body.prompts)]
-        settings = sampling_params(body.sampling())
-        with self._generating() as llm:
-            options = {"use_tqdm": False, "tokenization_kwargs": _truncation(body)}
-            answers = llm.generate(prompts, settings, **options) if prompts else []
-        return _listed(answers)
+        return self._listed("generate", prompts, body)
 
     def chat(self, body: ChatBody) -> dict[str, Any]:
         """Completions of conversations."""
-        settings = sampling_params(body.sampling())
         names = ("chat_template", "tools", "chat_template_kwargs")
-        options = {"use_tqdm": False, "tokenization_kwargs": _truncation(body)}
-        options |= {name: getattr(body, name) for name in names}
+        return self._listed("chat", body.messages, body, **{name: getattr(body, name) for name in names})
+
+    def _listed(self, method: str, inputs: list[Any], body: SamplingBody, **options: Any) -> dict[str, Any]:
+        """The token ids of the prompts, and the completions of all of them in one list, ordered by prompt."""
+        keep, settings = body.truncate_prompt_tokens, sampling_params(body.sampling())
+        options["tokenization_kwargs"] = None if keep is None else {"truncate_prompt_tokens": keep}
         with self._generating() as llm:
-            answers = llm.chat(body.messages, settings, **options) if body.messages else []
-        return _listed(answers)
+            answers = getattr(llm, method)(inputs, settings, use_tqdm=False, **options) if inputs else []
+        found = [drawn(output) for answer in answers for output in answer.outputs]
+        return {
+            "prompt_ids": [list(answer.prompt_token_ids) for answer in answers],
+            "completion_ids": [ids for ids, _ in found],
+            "logprobs": [logprobs for _, logprobs in found],
+        }
 
     def join(
         self, *, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float
@@ -189,21 +180,20 @@ class VLLMBackend:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
             raise ValueError(
-                "vLLM packs its weights on a CPU, so that single ones cannot be updated. Send all of them: update_model_params "
+                "vLLM packs its weights on a CPU, so single ones cannot be updated. Send all of them with update_model_params "
                 "(/update_weights/)."
             )
         entries = [(weight.name, weight.dtype, weight.shape) for weight in weights]
         with self._working() as llm:
             self._unusable, before = "An update of the weights is under way.", self._unusable
             try:
-                self._on_workers("receive_weights", entries, whole)
+                kept = self._on_workers("receive_weights", entries, whole)
             except RuntimeError as error:
                 self.channel = None
                 self._unusable = f"The last update of the weights failed ({error}). Send all of them again."
                 raise
             self._unusable = None if whole else before
             llm.reset_prefix_cache()
-            kept = llm.collective_rpc("kept_weights") if whole else []
         return sorted({name for names in kept for name in names})
 
     def leave(self, channel: str | None = None) -> None:
@@ -243,32 +233,43 @@ class VLLMBackend:
                 raise RuntimeError(self._unusable)
             yield llm
 
-    def _on_workers(self, method: str, *arguments: Any) -> None:
+    def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `WeightReceiver` on all workers. Raises: RuntimeError with the errors of all of them."""
         answers = self._llm.collective_rpc(method, args=arguments)
-        errors = {f"worker {rank}: {text}" for rank, text in enumerate(answers) if text is not None}
+        errors = {f"worker {rank}: {text}" for rank, text in enumerate(answers) if isinstance(text, str)}
         if errors:
             raise RuntimeError("; ".join(sorted(errors)))
+        return answers
 
 
-def sampling_params(arguments: dict[str, Any]) -> Any:
+def complete(llm: Any, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """vLLM's completion of each request (`prompt_ids`, `sampling`): its `ids`, `logprobs` and `finish_reason`."""
+    prompts = [{"prompt_token_ids": request["prompt_ids"]} for request in requests]
+    settings = [sampling_params(request.get("sampling", {})) for request in requests]
+    answers = llm.generate(prompts, settings, use_tqdm=False) if prompts else []
+    names, outputs = ("ids", "logprobs", "finish_reason"), [answer.outputs[0] for answer in answers]
+    return [dict(zip(names, (*drawn(each), each.finish_reason), strict=True)) for each in outputs]
+
+
+def sampling_params(arguments: Mapping[str, Any]) -> Any:
     """vLLM's `SamplingParams` of these arguments, with the log-probs of the sampled tokens.
 
     Raises: ValueError for unknown or invalid arguments.
     """
-    private = sorted(
-        name for name in arguments if name.startswith("_") or name in ("output_kind", "skip_clone")
-    )
-    if private:
-        raise ValueError(
-            f"Sampling arguments must be those of vLLM's SamplingParams, got {', '.join(private)}."
-        )
+    if any(name.startswith("_") or name in ("output_kind", "skip_clone") for name in arguments):
+        names = ", ".join(sorted(arguments))
+        raise ValueError(f"Sampling arguments must be public ones of vLLM's SamplingParams, got {names}.")
+    from vllm import SamplingParams  # pyright: ignore
+    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
+
     found: dict[str, Any] = {**arguments, "logprobs": 0}
     if found.get("top_k") == -1:
         found["top_k"] = 0  # all tokens
     try:
         with as_value_errors():
-            return to_sampling_params(found)
+            if isinstance(found.get("structured_outputs"), dict):
+                found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
+            return SamplingParams(**found)
     except TypeError as error:
         raise ValueError(f"Sampling arguments must be those of vLLM's SamplingParams: {error}.") from None
 
@@ -282,21 +283,6 @@ def as_value_errors() -> Iterator[None]:
         yield
     except getattr(exceptions, "VLLMClientError", ValueError) as error:
         raise ValueError(str(error)) from error
-
-
-def bind_cpu_workers(count: int) -> None:
-    """Divide the cores among several workers on a CPU, unless the user has.
-
-    vLLM (0.32) needs as many NUMA nodes as workers otherwise. To be removed once it divides cores itself.
-    """
-    from vllm.platforms import current_platform  # pyright: ignore
-
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if count < 2 or not current_platform.is_cpu() or len(cores) < count:
-        return
-    each = len(cores) // count
-    parts = [cores[first * each : (first + 1) * each] for first in range(count)]
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, part)) for part in parts))
 
 
 def remove_shared_memory(names: set[str], folder: Path) -> None:
@@ -321,33 +307,6 @@ def _image(text: str) -> Any:
         return Image.open(io.BytesIO(base64.b64decode(text, validate=True))).convert("RGB")
     except (binascii.Error, OSError) as error:
         raise ValueError(f"images must be PNG or JPEG in base64, got {text[:20]!r}...: {error}.") from None
-
-
-def _truncation(body: SamplingBody) -> dict[str, Any] | None:
-    kept = body.truncate_prompt_tokens
-    return None if kept is None else {"truncate_prompt_tokens": kept}
-
-
-def _listed(answers: Sequence[Any]) -> dict[str, Any]:
-    """The token ids of the prompts, and the completions of all of them in one list, ordered by prompt."""
-    found = [drawn(output) for answer in answers for output in answer.outputs]
-    return {
-        "prompt_ids": [list(answer.prompt_token_ids) for answer in answers],
-        "completion_ids": [ids for ids, _ in found],
-        "logprobs": [logprobs for _, logprobs in found],
-    }
-
-
-def to_sampling_params(settings: Mapping[str, Any]) -> Any:
-    """vLLM's `SamplingParams` of JSON values."""
-    from vllm import SamplingParams  # pyright: ignore
-
-    found = dict(settings)
-    if isinstance(found.get("structured_outputs"), dict):
-        from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
-
-        found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
-    return SamplingParams(**found)
 
 
 def drawn(output: Any) -> tuple[list[int], list[float]]:

@@ -1,8 +1,9 @@
-"""vLLM in the training process: rollouts from its copy of the policy."""
+"""Engines with their own copy of the policy: their requests and when weights are sent; and vLLM in the training process."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,156 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl.generation.engine import Generated
-from trl.generation.main_process import process_count, raise_in_all
-from trl.generation.transformers.engine import MIXED
-from trl.generation.vllm.backend import check_vllm, drawn, to_sampling_params
-from trl.generation.vllm.policy_copy import PolicyCopy, Request, completion_of
-from trl.generation.vllm.weights import WeightParts
+from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
+from trl.generation.main_process import any_process, process_count, raise_in_all
+from trl.generation.transformers.engine import MIXED, context_length_of
+from trl.generation.transformers.phase import generating, without_wrappers
+from trl.generation.transformers.requests import fresh_seed, rng_stream_keys
+from trl.generation.transformers.stopping import end_tokens
+from trl.generation.vllm.backend import check_vllm, complete
+from trl.generation.vllm.weights import WeightParts, check_sendable
+from trl.models.distributed import is_fsdp1, reshard
+from trl.models.parts import causal_core
+
+_SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
+Request = dict[str, Any]  # `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`), as JSON values
+Answer = dict[str, Any]  # `ids`, `logprobs` and `finish_reason`
+
+
+class PolicyCopy(ABC):
+    """Completions by a copy of the policy, which `sync_weights` updates, with adapters added.
+
+    Log-probs are the copy's, under the distribution that was sampled from; they differ from the policy's by the rounding of other
+    kernels, and `kept` is unknown. `context_length` is the maximum of prompt and completion tokens (None: the model's), `regex` a
+    pattern that every completion matches.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        accelerator: Any | None,
+        context_length: int | None,
+        regex: str | None,
+    ) -> None:
+        self.model, self.accelerator = model, accelerator
+        self.context_length, self.regex = context_length, regex
+        self._sent: tuple[int, ...] | None = None  # identifies the weights of the copy
+        check_sendable(without_wrappers(model))
+
+    @property
+    @abstractmethod
+    def together(self) -> bool:
+        """Whether several processes must generate at the same time."""
+
+    @abstractmethod
+    def _completed(self, own: list[Request]) -> list[Answer]:
+        """The completions of this process's requests."""
+
+    @abstractmethod
+    def _send(self, parts: WeightParts) -> None:
+        """Send these weights to the copy."""
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise an error in all processes that generate together."""
+        raise_in_all(failure)
+
+    def forget(self) -> None:
+        """Send the weights again at the next `sync_weights`, for example after loading others."""
+        self._sent = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        streams: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Generated]:
+        """One completion per prompt, in order; see `Engine.generate`.
+
+        Each request has its own seed, derived from the seed and its stream; rounding may depend on the batch.
+
+        Raises: ValueError for invalid prompts, in all processes that generate together. RuntimeError for aborted completions.
+        """
+        own, failure = [], None
+        try:
+            own = self._requests(prompts, sampling, streams, limits)
+        except Exception as error:
+            failure = error
+        self._agree(failure)
+        return [_generated(**answer) for answer in self._completed(own)]
+
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int] | None,
+        limits: Sequence[int] | None,
+    ) -> list[Request]:
+        core = causal_core(without_wrappers(self.model))
+        context_length = context_length_of(core, self.context_length)
+        found, names = check_requests(prompts, streams, context_length=context_length, vocabulary=None)
+        longest = completion_limits([len(prompt) for prompt in found], sampling, context_length, limits)
+        keys = rng_stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, names)
+        shared = _shared_settings(sampling, end_tokens(sampling.stop_token_ids, core), self.regex)
+        requests = []
+        for prompt, limit, key in zip(found, longest, keys.tolist(), strict=True):
+            least = max(sampling.min_new_tokens, sampling.min_length - len(prompt), 0)
+            own = shared | {"max_tokens": limit, "min_tokens": min(limit, least)}
+            if not sampling.greedy:
+                own["seed"] = key % _SEEDS
+            requests.append({"prompt_ids": list(prompt), "sampling": own})
+        return requests
+
+    def sync_weights(self, model: nn.Module, step: int) -> None:
+        """Send the weights of `model` to the copy, if they changed in any process."""
+        self.model = model
+        reshard(model)  # versions of gathered copies say nothing
+        versions = tuple(parameter._version for parameter in model.parameters())
+        state = (step, id(model), hash(versions))
+        if any_process(state != self._sent):
+            self._sent = None
+            self._send_all()
+            self._sent = state
+
+    def _send_all(self) -> None:
+        if not is_fsdp1(self.model):
+            self._send(WeightParts(self.model))
+            return
+        with generating(self.model, self.accelerator) as whole:  # FSDP1 gathers the whole model only
+            self._send(WeightParts(whole))
+
+
+def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> dict[str, Any]:
+    """The settings that all requests of a call share."""
+    sampling.refuse_processors("vLLM")
+    found: dict[str, Any] = {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": sorted(ends),
+        "ignore_eos": True,  # the end tokens are among stop_token_ids
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop_strings),
+    }
+    if not sampling.greedy:
+        found["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+        found |= {"top_k": sampling.top_k or 0, "min_p": sampling.min_p or 0.0}
+    if sampling.stop_strings:
+        found |= {"stop": list(sampling.stop_strings), "include_stop_str_in_output": True}
+    if regex is not None:
+        found["structured_outputs"] = {"regex": regex}
+    return found
+
+
+def _generated(ids: list[int], logprobs: Sequence[float], finish_reason: str | None) -> Generated:
+    if finish_reason not in ("stop", "length"):
+        raise RuntimeError(
+            f"vLLM ended a completion with {finish_reason!r}, expected 'stop' or 'length'. See its log."
+        )
+    return Generated(list(ids), torch.tensor(logprobs, dtype=torch.float32), None, finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,66 +224,56 @@ class VLLMEngine(PolicyCopy):
         elif failure is not None:
             raise failure
 
-    def _completed(self, own: Sequence[Request]) -> list[Generated]:
-        requests, first = self._of_all_sharing(list(own))
+    def _completed(self, own: list[Request]) -> list[Answer]:
+        requests, first = own, 0
+        if self._sharing is not None:
+            import torch.distributed as dist
+
+            parts: list[Any] = [None] * self.settings.parallel
+            dist.all_gather_object(parts, own, group=self._sharing)
+            first = sum(map(len, parts[: dist.get_rank(self._sharing)]))
+            requests = [request for part in parts for request in part]
         if not requests:
             return []
-        with self._awake() as engine:
-            answers = engine.generate(
-                [{"prompt_token_ids": list(request.prompt)} for request in requests],
-                [to_sampling_params(request.settings) for request in requests],
-                use_tqdm=False,
-            )
-        outputs = [answer.outputs[0] for answer in answers[first : first + len(own)]]
-        return [completion_of(*drawn(output), output.finish_reason) for output in outputs]
+        with self._awake() as llm:
+            return complete(llm, requests)[first : first + len(own)]
 
     def _send(self, parts: WeightParts) -> None:
-        with parts.read() as weights, self._awake() as engine:
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            engine.reset_prefix_cache()
-
-    def _of_all_sharing(self, own: list[Request]) -> tuple[list[Request], int]:
-        """The requests of all processes that share this copy, and the index of this process's first one."""
-        if self._sharing is None:
-            return own, 0
-        import torch.distributed as dist
-
-        found: list[Any] = [None] * self.settings.parallel
-        dist.all_gather_object(found, own, group=self._sharing)
-        before = found[: dist.get_rank(self._sharing)]
-        return [request for part in found for request in part], sum(map(len, before))
+        with parts.read() as weights, self._awake() as llm:
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            llm.reset_prefix_cache()
 
     @contextmanager
     def _awake(self) -> Iterator[Any]:
         """vLLM with its memory on the device; with `sleeps` it is released afterwards."""
-        engine = self._engine()
+        if self._llm is None:
+            self._llm = self._built()
         if self._asleep:
-            engine.wake_up()
+            self._llm.wake_up()
             self._asleep = False
         try:
-            yield engine
+            yield self._llm
         finally:
             if self.settings.sleeps:
-                engine.sleep(level=1)
+                self._llm.sleep(level=1)
                 self._asleep = True
 
-    def _engine(self) -> Any:
-        """vLLM's own engine, built on first use with random weights."""
-        if self._llm is not None:
-            return self._llm
+    def _built(self) -> Any:
+        """vLLM's own engine with random weights."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
         from vllm import LLM  # pyright: ignore
 
-        core = self._core()
+        core = causal_core(without_wrappers(self.model))
         dtype = MIXED.get(getattr(self.accelerator, "mixed_precision", "no")) or core.dtype
-        distributed: dict[str, Any] = {}
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            distributed = {"distributed_executor_backend": "external_launcher"}
+        launched = torch.distributed.is_available() and torch.distributed.is_initialized()
+        distributed: dict[str, Any] = (
+            {"distributed_executor_backend": "external_launcher"} if launched else {}
+        )
         with TemporaryDirectory() as folder:
             core.config.save_pretrained(folder)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            self._llm = LLM(
+            return LLM(
                 model=folder,
                 skip_tokenizer_init=self.tokenizer is None,
                 load_format="dummy",
@@ -152,7 +287,6 @@ class VLLMEngine(PolicyCopy):
                 seed=0,
                 **distributed,
             )
-        return self._llm
 
 
 def _sharing(parallel: int) -> Any:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trl.generation.engine import Generated
-from trl.generation.main_process import any_process, by_main, process_count, through_main
+from trl.generation.main_process import by_main, process_count, through_main
 from trl.generation.serving.connection import ServerLost
 from trl.generation.transformers.engine import MIXED, context_length_of
 from trl.generation.vllm.client import VLLMClient
-from trl.generation.vllm.policy_copy import PolicyCopy, Request, completion_of
+from trl.generation.vllm.engine import Answer, PolicyCopy, Request
 from trl.generation.vllm.weights import WeightParts
 from trl.models.parts import causal_core
 from trl.models.policy import Policy
 
 logger = logging.getLogger(__name__)
-
-_Answers = list[dict[str, Any]] | None  # of one process; None: the server lost its weights
 
 
 class Served(NamedTuple):
@@ -116,46 +113,39 @@ class VLLMServerEngine(PolicyCopy):
         if self.client is not None:
             self.client.close_communicator()
 
-    def _is_new(self, is_new: bool) -> bool:
-        return any_process(is_new)
-
-    def _completed(self, own: Sequence[Request]) -> list[Generated]:
-        requests = [{"prompt_ids": list(one.prompt), "sampling": dict(one.settings)} for one in own]
+    def _completed(self, own: list[Request]) -> list[Answer]:
         try:
-            answers: _Answers = through_main(requests, self._complete)
+            answers = through_main(own, self._complete)
             if answers is None:  # in all processes
                 self._send_all()
-                answers = through_main(requests, self._complete)
+                answers = through_main(own, self._complete)
             if answers is None:
                 raise ConnectionError("The vLLM server lost its weights twice in a row. See its log.")
         except Exception:
             self._sent = None  # the server's weights are unknown
             raise
-        return [completion_of(one["ids"], one["logprobs"], one["finish_reason"]) for one in answers]
+        return answers
 
-    def _complete(self, of_processes: list[list[dict[str, Any]]]) -> list[_Answers]:
+    def _complete(self, of_processes: list[list[Request]]) -> list[list[Answer] | None]:
         """The server's answers for each process; None for each if the server lost the weights."""
         requests = [request for part in of_processes for request in part]
-        if not requests:
-            return [[] for _ in of_processes]
         try:
-            answers = iter(self._connected().complete(requests))
+            answers = iter(self._connected().complete(requests) if requests else [])
         except ServerLost as lost:
-            if self._sent is None:  # it never had weights, or lost them again
+            if self._sent is None:  # it never had weights
                 raise
             logger.warning("%s It gets the weights of this step again.", lost)
             return [None] * len(of_processes)
         return [[next(answers) for _ in part] for part in of_processes]
 
     def _send(self, parts: WeightParts) -> None:
-        was_connected = by_main(self._connect)
-        if by_main(lambda: self._deliver(parts, retry=was_connected), meanwhile=parts.take_part):
-            return
-        by_main(lambda: self._connect(anew=True))
-        by_main(lambda: self._deliver(parts, retry=False), meanwhile=parts.take_part)
+        retry = by_main(self._connect)
+        while not by_main(partial(self._deliver, parts, retry=retry), meanwhile=parts.take_part):
+            by_main(partial(self._connect, anew=True))
+            retry = False
 
     def _connect(self, *, anew: bool = False) -> bool:
-        """Join the server's weight channel, unless that was done and is not to be done `anew`; whether it was."""
+        """Join the server's weight channel if it is not joined, or `anew`; whether it was joined before."""
         client = self._connected()
         was_connected = client.is_connected
         if anew or not was_connected:
@@ -177,6 +167,5 @@ class VLLMServerEngine(PolicyCopy):
         return True
 
     def _connected(self) -> VLLMClient:
-        if self.client is None:
-            raise ValueError("client is None in the main process, expected a VLLMClient.")
+        assert self.client is not None  # in the main process
         return self.client

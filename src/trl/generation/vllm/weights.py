@@ -6,12 +6,11 @@ whole besides the shards, adapters are added to copies, and names and shapes are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,27 +51,23 @@ def check_sendable(model: nn.Module) -> None:
 
 
 @cache
-def _adapter_kinds() -> tuple[type[nn.Module], ...]:
+def _kinds() -> tuple[tuple[type[nn.Module], ...], tuple[type[nn.Module], ...]]:
+    """The classes of adapted modules, and of those with a trained copy of the whole module (`modules_to_save`)."""
     if find_spec("peft") is None:
-        return ()
+        return (), ()
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return kinds
+    return kinds, (ModulesToSaveWrapper,)
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    return isinstance(module, _adapter_kinds())
+    return isinstance(module, _kinds()[0])
 
 
 def _has_saved_copy(module: nn.Module) -> bool:
-    """Whether PEFT trains a copy of the whole module (`modules_to_save`)."""
-    if not _is_adapter(module):
-        return False
-    from peft.utils.other import ModulesToSaveWrapper
-
-    return isinstance(module, ModulesToSaveWrapper)
+    return isinstance(module, _kinds()[1])
 
 
 def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -83,8 +78,7 @@ def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The tensors of one module without those of its submodules, or all of an adapted module."""
 
     place: str  # its name in the model without adapters
@@ -101,25 +95,28 @@ class Piece:
 
         With `shape_of`, what that makes of each module and its tensors of the same shape instead.
         """
-        source = self._without_adapters()
-        found: dict[str, Tensor] = {}
-        inner = source.named_modules(remove_duplicate=False) if self.is_adapted else [("", source)]
-        for place, module in inner:
-            for name, value in _direct(module):
-                own = value.detach() if shape_of is None else shape_of(module, value)
-                found[f"{place}.{name}" if place else name] = own
         if self.is_adapted and shape_of is None and not _has_saved_copy(self.module):
             pair = readable_weight(self.module)
             assert pair is not None  # check_sendable
-            found = {n: v.detach() for n, v in zip(("weight", "bias"), pair, strict=True) if v is not None}
-        return {f"{self.place}.{name}" if self.place else name: value for name, value in found.items()}
+            found = {
+                name: value for name, value in zip(("weight", "bias"), pair, strict=True) if value is not None
+            }
+        else:
+            source = self._without_adapters()
+            inner = source.named_modules(remove_duplicate=False) if self.is_adapted else [("", source)]
+            found = {
+                f"{place}.{name}".removeprefix("."): value if shape_of is None else shape_of(module, value)
+                for place, module in inner
+                for name, value in _direct(module)
+            }
+        return {f"{self.place}.{name}".removeprefix("."): value.detach() for name, value in found.items()}
 
     def _without_adapters(self) -> nn.Module:
-        module, is_linear = self.module, isinstance(self.module, nn.Linear)
+        module = self.module
         if not self.is_adapted:
             return module
         if not _has_saved_copy(module):
-            return module if is_linear else module.get_base_layer()
+            return module if isinstance(module, nn.Linear) else module.get_base_layer()
         if module.disable_adapters or not module.active_adapters:
             return module.original_module
         return module.modules_to_save[module.active_adapters[0]]
@@ -144,9 +141,6 @@ def pieces(core: nn.Module) -> list[Piece]:
     return found
 
 
-Part = Sequence[Piece]
-
-
 class WeightParts:
     """Weights by the names of a checkpoint without adapters, gathered part by part: one layer, or one FSDP2 unit, at a time.
 
@@ -162,17 +156,10 @@ class WeightParts:
         self.core = causal_core(inner)
         self.is_sharded = is_sharded(model)
         self._units = fsdp2_units(model) if self.is_sharded else {}
-        found = pieces(self.core)
-        self.parts = _grouped(self.core, found, self._units)
-        self.shapes: dict[
-            str, Tensor
-        ] = {}  # of all weights, in the order in which they are read; on the device meta
+        self.parts = self._grouped()
+        self.shapes: dict[str, Tensor] = {}  # of all weights, in the order of reading; on the device meta
         for part in self.parts:
             self.shapes |= self._converted(part, self._shape_of)
-        whole = self._converted(found, self._shape_of)
-        by_parts, at_once = ({_facts(*each) for each in given.items()} for given in (self.shapes, whole))
-        if by_parts != at_once:
-            self.parts, self.shapes = [found], whole  # a conversion joins weights of several parts
 
     @contextmanager
     def read(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
@@ -196,79 +183,54 @@ class WeightParts:
         with self.read():
             pass
 
-    def _weights(self, left: Iterable[Part]) -> Iterator[tuple[str, Tensor]]:
-        names = iter(self.shapes)
+    def _weights(self, left: Iterable[list[Piece]]) -> Iterator[tuple[str, Tensor]]:
+        expected = iter(self.shapes.items())
         for part in left:
             with self._gathered(part):
-                found = self._converted(part)
-                for name in list(found):
-                    weight, expected = found.pop(name), next(names, "")
-                    if name != expected or _facts(name, weight) != _facts(name, self.shapes[name]):
+                for name, weight in self._converted(part).items():
+                    found, known = _facts(name, weight), _facts(*next(expected))
+                    if found != known:
                         raise RuntimeError(
-                            f"the weight {_facts(name, weight)} was read, expected {expected!r} with the shape and dtype found before. "
-                            "Report the model and how it is sharded."
+                            f"the weight {found} was read, expected {known}. Report the model and how it is sharded."
                         )
-                    yield name, weight.detach().clone() if self.is_sharded else weight
+                    yield name, weight.clone() if self.is_sharded else weight
+                    del weight
 
     @torch.no_grad()
     def _converted(
-        self, part: Part, shape_of: Callable[[nn.Module, Tensor], Tensor] | None = None
+        self, part: list[Piece], shape_of: Callable[[nn.Module, Tensor], Tensor] | None = None
     ) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for piece in part:
-            found |= piece.tensors(shape_of)
+        found = {name: value for piece in part for name, value in piece.tensors(shape_of).items()}
         return dict(revert_weight_conversion(self.core, found))
 
-    def _gathered(self, part: Part) -> AbstractContextManager[None]:
+    def _gathered(self, part: list[Piece]) -> AbstractContextManager[None]:
         modules = [module for piece in part for module in piece.modules]
-        return gathered_modules(modules, _units_of(modules, self._units))
+        return gathered_modules(modules, self._units_of(modules))
 
     def _shape_of(self, module: nn.Module, value: Tensor) -> Tensor:
         return whole_shape(value, self._units.get(module))
+
+    def _units_of(self, modules: Iterable[nn.Module]) -> list[Any]:
+        """The FSDP2 modules that shard the parameters of these modules, each once."""
+        own = [module for module in modules if next(module.parameters(recurse=False), None) is not None]
+        return list(dict.fromkeys(self._units[module] for module in own if module in self._units))
+
+    def _grouped(self) -> list[list[Piece]]:
+        """Pieces by their element of the outermost `ModuleList`, or by the FSDP2 unit if that is larger; else alone."""
+        places = {module: place for place, module in self.core.named_modules()}
+        lists = [place for module, place in places.items() if isinstance(module, nn.ModuleList)]
+        parts: dict[str, list[Piece]] = {}
+        for piece in pieces(self.core):
+            units = [places.get(unit, "") for unit in self._units_of(piece.modules)]
+            layers = [_element(piece.place, place) for place in lists if piece.place.startswith(f"{place}.")]
+            parts.setdefault(min([piece.place, *layers, *units], key=len), []).append(piece)
+        return list(parts.values())
 
 
 def _facts(name: str, weight: Tensor) -> tuple[str, torch.dtype, tuple[int, ...]]:
     return name, weight.dtype, tuple(weight.shape)
 
 
-def _units_of(modules: Iterable[nn.Module], units: Mapping[nn.Module, Any]) -> list[Any]:
-    """The FSDP2 modules that shard the parameters of these modules, each once."""
-    return list(
-        dict.fromkeys(
-            units[module]
-            for module in modules
-            if module in units and next(module.parameters(recurse=False), None) is not None
-        )
-    )
-
-
-def _grouped(core: nn.Module, found: Sequence[Piece], units: Mapping[nn.Module, Any]) -> list[Part]:
-    """Pieces by their element of the outermost `ModuleList`, else alone; those of one FSDP2 unit together."""
-    layers = {
-        f"{place}.{number}"
-        for place, module in core.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.ModuleList)
-        for number in range(len(module))
-    }
-    joined: dict[Any, Any] = {}  # a layer, a unit or a piece -> one that it is one part with
-
-    def root(key: Any) -> Any:
-        while joined.setdefault(key, key) != key:
-            key = joined[key]
-        return key
-
-    keys = [_layer_of(piece.place, layers) for piece in found]
-    for piece, key in zip(found, keys, strict=True):
-        for unit in _units_of(piece.modules, units):
-            joined[root(unit)] = root(key)
-    parts: dict[Any, list[Piece]] = {}
-    for piece, key in zip(found, keys, strict=True):
-        parts.setdefault(root(key), []).append(piece)
-    return list(parts.values())
-
-
-def _layer_of(place: str, layers: set[str]) -> str:
-    """The outermost layer that contains a module; the module itself if none does."""
-    words = place.split(".")
-    above = (".".join(words[:count]) for count in range(1, len(words)))
-    return next((each for each in above if each in layers), place)
+def _element(place: str, of: str) -> str:
+    """The element of the `ModuleList` at `of` that contains a module."""
+    return f"{of}.{place.removeprefix(f'{of}.').partition('.')[0]}"

@@ -24,7 +24,7 @@ NamedEntry = Sequence[Any]  # name, dtype ("float32") and shape of a weight
 class WeightReceiver:
     """vLLM's `worker_extension_cls`: each worker inherits it, and is one receiver of the channel.
 
-    The methods return an error's text or None and never raise, because the executor of several workers (vLLM 0.32) stops reading
+    The methods return an error's text and never raise, because the executor of several workers (vLLM 0.32) stops reading
     at the first error, and mistakes the other answers for those of its next call.
     """
 
@@ -34,7 +34,6 @@ class WeightReceiver:
     vllm_config: Any
     reload_weights: Callable[..., None]
     weight_channel: WeightChannel | None = None
-    weights_kept: Sequence[str] = ()
 
     def join_weight_channel(
         self, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float
@@ -50,25 +49,36 @@ class WeightReceiver:
             return str(error)
         return None
 
-    def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | None:
+    def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | list[str]:
         """Receive the weights of `entries` and load them; after an error the channel is closed.
 
-        `whole`: they are all weights of a checkpoint, with its names.
+        With `whole` they are all weights of a checkpoint, with its names. Returns the model's parameters that were not among them
+        (none for quantised models, and for models that do not return what they load).
         """
-        if self.weight_channel is None:
+        channel, current = self.weight_channel, "no weight"
+        if channel is None:
             return "no weight channel has been joined. Call init_communicator first."
-        arriving = Arriving(self.weight_channel, entries)
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            nonlocal current
+            tensors = channel.receive([(getattr(torch, dtype), shape) for _, dtype, shape in entries])
+            for name, dtype, shape in entries:
+                current = f"{name} ({dtype}, {list(shape)})"
+                yield name, next(tensors)
+
+        weights, kept = arriving(), []
         try:
-            self.weight_channel.announce()
+            channel.announce()
             if whole:
-                self._reload_and_compare(iter(arriving))
+                kept = self._reload_and_compare(weights)
             else:
-                self.model_runner.get_model().load_weights(iter(arriving))
-            arriving.take_rest()
+                self.model_runner.get_model().load_weights(weights)
+            for _ in weights:  # the sender waits until they are received
+                pass
         except Exception as error:
-            logger.error("Loading %s failed:\n%s", arriving.at, traceback.format_exc())
+            logger.error("Loading %s failed:\n%s", current, traceback.format_exc())
             self.leave_weight_channel()
-            text = f"loading {arriving.at} failed with {type(error).__name__}: {error}"
+            text = f"loading {current} failed with {type(error).__name__}: {error}"
             try:
                 if whole:
                     self._end_reload()
@@ -77,29 +87,24 @@ class WeightReceiver:
                     f"; restoring the model failed, too ({type(later).__name__}: {later}). Restart the server"
                 )
             return text
-        return None
+        return kept
 
-    def kept_weights(self) -> list[str]:
-        """The model's parameters that the last whole update did not load; none for quantised models, and for models that do not
-        return what they load."""
-        return list(self.weights_kept)
+    def _reload_and_compare(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        model, loaded = self.model_runner.get_model(), []
+        names, load = {name for name, _ in model.named_parameters()}, model.load_weights
 
-    def _reload_and_compare(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        model, self.weights_kept = self.model_runner.get_model(), ()
-        names, load, loaded = {name for name, _ in model.named_parameters()}, model.load_weights, []
+        def load_and_note(*given: Any, **named: Any) -> Any:
+            loaded.append(load(*given, **named))
+            return loaded[-1]
 
-        def load_and_tell(*given: Any, **named: Any) -> Any:
-            found = load(*given, **named)
-            loaded.append(found)
-            return found
-
-        model.load_weights = load_and_tell
+        model.load_weights = load_and_note
         try:
             self.reload_weights(weights_iterator=weights)
         finally:
             del model.load_weights
-        if loaded and loaded[-1] is not None and self.vllm_config.model_config.quantization is None:
-            self.weights_kept = sorted(names - loaded[-1])
+        if not loaded or loaded[-1] is None or self.vllm_config.model_config.quantization is not None:
+            return []
+        return sorted(names - loaded[-1])
 
     def end_with(self, server: int) -> None:
         """End vLLM's engine, and with it this worker, when the process `server` has ended.
@@ -108,8 +113,13 @@ class WeightReceiver:
         """
         if not hasattr(os, "pidfd_open"):  # on Linux only
             return
-        engine = os.getpid() if os.getppid() == server else os.getppid()
-        threading.Thread(target=_end_after, args=(os.pidfd_open(server), engine), daemon=True).start()
+        engine, process = os.getpid() if os.getppid() == server else os.getppid(), os.pidfd_open(server)
+
+        def end() -> None:
+            select.select([process], [], [])
+            os.kill(engine, signal.SIGTERM)
+
+        threading.Thread(target=end, daemon=True).start()
 
     def shared_memory_name(self) -> str | None:
         """The prefix of this worker's files in shared memory; None without such files.
@@ -167,34 +177,6 @@ class WeightSyncWorkerExtension(WeightReceiver):
         self.client_rank = None
 
 
-def _raise(failure: str | None) -> None:
-    if failure is not None:
-        raise RuntimeError(failure)
-
-
-class Arriving:
-    """Names and tensors of the weights of `entries` as they arrive; `at` describes the current one."""
-
-    def __init__(self, channel: WeightChannel, entries: Sequence[NamedEntry]) -> None:
-        self.at = "no weight"
-        self._tensors = self._named(channel, entries)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._tensors
-
-    def take_rest(self) -> None:
-        """Receive what the model did not read, because the sender waits for it."""
-        for _ in self._tensors:
-            pass
-
-    def _named(self, channel: WeightChannel, entries: Sequence[NamedEntry]) -> Iterator[tuple[str, Tensor]]:
-        tensors = channel.receive([(getattr(torch, dtype), tuple(shape)) for _, dtype, shape in entries])
-        for name, dtype, shape in entries:
-            self.at = f"{name} ({dtype}, {list(shape)})"
-            yield name, next(tensors)
-
-
-def _end_after(process: int, engine: int) -> None:
-    """End `engine` after the process of a file descriptor has ended."""
-    select.select([process], [], [])
-    os.kill(engine, signal.SIGTERM)
+def _raise(answer: Any) -> None:
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
