@@ -140,8 +140,8 @@ def after(mini_batch_size=4, accumulation=1, *, flat=None, **config):
         mini_batch_size=mini_batch_size, gradient_accumulation_steps=accumulation, **config,
     )  # fmt: skip
     if flat is not None:
-        assert trainer._scorer.scorer.packed != flat
-        trainer._scorer.scorer.packed = flat
+        assert trainer.scorer.packed != flat
+        trainer.scorer.packed = flat
     return trainer.step(*batch()), weights(trainer)
 
 

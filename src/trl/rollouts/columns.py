@@ -10,6 +10,7 @@ TRAINED = "trained"  # bool
 OLD = "old_logps"  # of the policy at the start of the rollout batch
 REF = "ref_logps"  # of the reference
 VALUES = "values"  # of the value model
+RETURNS = "returns"  # what the value model learns
 CORRECTION = "correction"  # importance weight of the sampler's mismatch
 CHOSEN = "chosen"  # bool: has a weight in this optimiser step
 

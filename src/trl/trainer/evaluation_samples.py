@@ -41,11 +41,15 @@ def log_evaluation_samples(trainer: Any, dataset: Any, *, prefix: str = "eval") 
     table = _table(trainer, rows, seed=trainer.args.seed + step)
     if not trainer.is_world_process_zero():
         return None
-    name = TABLE if prefix == "eval" else f"{prefix}_{TABLE}"
-    writer = tensorboard_writer(trainer)
-    log_table(name, table, trainer.args.report_to, step=step, tensorboard_writer=writer)
-    print_rich_table(table)
+    show_table(trainer, TABLE if prefix == "eval" else f"{prefix}_{TABLE}", table)
     return table
+
+
+def show_table(trainer: Any, name: str, table: pd.DataFrame, *, printed: int | None = None) -> None:
+    """Print a table, or its first `printed` rows, and send it to the trackers."""
+    print_rich_table(table.iloc[:printed])
+    writer = tensorboard_writer(trainer)
+    log_table(name, table, trainer.args.report_to, step=trainer.state.global_step, tensorboard_writer=writer)
 
 
 def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The parts of a step-level trainer, checked and put together: accelerator, policy, reference, optimiser."""
+"""The parts of a step-level trainer, checked and put together: accelerator, reference, optimiser, tracker, model card."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trl.data.step_inputs import TokenLimits
-from trl.generation.transformers.engine import context_length_of
-from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
-from trl.models.policy import make_scorer, report_fallbacks
+from trl.models.policy import make_scorer
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_weights import create_reference_model
 from trl.models.value_head import (
@@ -26,35 +23,35 @@ from trl.models.value_head import (
     ModelWithValueHead,
 )
 from trl.models.value_wrapper import PreTrainedModelWrapper
+from trl.reporting.model_card import HERE, generate_model_card
+from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
 from trl.trainer.ppo_config import PPOConfig
 
-_OF_DATA_SETS = {
-    "args",
-    "callbacks",
-    "eval_dataset",
-    "optimizers",
-    "peft_config",
-    "processing_class",
-    "reward_model",
-    "value_model",
-}
+_CITATION = """@article{ziegler2019finetuning,
+    title   = {Fine-Tuning Language Models from Human Preferences},
+    author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec and Amodei, Dario and
+               Christiano, Paul and Irving, Geoffrey},
+    journal = {arXiv preprint arXiv:1909.08593},
+    year    = {2019}
+}"""
+_FACTS = (
+    "learning_rate",
+    "batch_size",
+    "mini_batch_size",
+    "ppo_epochs",
+    "init_kl_coef",
+    "kl_penalty",
+    "seed",
+)
 
 
 def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, Any]) -> None:
     """Raise TypeError for a config, model or tokenizer that is missing or of another kind, and for `unknown` arguments."""
-    if elsewhere := sorted(unknown.keys() & _OF_DATA_SETS):
+    if unknown or not isinstance(config, PPOConfig):
+        given = f"arguments {sorted(unknown)}" if unknown else f"{type(config).__name__}"
         raise TypeError(
-            f"PPOTrainer got {', '.join(elsewhere)}, which the trainer over data sets takes; this one belongs to PPO step by step. "
-            "Use PPOConfig and PPOTrainer of trl.experimental.ppo."
-        )
-    if unknown:
-        raise TypeError(
-            f"PPOTrainer got unexpected arguments: {', '.join(sorted(unknown))}. Correct or remove them."
-        )
-    if not isinstance(config, PPOConfig):
-        raise TypeError(
-            f"config must be a trl.PPOConfig, got {type(config).__name__}. The trainer over data sets, which takes `args`, is "
-            "trl.experimental.ppo.PPOTrainer."
+            f"config must be a trl.PPOConfig, got {given}. To train on a data set with `args` and a reward model, use "
+            "PPOConfig and PPOTrainer of trl.experimental.ppo."
         )
     if not isinstance(model, (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)):
         raise TypeError(
@@ -67,33 +64,14 @@ def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, A
         )
 
 
-def check_optimiser(model: nn.Module, optimizer: torch.optim.Optimizer | None, lr_scheduler: Any) -> None:
-    """Raise ValueError for an optimiser without a parameter of the model, and for a schedule of another optimiser."""
-    groups: Any = getattr(optimizer, "param_groups", None)  # DeepSpeed's stand-in has none
-    if groups is not None:
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        if held.isdisjoint(id(parameter) for parameter in model.parameters()):
-            raise ValueError(
-                "optimizer has no parameter of model, expected those that train. Make it from this model's parameters, after "
-                "peft_config was applied."
-            )
-    scheduled = getattr(lr_scheduler, "optimizer", None)
-    if scheduled is not None and scheduled is not optimizer:
-        given = "no optimizer" if optimizer is None else "another optimizer"
-        raise ValueError(
-            f"lr_scheduler belongs to an optimizer of its own, and {given} was given, expected the same one: its learning "
-            "rates would not be used. Pass its optimizer too."
-        )
-
-
 def make_accelerator(config: PPOConfig) -> Accelerator:
     """An accelerator for a config, to be used for updates inside of `accumulating`."""
     shared = GradientState()
     before = shared.plugin_kwargs
     options = config.options("accelerator_kwargs")
     if not torch.accelerator.is_available() and options.get("cpu", True):
-        # Without saying so, accelerate (1.15) leaves processes that torchrun starts on a CPU apart from one another; saying
-        # it to the Accelerator would turn DeepSpeed off.
+        # Without this, accelerate (1.15) does not connect processes that torchrun starts on a CPU; Accelerator(cpu=True)
+        # would turn DeepSpeed off.
         PartialState(cpu=True)
     accelerator = Accelerator(
         log_with=config.log_with,
@@ -113,9 +91,9 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
 
 @contextmanager
 def accumulating(accelerator: Accelerator, config: PPOConfig) -> Iterator[None]:
-    """Let an accelerator accumulate as a config says, by counting minibatches, whatever data loader a loop has.
+    """Let an accelerator accumulate as a config says, by counting minibatches.
 
-    accelerate keeps the number of minibatches once per process: whoever set it last would decide for every trainer there is.
+    accelerate keeps the number of minibatches once per process: whoever set it last would decide for every trainer.
     """
     state = accelerator.gradient_state
     before, state.plugin_kwargs = state.plugin_kwargs, _counting(config).to_kwargs()
@@ -135,24 +113,15 @@ def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
     """Tell the tracker of `log_with`, if any, about the run."""
     if config.log_with is None:
         return
-    settings: dict[str, Any] = config.to_dict()
-    if config.log_with != "tensorboard":
-        settings = {"trl_ppo_trainer_config": settings}
-    else:
+    settings = config.to_dict()
+    if config.log_with == "tensorboard":  # takes numbers and text
         plain = (bool, int, float, str)
-        settings = {
-            name: value if isinstance(value, plain) else str(value) for name, value in settings.items()
-        }
+        settings = {name: each if isinstance(each, plain) else str(each) for name, each in settings.items()}
+    else:
+        settings = {"trl_ppo_trainer_config": settings}
     accelerator.init_trackers(
         config.tracker_project_name, config=settings, init_kwargs=config.options("tracker_kwargs")
     )
-
-
-def policy_scorer(model: ModelWithValueHead, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The scoring forward of the policy; what the model cannot take is said in the log."""
-    scorer = make_scorer(model, tokenizer)
-    report_fallbacks(model.get_base_model(), scorer)
-    return scorer
 
 
 def set_up_reference(
@@ -162,7 +131,7 @@ def set_up_reference(
     scorer: Any,
     shared: int | None,
 ) -> tuple[Reference, Any]:
-    """The reference, and the model that it is (None where it is the policy without its adapter).
+    """The reference, and the model that it is (None for the policy without its adapter).
 
     Without `ref_model` a policy with adapters is its own reference, any other is copied but for the first `shared` layers,
     which are frozen in both.
@@ -189,28 +158,54 @@ def set_up_reference(
     return reference, ref_model
 
 
-def make_adam(model: nn.Module, learning_rate: float) -> torch.optim.Adam:
-    """Adam over the parameters that train, fused where torch has it."""
+def check_optimiser(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, learning_rate: float
+) -> torch.optim.Optimizer:
+    """The given optimiser, or Adam over the parameters that train.
+
+    Raises: ValueError for an optimiser without a parameter of the model, and for a schedule of another optimiser.
+    """
+    groups: Any = getattr(optimizer, "param_groups", None)  # DeepSpeed's stand-in has none
+    if groups is not None:
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        if held.isdisjoint(id(parameter) for parameter in model.parameters()):
+            raise ValueError(
+                "optimizer has no parameter of model, expected those that train. Make it from this model's parameters, after "
+                "peft_config was applied."
+            )
+    scheduled = getattr(scheduler, "optimizer", None)
+    if scheduled is not None and scheduled is not optimizer:
+        given = "no optimizer" if optimizer is None else "another optimizer"
+        raise ValueError(
+            f"lr_scheduler belongs to an optimizer of its own, and {given} was given, expected the same one. Pass its "
+            "optimizer too."
+        )
+    if optimizer is not None:
+        return optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(
             "model must have parameters that train, got none. Load its adapter with is_trainable=True, or give peft_config."
         )
-    fused = all(
-        parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda") for parameter in trained
-    )
+    fused = all(each.is_floating_point() and each.device.type in ("cpu", "cuda") for each in trained)
     return torch.optim.Adam(trained, lr=learning_rate, fused=fused)
 
 
-def token_limits(model: ModelWithValueHead) -> TokenLimits:
-    """What the policy can read."""
-    core: Any = model.get_base_model()
-    start = core.config.decoder_start_token_id if core.config.is_encoder_decoder else None
-    return TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
-
-
-def enable_checkpointing(model: ModelWithValueHead) -> None:
-    """Recompute activations in the backward pass, also through frozen embeddings."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    if model.is_peft_model:
-        model.enable_input_require_grads()
+def model_card(
+    config: PPOConfig, base_model: str | None, model_name: str, *, tags: list[str], steps: int
+) -> Any:
+    """The model card of a policy after so many steps."""
+    return generate_model_card(
+        base_model=base_model,
+        model_name=model_name,
+        hub_model_id=HERE,
+        dataset_name=None,
+        tags=tags,
+        wandb_url=get_wandb_run_url(),
+        comet_url=get_comet_experiment_url(),
+        trainer_name="PPO",
+        trainer_citation=_CITATION,
+        paper_title="Fine-Tuning Language Models from Human Preferences",
+        paper_id="1909.08593",
+        training_facts={name: getattr(config, name) for name in _FACTS} | {"steps": steps},
+    )

@@ -8,10 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
@@ -19,8 +22,10 @@ from transformers import set_seed
 from trl._lazy import attach
 from trl.collators.rows import pad_rows
 from trl.data.query_loader import QueryLoader, make_loader
-from trl.data.step_inputs import StepInputs, check_queries, check_step_inputs
-from trl.models.policy import make_scorer
+from trl.data.step_inputs import StepInputs, TokenLimits, check_queries, check_step_inputs
+from trl.generation.transformers.engine import context_length_of
+from trl.models.parts import embedded_tokens
+from trl.models.policy import make_scorer, report_fallbacks
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.models.switches import empty_cache, undisturbed, without_ddp
@@ -29,33 +34,26 @@ from trl.objectives.advantages import estimate_statistics, scale_scores, token_r
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from trl.objectives.policy_gradient import probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
-from trl.reporting.ppo_statistics import DivergenceWatch, MinibatchRecord, mean_over_rows, step_statistics
+from trl.reporting.ppo_statistics import MinibatchRecord, step_statistics
 from trl.reporting.step_statistics import stats_to_np
-from trl.rollouts.minibatches import Rollout, shuffled_minibatches, tokens_of_step
-from trl.rollouts.response_scores import ResponseScorer, concatenated, join_rows
+from trl.rollouts.columns import ADVANTAGE, OLD, RETURNS, TRAINED, VALUES
+from trl.rollouts.experience import Experience
 from trl.tensors.moments import RunningMoments, moments, over_processes
-from trl.tensors.reduce import Weighted, count_units, reduce_terms
+from trl.tensors.reduce import Weighted, count_units, reduce_terms, where_counted
 from trl.tensors.statistics import entropy_from_logits
 from trl.trainer import ppo_setup
 from trl.trainer.ppo_config import PPOConfig
 from trl.trainer.ppo_generation import Responder
-from trl.trainer.ppo_saving import model_card, reward_table, tracked, upload
+from trl.trainer.ppo_rollout import join_rows, responses_as_rows, score_responses, shuffled_minibatches
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 
-
-class ScoredRollout(NamedTuple):
-    """Of B responses, each `(B, R)`: what policy and reference say, and the rewards of their tokens."""
-
-    logps: Tensor
-    ref_logps: Tensor
-    values: Tensor
-    masks: Tensor
-    rewards: Tensor
-    non_score: Tensor
-    kls: Tensor
+_NEGATIVE = -1.0  # nats per response: no longer chance
+_FAR = 10.0  # times the target: the controller has lost it
+_EXPLODED = 20.0  # nats per token: policy and reference have nothing in common
+_ADVICE = "Lower learning_rate or ppo_epochs, raise init_kl_coef, set early_stopping or max_grad_norm, or check the rewards."
 
 
 class PPOTrainer:
@@ -63,8 +61,8 @@ class PPOTrainer:
 
     The loop is the caller's: draw queries from `dataloader`, `generate` responses, score them, call `step`. The policy
     is kept near a reference by a penalty on their KL divergence: `ref_model`, the policy without its adapters, or a copy of
-    it (of which the first `num_shared_layers` are shared, and frozen). Without an `optimizer` one is made (Adam), over the
-    parameters that train; an `lr_scheduler` is prepared by accelerate and stepped in each `step` (once per process). `train_dataset` is another name of `dataset`.
+    it (of which the first `num_shared_layers` are shared, and frozen). The default `optimizer` is Adam over the parameters
+    that train; an `lr_scheduler` is prepared by accelerate and stepped in each `step` (once per process). `train_dataset` is another name of `dataset`.
 
     Example:
         >>> trainer = PPOTrainer(PPOConfig(batch_size=8, mini_batch_size=4), model, tokenizer=tokenizer)  # doctest: +SKIP
@@ -74,7 +72,6 @@ class PPOTrainer:
 
     _tag_names = ("trl", "ppo", "reinforcement-learning")
     _step_tokens: int | None = None  # trained tokens of the current optimiser step, over all processes
-    _left_out: int = 0  # minibatches over ratio_threshold
     _gradient_is_used: bool = False
 
     def __init__(
@@ -100,9 +97,7 @@ class PPOTrainer:
                 "responses without padding. Remove the override."
             )
         if training_data_collator is not None:
-            logger.warning(
-                "training_data_collator has no effect: responses are scored without padding. Leave it out."
-            )
+            logger.warning("training_data_collator has no effect: responses are scored without padding.")
         assert config is not None
         set_seed(config.seed)
         self.config, self.tokenizer = config, tokenizer
@@ -110,27 +105,28 @@ class PPOTrainer:
         self.is_encoder_decoder = config.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
         if config.gradient_checkpointing:
-            ppo_setup.enable_checkpointing(model)
-        ppo_setup.check_optimiser(model, optimizer, lr_scheduler)
-        scorer = ppo_setup.policy_scorer(model, tokenizer)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            if model.is_peft_model:
+                model.enable_input_require_grads()
+        core = model.get_base_model()
+        self.scorer = make_scorer(model, tokenizer)
+        report_fallbacks(core, self.scorer)
         self.reference, self.ref_model = ppo_setup.set_up_reference(
-            model, ref_model, tokenizer, scorer, num_shared_layers
+            model, ref_model, tokenizer, self.scorer, num_shared_layers
         )
-        self._limits = ppo_setup.token_limits(model)
+        optimizer = ppo_setup.check_optimiser(model, optimizer, lr_scheduler, config.learning_rate)
+        start = core.config.decoder_start_token_id if self.is_encoder_decoder else None
+        self._limits = TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
         ppo_setup.start_trackers(self.accelerator, config)
-        optimizer = optimizer or ppo_setup.make_adam(model, config.learning_rate)
         with ppo_setup.accumulating(self.accelerator, config):
             parts = self.accelerator.prepare(
                 model, optimizer, *([] if lr_scheduler is None else [lr_scheduler])
             )
-        self.model, self.optimizer, self.lr_scheduler = (
-            *parts[:2],
-            parts[2] if lr_scheduler is not None else None,
-        )
+        self.model, self.optimizer = parts[:2]
+        self.lr_scheduler = None if lr_scheduler is None else parts[2]
         self.reference.prepare(self.accelerator)
         self.training_data_collator = training_data_collator
-        self._scorer = ResponseScorer(scorer, is_encoder_decoder=self.is_encoder_decoder)
-        self._responders = []
+        self._responders: dict[int, Responder] = {}
         self.dataset = dataset if dataset is not None else train_dataset
         self.dataloader: QueryLoader | None = None
         if self.dataset is not None:
@@ -140,7 +136,12 @@ class PPOTrainer:
         self.running = RunningMoments(self.accelerator)
         self.current_device, self.is_distributed = self.accelerator.device, self.accelerator.num_processes > 1
         self.current_step, self.highest_reward = 0, float("-inf")
-        self._watch, self._warned_repeats = DivergenceWatch(config.target), False
+        self._warned: set[str] = set()
+
+    def _warn_once(self, message: str, *values: Any) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
 
     # ---- the parts of a loop
 
@@ -183,7 +184,11 @@ class PPOTrainer:
         queries = check_queries(query_tensor if is_list else torch.atleast_2d(query_tensor), self._limits)
 
         def respond(model: Any) -> Any:
-            found = self._responder(model).respond(
+            responder = self._responders.get(id(model))
+            if responder is None:  # kept, with what it finds out about the model
+                parts = {"accelerator": self.accelerator, "tokenizer": self.tokenizer, "limits": self._limits}
+                responder = self._responders[id(model)] = Responder(model, **parts)
+            found = responder.respond(
                 queries, generation_kwargs,
                 length_sampler=length_sampler, batch_size=batch_size, return_prompt=return_prompt,
             )  # fmt: skip
@@ -197,15 +202,6 @@ class PPOTrainer:
         if self.config.optimize_device_cache:
             empty_cache()
         return (responses, reference) if generate_ref_response else responses
-
-    def _responder(self, model: Any) -> Responder:
-        """What generates from a model, kept so that what it found out about the model is not found out again."""
-        for responder in self._responders:
-            if responder.model is model:
-                return responder
-        made = Responder(model, accelerator=self.accelerator, tokenizer=self.tokenizer, limits=self._limits)
-        self._responders.append(made)
-        return made
 
     def step(
         self,
@@ -226,7 +222,12 @@ class PPOTrainer:
             queries, responses, scores, response_masks,
             batch_size=self.config.batch_size, limits=self._limits, device=self.accelerator.device,
         )  # fmt: skip
-        self._warn_repeated_queries(inputs, response_masks)
+        if response_masks is None and inputs.repeats_queries:
+            self._warn_once(
+                "Every response begins with its whole query (step %d): the policy is trained to repeat it. Generate with "
+                "return_prompt=False, or cut the query off.",
+                self.current_step + 1,
+            )
         times: dict[str, float] = {}
         with timed(times, "total"):
             stats = self._train(inputs, times)
@@ -276,7 +277,8 @@ class PPOTrainer:
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values, advantages whitened over the batch of all processes, and returns, 0 outside of the mask."""
-        found = whitened_estimates(rewards, values, mask, self.config, self.accelerator)
+        of_all = partial(over_processes, accelerator=self.accelerator)
+        found = whitened_estimates(rewards, values, mask, self.config, of_all=of_all)
         return values * (mask != 0).to(values.dtype), found.advantages, found.returns
 
     def loss(
@@ -347,7 +349,10 @@ class PPOTrainer:
             self._clear_gradient()
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
-            self._limit_gradient()
+            limit = self.config.max_grad_norm or math.inf
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+            if norm is not None and self.accelerator.scaler is None:  # fp16 leaves such updates out by itself
+                self._require_finite("the gradient's norm", float(norm))
             self.optimizer.step()
             self._gradient_is_used = True
         return stats
@@ -360,27 +365,16 @@ class PPOTrainer:
             getattr(self.optimizer, "optimizer", self.optimizer).zero_grad()
         self._gradient_is_used = False
 
-    def _limit_gradient(self) -> None:
-        if self.config.max_grad_norm is not None:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        else:
-            norm = gradient_norm(self.model)
-        if norm is not None and self.accelerator.scaler is None:  # fp16 leaves such updates out by itself
-            self._require_finite("the gradient's norm", float(norm))
-
     def _ratio_is_too_large(self, ratio: Weighted) -> bool:
-        if self.accelerator.num_processes > 1:
-            whole: Any = self.accelerator.reduce(torch.stack([ratio.total, ratio.count]), reduction="sum")
-            ratio = Weighted(whole[0], whole[1])
-        if not float(ratio.mean) > self.config.ratio_threshold:
+        whole: Any = self.accelerator.reduce(torch.stack([ratio.total, ratio.count]), reduction="sum")
+        mean = float(whole[0] / whole[1])
+        if not mean > self.config.ratio_threshold:
             return False
-        self._left_out += 1
-        if self._left_out == 1:
-            logger.warning(
-                "A minibatch is left out in step %d: the mean ratio of new to old probabilities is %.3g, ratio_threshold is %g. "
-                "If this goes on, lower learning_rate or ppo_epochs, or set max_grad_norm.",
-                self.current_step + 1, float(ratio.mean), self.config.ratio_threshold,
-            )  # fmt: skip
+        self._warn_once(
+            "A minibatch is left out in step %d: the mean ratio of new to old probabilities is %.3g, ratio_threshold is %g. "
+            "If this goes on, lower learning_rate or ppo_epochs, or set max_grad_norm.",
+            self.current_step + 1, mean, self.config.ratio_threshold,
+        )  # fmt: skip
         return True
 
     def _require_finite(self, what: str, value: float) -> None:
@@ -429,84 +423,99 @@ class PPOTrainer:
         """
         del model_inputs
         scorer, model = self._scorer_of(model)
-        size = self.config.mini_batch_size
-        parts = []
-        for begin in range(0, len(queries), size):
-            rows = slice(begin, begin + size)
+        rows, parts = responses_as_rows(queries, responses), []
+        for part in torch.arange(len(rows), device=rows.completions.values.device).split(
+            self.config.mini_batch_size
+        ):
             with self.accelerator.autocast():
-                parts.append(scorer.score(model, queries[rows], responses[rows], logits=return_logits))
-        found = concatenated(parts)
+                parts.append(score_responses(scorer, model, rows.take(part), logits=return_logits))
+        logps, values, _, logits = map(join_rows, zip(*parts, strict=True))
         given = response_masks or [torch.ones_like(response) for response in responses]
-        return found.logps, found.logits, found.values, pad_sequence(given, batch_first=True)
+        return logps, logits, values, pad_sequence(given, batch_first=True)
 
-    def _scorer_of(self, model: Any) -> tuple[ResponseScorer, Any]:
-        """What scores a model, and the module to call: of a reference with a value head the model inside."""
-        if model is self.model or self.accelerator.unwrap_model(model) is self._scorer.scorer.wrapper:
-            return self._scorer, model
+    def _scorer_of(self, model: Any) -> tuple[Any, Any]:
+        """The scorer of a model, and the module to call: of a reference with a value head the model inside."""
+        if self.accelerator.unwrap_model(model) is self.scorer.wrapper:
+            return self.scorer, model
         scored = getattr(self.reference, "model", None)
         inner = getattr(model, "pretrained_model", model)
         if scored is not None and (model is scored or inner is getattr(self.reference, "module", None)):
-            return ResponseScorer(self.reference.scorer, is_encoder_decoder=self.is_encoder_decoder), scored
-        made = make_scorer(model, self.tokenizer)
-        return ResponseScorer(made, is_encoder_decoder=self.is_encoder_decoder), model
+            return self.reference.scorer, scored
+        return make_scorer(model, self.tokenizer), model
 
     @torch.no_grad()
-    def score_rollout(self, inputs: StepInputs, scores: Tensor, times: dict[str, float]) -> ScoredRollout:
-        """Everything of a step's responses that is known before its first update; `times` takes the seconds of its parts.
-
-        The whole distributions that `kl_penalty="full"` compares are held for one minibatch at a time.
-        """
-        rows = len(inputs.queries)
-        size = self.config.mini_batch_size if self.config.kl_penalty == "full" else rows
-        parts = [
-            self._scored_rows(inputs, scores, slice(begin, begin + size), times)
-            for begin in range(0, rows, size)
-        ]
-        return ScoredRollout(*(join_rows(columns) for columns in zip(*parts, strict=True)))
-
-    def _scored_rows(
-        self, inputs: StepInputs, scores: Tensor, rows: slice, times: dict[str, float]
+    def _score_rollout(
+        self, inputs: StepInputs, scores: Tensor, times: dict[str, float]
     ) -> tuple[Tensor, ...]:
-        full = self.config.kl_penalty == "full"
-        texts = inputs.queries[rows], inputs.responses[rows]
-        options: dict[str, Any] = {"return_logits": full, "response_masks": inputs.masks[rows]}
-        policy = without_ddp(self.model)
-        with timed(times, "forward_pass"):
-            with undisturbed(policy):
-                logps, logits, values, masks = self.batched_forward_pass(policy, *texts, **options)
-            with self.reference.active(self.model) as reference:
-                ref_logps, ref_logits, *_ = self.batched_forward_pass(reference, *texts, **options)
-        with timed(times, "compute_rewards"):
-            compared = logps, ref_logps
-            if logits is not None and ref_logits is not None:
-                compared = _distribution(logits), _distribution(ref_logits)
-            rewards, non_score, kls = self.compute_rewards(scores[rows], *compared, masks)
-        assert values is not None
-        return logps, ref_logps, values, masks, rewards, non_score, kls
+        """Log-probs of policy and reference, values, masks, rewards, their part without the score and KL, each `(B, R)`."""
+        is_full = self.config.kl_penalty == "full"  # whole distributions are held for one minibatch at a time
+        parts, policy = [], without_ddp(self.model)
+        for rows in torch.arange(len(scores)).split(self.config.mini_batch_size if is_full else len(scores)):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            texts = inputs.queries[part], inputs.responses[part]
+            options: dict[str, Any] = {"return_logits": is_full, "response_masks": inputs.masks[part]}
+            with timed(times, "forward_pass"):
+                with undisturbed(policy):
+                    logps, logits, values, masks = self.batched_forward_pass(policy, *texts, **options)
+                with self.reference.active(self.model) as reference:
+                    ref_logps, ref_logits, *_ = self.batched_forward_pass(reference, *texts, **options)
+            with timed(times, "compute_rewards"):
+                compared = logps, ref_logps
+                if logits is not None and ref_logits is not None:
+                    compared = _log_distribution(logits), _log_distribution(ref_logits)
+                rewards, non_score, kls = self.compute_rewards(scores[part], *compared, masks)
+            parts.append((logps, ref_logps, values, masks, rewards, non_score, kls))
+        return tuple(join_rows(columns) for columns in zip(*parts, strict=True))
 
     # ---- inside of a step
 
     def _train(self, inputs: StepInputs, times: dict[str, float]) -> dict[str, Any]:
         scores = self._scaled(inputs.scores)
-        found = self.score_rollout(inputs, scores, times)
-        differences = found.kls if self.config.kl_penalty == "full" else found.logps - found.ref_logps
-        kl, _ = mean_over_rows(found.kls, found.masks, self.accelerator)
-        _, per_token = mean_over_rows(differences, found.masks, self.accelerator)
-        self._watch.check(kl, per_token, step=self.current_step + 1)
+        logps, ref_logps, values, masks, rewards, non_score, kls = self._score_rollout(inputs, scores, times)
+        self._check_divergence(kls, kls if self.config.kl_penalty == "full" else logps - ref_logps, masks)
         with timed(times, "compute_advantages"):
-            values, advantages, returns = self.compute_advantages(found.values, found.rewards, found.masks)
-        rollout = Rollout(
-            inputs.queries, inputs.responses, found.logps, values, advantages, returns, found.masks
-        )
+            values, advantages, returns = self.compute_advantages(values, rewards, masks)
+        rows = responses_as_rows(inputs.queries, inputs.responses)
+        columns = {OLD: logps, VALUES: values, ADVANTAGE: advantages, RETURNS: returns, TRAINED: masks}
+        mask = rows.completions.mask
+        rows = rows.with_tokens(**{name: column[mask] for name, column in columns.items()})
         kl_coef = self.kl_ctl.value
         with timed(times, "optimize_step"):
-            train_stats = self._optimise(rollout)
+            train_stats = self._optimise(rows)
         with timed(times, "calc_stats"):
             return self.record_step_stats(
-                kl_coef, scores=scores, logprobs=found.logps, ref_logprobs=found.ref_logps,
-                non_score_reward=found.non_score, kls=found.kls, masks=found.masks,
-                queries=inputs.queries, responses=inputs.responses, train_stats=train_stats,
+                kl_coef, scores=scores, logprobs=logps, ref_logprobs=ref_logps, non_score_reward=non_score, kls=kls,
+                masks=masks, queries=inputs.queries, responses=inputs.responses, train_stats=train_stats,
             )  # fmt: skip
+
+    def _check_divergence(self, kls: Tensor, differences: Tensor, mask: Tensor) -> None:
+        """Warn of a KL divergence that is negative or far above the target.
+
+        Raises: FloatingPointError, on all processes, where it has exploded or is not finite.
+        """
+        step, sizes = self.current_step + 1, where_counted(differences, mask).double().abs().sum()
+        sums = [
+            where_counted(kls, mask).double().sum(),
+            sizes,
+            sizes.new_tensor(len(mask)),
+            (mask != 0).sum().double(),
+        ]
+        total, size, rows, tokens = self.accelerator.reduce(torch.stack(sums), reduction="sum").tolist()  # type: ignore[union-attr]
+        kl, per_token, target = total / rows, size / tokens, self.config.target
+        if not math.isfinite(kl) or not per_token <= _EXPLODED:
+            raise FloatingPointError(
+                f"the KL divergence from the reference has exploded in step {step}: {kl:.4g} nats per response, {per_token:.4g} "
+                f"per token (at most {_EXPLODED:g}). No update was made; resume from the last state that was saved. {_ADVICE}"
+            )
+        if kl < _NEGATIVE:
+            self._warn_once(
+                "The KL divergence is negative (%.3g nats per response in step %d), which training can exploit. Sample from the "
+                "plain distribution (do_sample=True, top_k=0, top_p=1.0, min_length=-1): with other settings the policy is "
+                "rewarded for tokens that generation cut away.", kl, step,
+            )  # fmt: skip
+        if kl > _FAR * target:
+            message = f"The KL divergence is %.3g nats per response in step %d, %g times the target of %g. {_ADVICE}"
+            self._warn_once(message, kl, step, _FAR, target)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         config, clip = self.config, self.config.score_clip
@@ -516,53 +525,42 @@ class PPOTrainer:
             return scale_scores(scores, mean=mean, std=self.running.std, clip=clip)
         return scores if clip is None else scores.clamp(-clip, clip)
 
-    def _optimise(self, rollout: Rollout) -> dict[str, Tensor]:
+    def _optimise(self, rollout: Experience) -> dict[str, Tensor]:
         """All epochs over a rollout; the statistics of its minibatches."""
-        record, config = MinibatchRecord(), self.config
+        record, config = MinibatchRecord(self.accelerator), self.config
         self.accelerator.step = 0  # of accumulation: an optimiser step begins here
+        cut = config.batch_size, config.mini_batch_size, config.gradient_accumulation_steps
         with ppo_setup.accumulating(self.accelerator, config), training(self.model):
             for _ in range(config.ppo_epochs):
-                for minibatches in shuffled_minibatches(
-                    config.batch_size, config.mini_batch_size, config.gradient_accumulation_steps
-                ):
-                    self._optimiser_step(rollout, minibatches, record)
-                if (
-                    config.early_stopping
-                    and record.last("policy/policykl", self.accelerator) > 1.5 * config.target_kl
-                ):
+                for minibatches in shuffled_minibatches(*cut):
+                    record.begin()
+                    parts = [
+                        rollout.take(torch.tensor(rows, device=self.accelerator.device))
+                        for rows in minibatches
+                    ]
+                    self._optimiser_step(parts, record)
+                if config.early_stopping and record.last("policy/policykl") > 1.5 * config.target_kl:
                     break
-        return record.summary(self.accelerator)
+        return record.summary()
 
-    def _optimiser_step(
-        self, rollout: Rollout, minibatches: list[list[int]], record: MinibatchRecord
-    ) -> None:
-        record.begin()
+    def _optimiser_step(self, minibatches: list[Experience], record: MinibatchRecord) -> None:
         self._clear_gradient()
-        self._step_tokens = tokens_of_step(rollout.masks, minibatches, self.accelerator)
+        counts = [(part.per_token[TRAINED] != 0).sum() for part in minibatches]
+        self._step_tokens = int(self.accelerator.reduce(torch.stack(counts).sum(), reduction="sum"))  # type: ignore[arg-type]
         try:
-            for rows in minibatches:
-                part = rollout.take(rows)
+            for part, count in zip(minibatches, counts, strict=True):
+                column = {name: part.ragged(name).padded() for name in part.per_token}
                 with self.accelerator.accumulate(self.model):
                     with self.accelerator.autocast():
-                        scored = self._scorer.score(self.model, part.queries, part.responses, entropies=True)
+                        scored = score_responses(self.scorer, self.model, part, entropies=True)
                     assert scored.values is not None
                     stats = self.train_minibatch(
-                        part.logps, part.values, scored.logps, None, scored.values, part.masks,
-                        part.advantages, part.returns, entropies=scored.entropies,
+                        column[OLD], column[VALUES], scored.logps, None, scored.values, column[TRAINED],
+                        column[ADVANTAGE], column[RETURNS], entropies=scored.entropies,
                     )  # fmt: skip
-                record.add(int((part.masks != 0).sum()), stats)
+                record.add(int(count), stats)
         finally:
             self._step_tokens = None
-
-    def _warn_repeated_queries(self, inputs: StepInputs, masks: Any) -> None:
-        if self._warned_repeats or masks is not None or not inputs.repeats_queries:
-            return
-        self._warned_repeats = True
-        logger.warning(
-            "Every response begins with its whole query (step %d): the policy is trained to repeat it. Generate with "
-            "return_prompt=False, or cut the query off.",
-            self.current_step + 1,
-        )
 
     def _push_if_best(self, scores: Tensor) -> None:
         """Scores as they were given: scaled ones of two steps cannot be compared."""
@@ -614,11 +612,20 @@ class PPOTrainer:
 
         `push_to_hub` uploads to `repo_id` (default: the folder's name) with `kwargs`, and returns its address.
         """
-        push = {name: kwargs.pop(name) for name in list(kwargs) if name != "max_shard_size"}
-        self._save_pretrained(save_directory, **kwargs)
-        if not push_to_hub or not self.accelerator.is_main_process:
+        sizes = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
+        with under_module_names(self.accelerator):
+            state = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
             return None
-        return upload(save_directory, repo_id or Path(save_directory).name, **push)
+        model: Any = self.accelerator.unwrap_model(self.model)
+        model.save_pretrained(save_directory, state_dict=state, **sizes)
+        self.tokenizer.save_pretrained(save_directory)
+        self.create_model_card(save_directory)
+        if not push_to_hub:
+            return None
+        api, name = HfApi(token=kwargs.pop("token", None)), repo_id or Path(save_directory).name
+        made = api.create_repo(name, private=kwargs.pop("private", None), exist_ok=True)
+        return str(api.upload_folder(folder_path=save_directory, repo_id=made.repo_id, **kwargs))
 
     def push_to_hub(
         self,
@@ -632,28 +639,17 @@ class PPOTrainer:
         max_shard_size: int | str = "50GB",
     ) -> str | None:
         """Upload policy, tokenizer and model card; returns the address on the main process. All processes must call it."""
-        options = {"commit_message": commit_message, "private": private, "token": token, "revision": revision}
         with tempfile.TemporaryDirectory() as folder:
-            self._save_pretrained(folder, max_shard_size=max_shard_size)
-            if not self.accelerator.is_main_process:
-                return None
-            return upload(folder, repo_id, create_pr=create_pr, **options)
-
-    def _save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        with under_module_names(self.accelerator):
-            state = self.accelerator.get_state_dict(self.model)
-        model: Any = self.accelerator.unwrap_model(self.model)
-        if not self.accelerator.is_main_process:
-            return
-        model.save_pretrained(save_directory, state_dict=state, **kwargs)
-        self.tokenizer.save_pretrained(save_directory)
-        self.create_model_card(save_directory)
+            return self.save_pretrained(
+                folder, repo_id=repo_id, push_to_hub=True, commit_message=commit_message, private=private, token=token,
+                revision=revision, create_pr=create_pr, max_shard_size=max_shard_size,
+            )  # fmt: skip
 
     def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
         """Write a model card, `README.md`, into the folder `path`."""
         model: Any = self.accelerator.unwrap_model(self.model)
         base, name = getattr(model.config, "_name_or_path", None) or None, model_name or Path(path).name
-        card = model_card(self.config, base, name, tags=self._tag_names, steps=self.current_step)
+        card = ppo_setup.model_card(self.config, base, name, tags=[*self._tag_names], steps=self.current_step)
         Path(path).mkdir(parents=True, exist_ok=True)
         card.save(Path(path) / "README.md")
 
@@ -671,18 +667,33 @@ class PPOTrainer:
 
         Raises: ValueError for a column that the batch lacks.
         """
-        scores = (
-            rewards if isinstance(rewards, Tensor) else torch.tensor([float(reward) for reward in rewards])
-        )
-        gathered: Any = self.accelerator.gather(scores.detach().flatten().float().to(self.accelerator.device))
-        if self.accelerator.is_main_process and self.config.log_with is not None:
-            logs = tracked(stats, gathered.cpu(), numbers_only=self.config.log_with != "wandb")
-            if self.config.log_with == "wandb":
-                logs["game_log"] = reward_table(batch, rewards, list(columns_to_log))
-            self.accelerator.log(logs, step=self.current_step)
+        own = [float(reward) for reward in rewards]
+        scores: Any = self.accelerator.gather(torch.tensor(own, device=self.accelerator.device))
+        if not self.accelerator.is_main_process or self.config.log_with is None:
+            return
+        scores = scores.cpu()
+        logs = {
+            **stats,
+            "env/reward_mean": float(scores.mean()),
+            "env/reward_std": float(scores.std()) if len(scores) > 1 else 0.0,
+            "env/reward_dist": scores.numpy(),
+        }
+        if self.config.log_with != "wandb":
+            logs = {name: value for name, value in logs.items() if not isinstance(value, np.ndarray)}
+        else:
+            columns = list(columns_to_log)
+            if missing := [name for name in columns if name not in batch]:
+                raise ValueError(
+                    f"columns_to_log has {missing}, the batch has {sorted(batch)}. Put them into the batch, or log other columns."
+                )
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            rows = [list(row) for row in zip(*(batch[name] for name in columns), own, strict=True)]
+            logs["game_log"] = wandb.Table(columns=[*columns, "reward"], rows=rows)
+        self.accelerator.log(logs, step=self.current_step)
 
 
-def _distribution(logits: Tensor) -> Tensor:
+def _log_distribution(logits: Tensor) -> Tensor:
     """Log-probs of the whole vocabulary, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
@@ -693,12 +704,6 @@ def timed(times: dict[str, float], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     times[name] = times.get(name, 0.0) + time.perf_counter() - began
-
-
-def gradient_norm(model: nn.Module) -> Tensor | None:
-    """The norm of all gradients; None where there is none to see (DeepSpeed holds them)."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
 
 @contextmanager

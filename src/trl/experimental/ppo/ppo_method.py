@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,18 +12,19 @@ from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf
 from trl.objectives.advantages import TokenRewards, rollout_metrics, token_rewards
-from trl.objectives.kl import k1, kl_penalty
+from trl.objectives.kl import kl_penalty
 from trl.objectives.policy_gradient import clipped_surrogate, probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
 from trl.rewards.inputs import RewardInputs
-from trl.rollouts.columns import OLD, REF, SCORES, TRAINED, VALUES
+from trl.rollouts.columns import OLD, REF, RETURNS, SCORES, TRAINED, VALUES
 from trl.rollouts.experience import Experience
 from trl.rollouts.sampling import ends_with
+from trl.tensors.moments import over_processes
 from trl.tensors.ragged import Ragged
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.trainer.online_method import OnlineMethod, StepContext
 
-ADVANTAGES, RETURNS = "advantages", "returns"
+ADVANTAGES = "advantages"
 
 _OBJECTIVE = ("kl", "entropy", "non_score_reward", "rlhf_reward", "scores")
 _NAMES = {
@@ -59,7 +61,8 @@ class PPOMethod(OnlineMethod):
         """With `advantages` (whitened over all processes) and `returns` per token."""
         rewards, trained = self._rewards(experience)[0].rewards, experience.ragged(TRAINED).padded().bool()
         values = experience.ragged(VALUES).padded().to(rewards.dtype)
-        found = whitened_estimates(rewards, values, trained, self.args, accelerator)
+        of_all = partial(over_processes, accelerator=accelerator)
+        found = whitened_estimates(rewards, values, trained, self.args, of_all=of_all)
         mask = experience.completions.mask
         return experience.with_tokens(**{ADVANTAGES: found.advantages[mask], RETURNS: found.returns[mask]})
 
@@ -122,8 +125,3 @@ class PPOMethod(OnlineMethod):
             return where_counted(terms.values, terms.weights) * terms.weights
 
         return losses
-
-
-def kl_of_tokens(experience: Experience) -> Weighted:
-    """The log-ratios of policy to reference, summed over all tokens."""
-    return weighted(k1(experience.per_token[OLD], experience.per_token[REF]))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
 from transformers import (
@@ -19,14 +21,16 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
 )
 
 from trl._lazy import attach
 from trl.checkpoints.wholeness import naming_weights
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.experimental.ppo.ppo_config import PPOConfig
-from trl.experimental.ppo.ppo_method import PPOMethod, kl_of_tokens
-from trl.experimental.ppo.samples import ShowSamples, completions_table
+from trl.experimental.ppo.ppo_method import PPOMethod
 from trl.experimental.ppo.setup import (
     check_sizes,
     check_windows,
@@ -45,17 +49,21 @@ from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer
 from trl.models.reference import make_reference
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
+from trl.models.switches import undisturbed
+from trl.objectives.kl import k1
+from trl.reporting.step_scores import Processes
 from trl.rewards.result import source_means
+from trl.rollouts.columns import OLD, REF
 from trl.rollouts.experience import Experience
-from trl.tensors.reduce import Weighted
+from trl.rollouts.maker import Completed
+from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.evaluation_samples import show_table
 from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer
+from trl.trainer.row_loaders import holding
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
-
-logger = logging.getLogger(__name__)
-
 
 VALUE_FOLDER = "value_model"
 
@@ -191,11 +199,9 @@ class PPOTrainer(OnlineTrainer):
 
     def _check_kl(self, experience: Experience) -> None:
         """Stop a run whose policy has left its reference for good. All processes must call it."""
-        total = torch.stack(list(kl_of_tokens(experience))).double()
-        if self.accelerator.num_processes > 1:
-            total = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum")
-        kl, limit = float(total[0] / total[1]), self.args.max_kl_per_token  # type: ignore[index]
-        if kl == kl and abs(kl) != float("inf") and (limit is None or kl <= limit):
+        own = weighted(k1(experience.per_token[OLD], experience.per_token[REF]))
+        kl, limit = float(Processes(self.accelerator).sum([own]).mean), self.args.max_kl_per_token
+        if math.isfinite(kl) and (limit is None or kl <= limit):
             return
         last = self.state.best_model_checkpoint or self.args.output_dir
         raise FloatingPointError(
@@ -214,9 +220,7 @@ class PPOTrainer(OnlineTrainer):
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
             ends = (experience.completions.values == eos).sum()
-            found["val/num_eos_tokens"] = Weighted(
-                ends, torch.tensor(share)
-            )  # the mean is the sum of the whole
+            found["val/num_eos_tokens"] = Weighted(ends, torch.tensor(share))  # summed over processes
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -251,7 +255,32 @@ class PPOTrainer(OnlineTrainer):
         The table (query, model response, score) is printed and sent to the trackers. All processes must call it; the main
         one is given it.
         """
-        return completions_table(self, first_batch_only=sampling)
+        found: list[tuple[int, str, str, float]] = []
+        sets = self.eval_dataset
+        loader = self.get_eval_dataloader(next(iter(sets.values())) if isinstance(sets, dict) else sets)
+        greedy = replace(self.sampling, temperature=0.0)
+        with undisturbed(self.model_wrapped):  # type: ignore[arg-type]
+            for rows in loader:
+                columns = {name: [row[name] for row in rows] for name in rows[0]}
+                numbers = columns.pop("row")
+                self.rollouts.follow(self.model_wrapped, self.state)
+                experience = self.rollouts.complete(columns["input_ids"], streams=numbers, sampling=greedy)
+                inputs = self.rollouts.inputs(Completed(experience), columns)
+                scores = self.rewards.score(inputs).rewards.tolist()
+                queries = self._tokenizer.batch_decode(columns["input_ids"], skip_special_tokens=True)
+                answers = [ids.tolist() for ids in experience.completions.split()]
+                found += zip(numbers, queries, self._tokenizer.batch_decode(answers), scores, strict=True)
+                if sampling:
+                    break
+        if self.accelerator.num_processes > 1:
+            found = gather_object(found)
+        if not self.is_world_process_zero():
+            return None
+        unique = {row[0]: row[1:] for row in found}  # accelerate repeats rows to fill the last batch
+        texts = [unique[number] for number in sorted(unique)]
+        table = pd.DataFrame(texts, columns=["query", "model response", "score"])
+        show_table(self, "completions", table, printed=5)
+        return table
 
     @contextmanager
     def null_ref_context(self) -> Iterator[Any]:
@@ -271,7 +300,7 @@ class PPOTrainer(OnlineTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         both, folder = self._both(), output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
-        with self._in_place_of_both(both.policy):
+        with holding(self, "model", both.policy):
             super()._save(output_dir, _part(state_dict, POLICY))
         if self._is_checkpoint:
             value_model: Any = both.value_model
@@ -288,23 +317,14 @@ class PPOTrainer(OnlineTrainer):
                 f"{resume_from_checkpoint} has no folder {VALUE_FOLDER!r}, expected the value model in it. Resume from a "
                 "checkpoint of this trainer, or start anew from its policy."
             )
-        with self._in_place_of_both(both.policy):
+        with holding(self, "model", both.policy):
             super()._load_from_checkpoint(resume_from_checkpoint)
         self._weights_are_renamed = False
         with naming_weights(folder):
-            with self._in_place_of_both(both.value_model):
+            with holding(self, "model", both.value_model):
                 super(BaseTrainer, self)._load_from_checkpoint(folder)
             if self._weights_are_renamed:
                 load_saved_weights(causal_core(both.value_model), folder)
-
-    @contextmanager
-    def _in_place_of_both(self, model: nn.Module) -> Iterator[None]:
-        """Let one of the two models be the trainer's for a while: transformers asks it what it is."""
-        kept, self.model = self.model, model  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            self.model = kept
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -324,3 +344,20 @@ def _part(state: dict[str, Any] | None, prefix: str) -> dict[str, Any] | None:
     if state is None:
         return None
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+class ShowSamples(TrainerCallback):
+    """Shows responses `num_sample_generations` times over a run, evenly, at the end of a rollout batch."""
+
+    def __init__(self, trainer: PPOTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """After the last optimiser step of every so many rollout batches."""
+        own = self.trainer.args
+        batch, rest = divmod(state.global_step, self.trainer.sizes.steps)
+        every = max(1, (own.num_total_batches or 1) // own.num_sample_generations)
+        if rest == 0 and (batch - 1) % every == 0:
+            self.trainer.generate_completions(sampling=True)

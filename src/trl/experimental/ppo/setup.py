@@ -53,7 +53,11 @@ def value_and_policy(
     if value_model is None:
         value_model = value_model_of(policy.model)
     value_model = load_classifier(value_model, None, VALUE_MODEL, seed=args.seed)
-    _check_vocabulary(value_model, policy)
+    rows, needed = embedded_tokens(value_model), min(embedded_tokens(policy.model), len(policy.tokenizer))
+    if rows < needed:
+        raise ValueError(
+            f"value_model knows {rows} tokens, the policy's tokenizer {needed}. Pass one of the policy's family, or leave it out."
+        )
     shared = {id(parameter) for parameter in policy.model.parameters()}
     if any(id(parameter) in shared for parameter in value_model.parameters()):
         raise ValueError(
@@ -86,8 +90,13 @@ def value_model_of(policy: nn.Module) -> nn.Module:
         raise ValueError(
             f"value_model=None, but transformers has no sequence classifier of type {config.model_type!r}. Pass a value_model."
         ) from error
+    adapted: Any = policy
+    if is_peft_model(policy) and hasattr(adapted.base_model, "unload"):  # whose adapter wraps layers
+        decoder = copy.deepcopy(adapted).unload().base_model
+    else:
+        decoder = core.base_model
     try:
-        made.base_model.load_state_dict(_without_adapters(policy).state_dict())
+        made.base_model.load_state_dict(decoder.state_dict())
     except RuntimeError as error:  # names that a plain decoder does not have
         raise ValueError(
             f"value_model=None, but the weights of {type(core).__name__} are not those of a plain {type(made).__name__} "
@@ -98,23 +107,6 @@ def value_model_of(policy: nn.Module) -> nn.Module:
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
     return made.to(dtype=core.dtype, device=next(core.parameters()).device)
-
-
-def _without_adapters(policy: Any) -> nn.Module:
-    """The policy's decoder; of one whose layers an adapter wraps, that of a copy without it."""
-    tuner: Any = policy.base_model
-    if is_peft_model(policy) and hasattr(tuner, "unload"):
-        return copy.deepcopy(policy).unload().base_model
-    return causal_core(policy).base_model
-
-
-def _check_vocabulary(value_model: nn.Module, policy: Policy) -> None:
-    rows, needed = embedded_tokens(value_model), min(embedded_tokens(policy.model), len(policy.tokenizer))
-    if rows < needed:
-        raise ValueError(
-            f"value_model knows {rows} tokens, the policy's tokenizer {needed}; it reads the very tokens of the responses. Pass "
-            "one of the policy's family, or leave it out."
-        )
 
 
 def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) -> None:
@@ -141,14 +133,12 @@ def check_sizes(args: PPOConfig) -> RolloutSizes:
 
     Raises: ValueError for a size that is not the one that follows from the others.
     """
-    device, turns, parts, processes = (
+    device, turns, parts = (
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
         args.num_mini_batches,
-        args.world_size,
     )
-    assert processes is not None
-    step = device * turns
+    step, processes = device * turns, args.world_size or 1
     found = {
         "micro_batch_size": device * processes,
         "local_mini_batch_size": step,
@@ -156,30 +146,22 @@ def check_sizes(args: PPOConfig) -> RolloutSizes:
         "local_batch_size": step * parts,
         "batch_size": step * parts * processes,
     }
-    made_of = (
-        f"per_device_train_batch_size={device}, gradient_accumulation_steps={turns}, num_mini_batches={parts} and "
-        f"{processes} process{'es' if processes > 1 else ''}"
-    )
     for name, value in found.items():
-        given = getattr(args, name)
-        if given is None or given == value:
-            setattr(args, name, value)
-            continue
-        raise ValueError(
-            f"{name}={given} was given, but it follows from others: {made_of} make it {value}. Leave {name} out, or change those."
-        )
+        if getattr(args, name) not in (None, value):
+            raise ValueError(
+                f"{name}={getattr(args, name)} was given, but per_device_train_batch_size={device}, gradient_accumulation_steps={turns}, "
+                f"num_mini_batches={parts} and world_size={processes} make it {value}. Leave {name} out, or change those."
+            )
+        setattr(args, name, value)
     return RolloutSizes(found["batch_size"], parts, args.num_ppo_epochs, turns, processes)
 
 
 def fill_in_sizes(args: PPOConfig, sizes: RolloutSizes, rows: int) -> None:
     """Set `total_episodes`, `num_total_batches` and `max_steps` from what was given, in place."""
-    if args.total_episodes is not None and args.max_steps > 0:
-        logger.warning(
-            "max_steps=%d has no effect with total_episodes=%d. Leave one out.",
-            args.max_steps,
-            args.total_episodes,
-        )
-    if args.total_episodes is None and args.max_steps > 0:
+    given = args.max_steps, args.total_episodes
+    if None not in given and args.max_steps > 0:
+        logger.warning("max_steps=%d has no effect with total_episodes=%d. Leave one out.", *given)
+    elif args.max_steps > 0:
         args.num_total_batches = math.ceil(args.max_steps / sizes.steps)
         args.total_episodes = args.num_total_batches * sizes.rows
         return
@@ -194,16 +176,14 @@ def own_copy(args: Any) -> PPOConfig:
 
     Raises: TypeError for another kind of config.
     """
-    if args is None:
-        return PPOConfig("ppo")
-    if isinstance(args, PPOConfig):
-        own = copy.copy(args)
-        own.accelerator_config = copy.copy(args.accelerator_config)
-        return own
-    raise TypeError(
-        f"args must be a trl.experimental.ppo.PPOConfig, got {type(args).__module__}.{type(args).__name__}. Build one with "
-        "the same fields (trl.PPOTrainer takes the config of the step-level trainer)."
-    )
+    own = PPOConfig("ppo") if args is None else copy.copy(args)
+    if not isinstance(own, PPOConfig):
+        raise TypeError(
+            f"args must be a trl.experimental.ppo.PPOConfig, got {type(args).__module__}.{type(args).__name__}. "
+            "trl.PPOTrainer takes the config of the step-level trainer."
+        )
+    own.accelerator_config = copy.copy(own.accelerator_config)
+    return own
 
 
 def end_token(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -233,11 +213,7 @@ def reward_sources(
 
     Raises: ValueError where there is none, where the value model is the reward model, and for a judge that compares.
     """
-    several = (
-        list(reward_funcs)
-        if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
-        else [reward_funcs]
-    )
+    several = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     given = [each for each in (reward_model, *several) if each is not None]
     if not given:
         raise ValueError(
