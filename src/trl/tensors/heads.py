@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trl.tensors.softmax_rows import LogitRule, RowScores, Statistics, Workspace, score_rows
+from trl.tensors.softmax_rows import LogitRule, RowScores, Statistics, TokenScores, Workspace, score_rows
+
+PLAIN_LOGITS = LogitRule()
+NOTHING_ELSE = Statistics()
 
 # Bytes of one buffer of logits. On a CPU the products are within 5 % of their best from 128 rows on (below
 # that, adding up the head's gradient costs more than computing it; measured at vocabularies of 5k and 152k,
@@ -31,6 +35,16 @@ def default_chunk_size(vocabulary: int, *, itemsize: int, device: torch.device) 
     budget = CPU_CHUNK_BYTES if on_cpu else ACCELERATOR_CHUNK_BYTES
     fewest, most = CPU_CHUNK_ROWS if on_cpu else ACCELERATOR_CHUNK_ROWS
     return max(fewest, min(most, budget // (vocabulary * itemsize)))
+
+
+def chunk_size_of_any_head(hidden: Tensor) -> int:
+    """The fewest rows that keep the products efficient: the vocabulary is unknown until the head ran."""
+    return (CPU_CHUNK_ROWS if hidden.device.type == "cpu" else ACCELERATOR_CHUNK_ROWS)[0]
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
+    """A block without autocast on the tensor's device."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -69,12 +83,24 @@ class Scoring:
         cls,
         hidden: Tensor,
         weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
         *,
         rule: LogitRule,
         wanted: Statistics,
         chunk_size: int | None,
     ) -> Scoring:
-        """Settings for these tensors: dtype from autocast where it is on, else the wider of the two."""
+        """Settings for these tensors: dtype from autocast where it is on, else the wider of the two.
+
+        Raises: ValueError unless hidden `(N, H)`, weight `(V, H)`, targets `(N,)` and bias `(V,)` fit together.
+        """
+        fits = hidden.shape[1:] == weight.shape[1:] and targets.shape == hidden.shape[:1]
+        if not fits or hidden.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            given = [None if x is None else tuple(x.shape) for x in (hidden, weight, targets, bias)]
+            raise ValueError(
+                "hidden, weight, targets, bias must have shapes (N, H), (V, H), (N,), (V,) or None, "
+                f"got {', '.join(map(str, given))}. Flatten the scored positions to rows first."
+            )
         dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
@@ -106,12 +132,39 @@ class Scoring:
         exps = torch.empty_like(shifted) if capped or self.wanted.entropy else shifted
         return Workspace(logits, shifted, exps)
 
-    def score(self, space: Workspace, targets: Tensor) -> RowScores:
+    def empty_scores(self, hidden: Tensor) -> TokenScores:
+        """Unwritten scores for every row of `hidden`."""
+        wanted = self.wanted
+        computed = (True, wanted.entropy, wanted.correct, wanted.collision, wanted.mean_logit)
+        dtypes = [torch.bool if number == 2 else self.exact_dtype for number in range(5)]
+        return TokenScores._make(
+            hidden.new_empty(len(hidden), dtype=dtype) if there else None
+            for dtype, there in zip(dtypes, computed, strict=True)
+        )
+
+    def passes(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        head: Head,
+        space: Workspace,
+        kept: list[Tensor] | None = None,
+    ) -> Iterator[tuple[slice, Workspace, RowScores]]:
+        """Each chunk's rows, its buffers in `space`, and its scores.
+
+        `kept` holds the chunks' logits: an empty list takes them, a full one has them from an earlier pass.
+        """
         ties = self.product_dtype.itemsize < 4 or self.rule.soft_cap is not None
-        scores = score_rows(space, targets, wanted=self.wanted, ties=ties)
-        if scores.mean_logits is not None:
-            scores.mean_logits.mul_(self.rule.temperature)
-        return scores
+        for number, rows in enumerate(chunks(len(hidden), self.chunk_size)):
+            part = space.first(rows.stop - rows.start)
+            if kept is not None and number < len(kept):
+                part = part._replace(logits=kept[number])
+            else:
+                if kept is not None:
+                    part = part._replace(logits=torch.empty_like(part.logits))
+                    kept.append(part.logits)
+                head.logits_into(part.logits, hidden[rows], self.rule)
+            yield rows, part, score_rows(part, targets[rows], rule=self.rule, wanted=self.wanted, ties=ties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +243,6 @@ class HeadGradients:
             product = torch.mm(narrow.t(), weighted)
             _ = self.weight.add_(product) if before else self.weight.copy_(product)
 
-    @property
-    def any_wanted(self) -> bool:
-        return not (self.hidden is None and self.weight is None and self.bias is None)
-
     def scaled_(self, slope: Tensor) -> HeadGradients:
         """The sums times a scalar, in place; a 1 that is known without waiting for a device is skipped."""
         if slope.device.type != "cpu" or slope.item() != 1.0:
@@ -202,24 +251,10 @@ class HeadGradients:
                     gradient.mul_(slope)
         return self
 
-    def cast(self, *dtypes: torch.dtype | None) -> tuple[Tensor | None, ...]:
+    def cast(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """The sums in the dtypes of hidden states, weight and bias."""
         sums = (self.hidden, self.weight, self.bias)
-        return tuple(x if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True))
-
-
-def check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless hidden `(N, H)`, weight `(V, H)`, targets `(N,)` and bias `(V,)` fit together."""
-    fits = (
-        hidden.ndim == 2
-        and weight.ndim == 2
-        and hidden.shape[1] == weight.shape[1]
-        and targets.shape == hidden.shape[:1]
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
-    if not fits:
-        given = [None if x is None else tuple(x.shape) for x in (hidden, weight, targets, bias)]
-        raise ValueError(
-            "hidden, weight, targets, bias must have shapes (N, H), (V, H), (N,), (V,) or None, "
-            f"got {', '.join(map(str, given))}. Flatten the scored positions to rows first."
+        return tuple(
+            None if x is None or like is None else x.to(like.dtype)
+            for x, like in zip(sums, inputs, strict=True)
         )

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trl.tensors.heads import Head, HeadGradients, Scoring, check_shapes, chunks
-from trl.tensors.logprobs import NOTHING_ELSE, PLAIN_LOGITS, TokenScores, empty_scores, write_scores
-from trl.tensors.softmax_rows import LogitRule, Statistics, row_slopes_
+from trl.tensors.heads import (
+    NOTHING_ELSE,
+    PLAIN_LOGITS,
+    Head,
+    HeadGradients,
+    Scoring,
+    chunk_size_of_any_head,
+    chunks,
+    without_autocast,
+)
+from trl.tensors.logprobs import AnyHead, token_scores_through
+from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, row_slopes_
 
 LossOf = Callable[[Tensor, slice], Tensor]
+"""(log-probs of a chunk (C,), which tokens these are) -> each token's weighted loss (C,)."""
 
 
 class LocalLoss(NamedTuple):
@@ -54,8 +64,7 @@ def local_loss(
     >>> loss.total, loss.values
     (tensor(4.1589), tensor([1.3863, 1.3863, 1.3863]))
     """
-    check_shapes(hidden, weight, targets, bias)
-    scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
+    scoring = Scoring.over(hidden, weight, targets, bias, rule=rule, wanted=wanted, chunk_size=chunk_size)
     total, values, *scores = _LocalLoss.apply(
         hidden, weight, bias, targets, loss_of, scoring, torch.is_grad_enabled()
     )
@@ -74,51 +83,33 @@ class _LocalLoss(torch.autograd.Function):
         scoring: Scoring,
         with_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[:3] if with_gradient else (False, False, False)
-        gradients = HeadGradients.empty(hidden, weight, bias, wanted=wanted, dtype=scoring.exact_dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            values, scores = _pass_over_chunks(hidden, weight, bias, targets, loss_of, scoring, gradients)
-        ctx.gradients = gradients
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        wanted, exact = ctx.needs_input_grad[:3] if with_gradient else (False,) * 3, scoring.exact_dtype
+        sums = HeadGradients.empty(hidden, weight, bias, wanted=wanted, dtype=exact)
+        scores, values = scoring.empty_scores(hidden), hidden.new_empty(len(hidden), dtype=exact)
+        with without_autocast(hidden):
+            head = Head.cast(weight, bias, scoring.product_dtype)
+            space = scoring.workspace(hidden, len(weight), for_gradient=any(wanted))
+            for rows, part, chunk in scoring.passes(hidden, targets, head, space):
+                scores.write(rows, chunk.scores)
+                values[rows], slopes = _losses(loss_of, chunk.scores.logps, rows, with_slopes=any(wanted))
+                if any(wanted):
+                    factors = row_slopes_(part, chunk, targets[rows], scoring.rule, logps_slope=slopes)
+                    sums.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
+        ctx.sums, ctx.inputs = sums, [None if x is None else x.new_empty(0) for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(values, *(x for x in scores if x is not None))
         return values.sum(), values, *scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
+        if ctx.sums is None:
             raise RuntimeError(
                 "local_loss can go backward once, got a second backward pass. "
                 "Use token_scores where the graph must be kept (retain_graph=True)."
             )
         # Let go of the sums: autograd then takes them over as gradients instead of copying them.
-        gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.scaled_(slope).cast(*ctx.dtypes), None, None, None, None)
-
-
-def _pass_over_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    loss_of: LossOf,
-    scoring: Scoring,
-    gradients: HeadGradients,
-) -> tuple[Tensor, TokenScores]:
-    """Losses and scores of every row; adds their gradients to `gradients` on the way."""
-    head = Head.cast(weight, bias, scoring.product_dtype)
-    scores, values = empty_scores(hidden, scoring), hidden.new_empty(len(hidden), dtype=scoring.exact_dtype)
-    space = scoring.workspace(hidden, len(weight), for_gradient=gradients.any_wanted)
-    for rows in chunks(len(hidden), scoring.chunk_size):
-        part = space.first(rows.stop - rows.start)
-        head.logits_into(part.logits, hidden[rows], scoring.rule)
-        chunk = scoring.score(part, targets[rows])
-        write_scores(scores, rows, chunk)
-        values[rows], slopes = _losses(loss_of, chunk.logps, rows, with_slopes=gradients.any_wanted)
-        if gradients.any_wanted:
-            factors = row_slopes_(part, chunk, targets[rows], scoring.rule, logps_slope=slopes)
-            gradients.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
-    return values, scores
+        sums, ctx.sums = ctx.sums, None
+        return (*sums.scaled_(slope).cast(*ctx.inputs), None, None, None, None)
 
 
 def _losses(loss_of: LossOf, logps: Tensor, rows: slice, *, with_slopes: bool) -> tuple[Tensor, Tensor]:
@@ -135,3 +126,27 @@ def _losses(loss_of: LossOf, logps: Tensor, rows: slice, *, with_slopes: bool) -
             return values, torch.zeros_like(logps)
         slopes = torch.autograd.grad(values.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
     return values.detach(), slopes
+
+
+def local_loss_through(
+    head: AnyHead,
+    hidden: Tensor,
+    targets: Tensor,
+    loss_of: LossOf,
+    *,
+    rule: LogitRule = PLAIN_LOGITS,
+    wanted: Statistics = NOTHING_ELSE,
+    chunk_size: int | None = None,
+) -> LocalLoss:
+    """`local_loss` for any head: the same contract, with one more product per chunk.
+
+    >>> loss = local_loss_through(torch.nn.Identity(), torch.zeros(2, 4), torch.tensor([0, 1]), lambda x, rows: -x)
+    >>> loss.total
+    tensor(2.7726)
+    """
+    size = chunk_size or chunk_size_of_any_head(hidden)
+    scores = token_scores_through(head, hidden, targets, rule=rule, wanted=wanted, chunk_size=size)
+    values = [loss_of(scores.logps[rows], rows) for rows in chunks(len(hidden), size)]
+    losses = torch.cat(values) if values else torch.zeros_like(scores.logps)
+    detached = TokenScores._make(x if x is None else x.detach() for x in scores)
+    return LocalLoss(losses.sum(), losses.detach(), detached)

@@ -6,40 +6,31 @@ the backward pass computes each chunk's logits again, or reads them back where a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from trl.tensors.heads import Head, HeadGradients, Scoring, check_shapes, chunks
-from trl.tensors.softmax_rows import LogitRule, RowScores, Statistics, row_slopes_
+from trl.tensors.heads import (
+    NOTHING_ELSE,
+    PLAIN_LOGITS,
+    Head,
+    HeadGradients,
+    Scoring,
+    chunk_size_of_any_head,
+    without_autocast,
+)
+from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, row_slopes_, wide_scores
 
 # Logits of a call that are smaller than this together wait for the backward pass instead of being
 # computed again: one matrix product of four.
 KEEP_BYTES = 64 * 2**20
 
-PLAIN_LOGITS = LogitRule()
-NOTHING_ELSE = Statistics()
-
-
-class TokenScores(NamedTuple):
-    """Per token `(N,)`: log-probability and entropy in nats, and whether the arg-max is the target.
-
-    Without gradient: `log_collision`, `log sum_v p(v)^2` in nats, and `mean_logits`, over the vocabulary, of the logits
-    before the temperature divides them.
-    """
-
-    logps: Tensor
-    entropies: Tensor | None = None
-    correct: Tensor | None = None
-    log_collision: Tensor | None = None
-    mean_logits: Tensor | None = None
-
-    @property
-    def constants(self) -> list[Tensor]:
-        """Those of the scores that have no gradient."""
-        return [x for x in (self.correct, self.log_collision, self.mean_logits) if x is not None]
+AnyHead = Callable[[Tensor], Tensor]
+"""Hidden states `(C, H)` -> head products `(C, V)`, before scale, soft cap and temperature."""
 
 
 def token_scores(
@@ -63,28 +54,21 @@ def token_scores(
     >>> token_scores(hidden, weight, torch.tensor([1, 0])).logps.exp()
     tensor([0.7500, 0.5000])
     """
-    check_shapes(hidden, weight, targets, bias)
-    scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
+    scoring = Scoring.over(hidden, weight, targets, bias, rule=rule, wanted=wanted, chunk_size=chunk_size)
     return TokenScores(*_TokenScores.apply(hidden, weight, bias, targets, scoring, torch.is_grad_enabled()))
 
 
 @torch.no_grad()
-def token_entropies(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    rule: LogitRule = PLAIN_LOGITS,
-    chunk_size: int | None = None,
-) -> Tensor:
+def token_entropies(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
     """Entropy in nats of the next-token distribution at each row, without gradient; `(N, H) -> (N,)`.
+
+    `options` are those of `token_scores`.
 
     >>> token_entropies(torch.zeros(1, 3), torch.ones(4, 3)).exp()
     tensor([4.])
     """
     nowhere = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
-    wanted = Statistics(entropy=True)
-    scores = token_scores(hidden, weight, nowhere, bias=bias, rule=rule, wanted=wanted, chunk_size=chunk_size)
+    scores = token_scores(hidden, weight, nowhere, wanted=Statistics(entropy=True), **options)
     assert scores.entropies is not None
     return scores.entropies
 
@@ -100,104 +84,75 @@ class _TokenScores(torch.autograd.Function):
         scoring: Scoring,
         with_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
-        may_keep = with_gradient and any(ctx.needs_input_grad)
-        with torch.autocast(hidden.device.type, enabled=False):
-            scores, kept = _score_chunks(hidden, weight, bias, targets, scoring, may_keep=may_keep)
+        small = len(hidden) * len(weight) * scoring.exact_dtype.itemsize < KEEP_BYTES
+        kept: list[Tensor] | None = [] if small and with_gradient and any(ctx.needs_input_grad) else None
+        scores = scoring.empty_scores(hidden)
+        with without_autocast(hidden):
+            space = scoring.workspace(hidden, len(weight), own_logits=kept is None)
+            head = Head.cast(weight, bias, scoring.product_dtype)
+            for rows, _, chunk in scoring.passes(hidden, targets, head, space, kept):
+                scores.write(rows, chunk.scores)
         ctx.scoring = scoring
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, *kept)
-        ctx.mark_non_differentiable(*scores.constants)
+        ctx.save_for_backward(hidden, weight, bias, targets, *(kept or []))
+        ctx.mark_non_differentiable(*(x for x in scores[2:] if x is not None))
         return tuple(scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, *kept = ctx.saved_tensors
-        with torch.autocast(hidden.device.type, enabled=False):
-            gradients = _gradients(
-                hidden, weight, bias, targets, kept, slopes[:2], ctx.scoring, wanted=ctx.needs_input_grad[:3]
-            )
-        dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        return (*gradients.cast(*dtypes), None, None, None)
+        along_logps, along_entropies = slopes[:2]
+        scoring: Scoring = ctx.scoring.for_slopes(along_entropies)
+        exact = scoring.exact_dtype
+        if along_logps is None:
+            along_logps = hidden.new_zeros(len(hidden), dtype=exact)
+        with without_autocast(hidden):
+            head = Head.cast(weight, bias, scoring.product_dtype)
+            sums = HeadGradients.empty(hidden, weight, bias, wanted=ctx.needs_input_grad[:3], dtype=exact)
+            space = scoring.workspace(hidden, len(weight), own_logits=not kept, for_gradient=True)
+            for rows, part, chunk in scoring.passes(hidden, targets, head, space, kept or None):
+                factors = row_slopes_(
+                    part,
+                    chunk,
+                    targets[rows],
+                    scoring.rule,
+                    logps_slope=along_logps[rows],
+                    entropies_slope=None if along_entropies is None else along_entropies[rows],
+                )
+                sums.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
+        return (*sums.cast(hidden, weight, bias), None, None, None)
 
 
-def _score_chunks(
+def token_scores_through(
+    head: AnyHead,
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     targets: Tensor,
-    scoring: Scoring,
     *,
-    may_keep: bool,
-) -> tuple[TokenScores, list[Tensor]]:
-    """Scores of every row, and the logits of each chunk if they may be kept and are small."""
-    count, vocabulary, exact = len(hidden), len(weight), scoring.exact_dtype
-    head = Head.cast(weight, bias, scoring.product_dtype)
-    keep = may_keep and count * vocabulary * exact.itemsize < KEEP_BYTES
-    scores, kept = empty_scores(hidden, scoring), []
-    space = scoring.workspace(hidden, vocabulary, own_logits=not keep)
-    for rows in chunks(count, scoring.chunk_size):
-        part = space.first(rows.stop - rows.start)
-        if keep:
-            part = part._replace(logits=torch.empty_like(part.logits))
-            kept.append(part.logits)
-        head.logits_into(part.logits, hidden[rows], scoring.rule)
-        write_scores(scores, rows, scoring.score(part, targets[rows]))
-    return scores, kept
+    rule: LogitRule = PLAIN_LOGITS,
+    wanted: Statistics = NOTHING_ELSE,
+    chunk_size: int | None = None,
+) -> TokenScores:
+    """`token_scores` for a head that is no plain `(weight, bias)`: wrapped by LoRA or DoRA, quantised, or custom.
 
+    The head is called on chunks of hidden states, and again in the backward pass (activation checkpointing), so its own
+    autograd and hooks work and one chunk's logits exist at a time.
 
-def _gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    kept: list[Tensor],
-    slopes: tuple[Tensor | None, ...],
-    scoring: Scoring,
-    *,
-    wanted: tuple[bool, bool, bool],
-) -> HeadGradients:
-    """Gradients of hidden states, weight and bias from the slopes over log-probs and entropies."""
-    logps_slope, entropies_slope = slopes
-    if logps_slope is None:
-        logps_slope = torch.zeros(len(hidden), dtype=scoring.exact_dtype, device=hidden.device)
-    scoring = scoring.for_slopes(entropies_slope)
-    head = Head.cast(weight, bias, scoring.product_dtype)
-    gradients = HeadGradients.empty(hidden, weight, bias, wanted=wanted, dtype=scoring.exact_dtype)
-    space = scoring.workspace(hidden, len(weight), own_logits=not kept, for_gradient=True)
-    for number, rows in enumerate(chunks(len(hidden), scoring.chunk_size)):
-        part = space.first(rows.stop - rows.start)
-        if kept:
-            part = part._replace(logits=kept[number])
-        else:
-            head.logits_into(part.logits, hidden[rows], scoring.rule)
-        scores = scoring.score(part, targets[rows])
-        factors = row_slopes_(
-            part,
-            scores,
-            targets[rows],
-            scoring.rule,
-            logps_slope=logps_slope[rows],
-            entropies_slope=None if entropies_slope is None else entropies_slope[rows],
-        )
-        gradients.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
-    return gradients
+    >>> head = torch.nn.Linear(2, 4, bias=False)
+    >>> token_scores_through(head, torch.zeros(1, 2), torch.tensor([3])).logps.exp()
+    tensor([0.2500], grad_fn=<ExpBackward0>)
+    """
 
+    def scores(states: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
+        products = head(states)
+        with without_autocast(hidden):
+            return tuple(wide_scores(rule.logits(products), labels, rule=rule, wanted=wanted))
 
-def empty_scores(hidden: Tensor, scoring: Scoring) -> TokenScores:
-    """Unwritten scores for every row of `hidden`."""
-    count, dtype, wanted = len(hidden), scoring.exact_dtype, scoring.wanted
-    return TokenScores(
-        hidden.new_empty(count, dtype=dtype),
-        hidden.new_empty(count, dtype=dtype) if wanted.entropy else None,
-        hidden.new_empty(count, dtype=torch.bool) if wanted.correct else None,
-        hidden.new_empty(count, dtype=dtype) if wanted.collision else None,
-        hidden.new_empty(count, dtype=dtype) if wanted.mean_logit else None,
-    )
-
-
-def write_scores(scores: TokenScores, rows: slice, chunk: RowScores) -> None:
-    """Write one chunk's scores to its rows."""
-    for whole, part in zip(scores, chunk[: len(scores)], strict=True):
-        if whole is not None and part is not None:
-            whole[rows] = part
+    size = chunk_size or chunk_size_of_any_head(hidden)
+    parts = [
+        cast(tuple, checkpoint(scores, *chunk, use_reentrant=False))
+        if torch.is_grad_enabled()
+        else scores(*chunk)
+        for chunk in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    return TokenScores._make(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))

@@ -1,12 +1,10 @@
 """The mathematics of one chunk of vocabulary rows: log-probability, entropy, and their slopes.
 
-Everything that scores tokens (the plain heads of `logprobs` and `local_loss`, the wrapped heads of
-`wrapped_heads`) goes through the functions of this file, so the softmax and its gradient stand once.
+`logprobs` and `local_loss` use them for heads whose weight can be read; `wide_scores` is the same by autograd.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,10 +35,6 @@ class LogitRule:
             raise ValueError(
                 f"temperature must be > 0, got {self.temperature}. Use 1.0 to score the model's own distribution."
             )
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap must be > 0, got {self.soft_cap}. Use None for logits without a cap.")
-        if self.scale == 0 or not math.isfinite(self.scale):
-            raise ValueError(f"scale must be finite and not 0, got {self.scale}. Use 1.0 for plain logits.")
 
     @property
     def linear_slope(self) -> float:
@@ -94,51 +88,78 @@ class Statistics:
     mean_logit: bool = False
 
 
-class RowScores(NamedTuple):
-    """What a chunk's logits say about its targets; `peak` and `total` `(C, 1)` carry the normaliser."""
+class TokenScores(NamedTuple):
+    """Per token `(N,)`: log-probability and entropy in nats, and whether the arg-max is the target.
+
+    Without gradient: `log_collision`, `log sum_v p(v)^2` in nats, and `mean_logits`, over the vocabulary, of the logits
+    before the temperature divides them.
+    """
 
     logps: Tensor
-    entropies: Tensor | None
-    correct: Tensor | None
-    log_collision: Tensor | None
-    mean_logits: Tensor | None
+    entropies: Tensor | None = None
+    correct: Tensor | None = None
+    log_collision: Tensor | None = None
+    mean_logits: Tensor | None = None
+
+    def write(self, rows: slice, part: TokenScores) -> None:
+        """Write the scores of a chunk of tokens."""
+        for whole, values in zip(self, part, strict=True):
+            if whole is not None and values is not None:
+                whole[rows] = values
+
+
+class RowScores(NamedTuple):
+    """Scores of a chunk; `peak` and `total` `(C, 1)` carry the normaliser."""
+
+    scores: TokenScores
     peak: Tensor
     total: Tensor
 
 
-def score_rows(space: Workspace, targets: Tensor, *, wanted: Statistics, ties: bool = False) -> RowScores:
+def score_rows(
+    space: Workspace, targets: Tensor, *, rule: LogitRule, wanted: Statistics, ties: bool = False
+) -> RowScores:
     """Score `targets` `(C,)` under `space.logits`; leaves `exp(logits - peak)` in `space.exps`.
 
-    `ties` says that equal logits are likely (half-precision products, capped
-    logits): the arg-max is then searched instead of comparing the target's logit with the maximum.
+    `ties`: equal logits are likely (half-precision products, capped logits), and the arg-max is searched instead of
+    comparing the target's logit with the maximum.
     """
     index = targets.unsqueeze(1)
     chosen = space.logits.gather(1, index)
-    best = None
-    means = space.logits.mean(dim=1) if wanted.mean_logit else None
-    if wanted.correct and ties:
-        peak, best = space.logits.max(dim=1, keepdim=True)
-    else:
-        peak = space.logits.amax(dim=1, keepdim=True)
+    means = space.logits.mean(dim=1).mul_(rule.temperature) if wanted.mean_logit else None
+    peak = space.logits.amax(dim=1, keepdim=True)
     hits = None
     if wanted.correct:
-        hits = (chosen == peak if best is None else best == index).squeeze(1)
+        hits = (space.logits.argmax(dim=1, keepdim=True) == index if ties else chosen == peak).squeeze(1)
     shifted = torch.sub(space.logits, peak, out=space.shifted)
     if wanted.entropy:
         shifted.clamp_(min=_LOWEST_SHIFTED)
     exps = torch.exp(shifted, out=space.exps)
     total = exps.sum(dim=1, keepdim=True)
     log_total = total.log()
-    collisions = None
+    collisions = entropies = None
     if wanted.collision:
         squares = torch.bmm(exps.unsqueeze(1), exps.unsqueeze(2)).view(-1, 1)
         collisions = (squares.log() - 2 * log_total).squeeze(1)
-    entropies = None
     if wanted.entropy:
         weighted = torch.bmm(exps.unsqueeze(1), shifted.unsqueeze(2)).view(-1, 1)
         entropies = (log_total - weighted / total).squeeze(1)
     logps = (chosen - peak - log_total).squeeze(1)
-    return RowScores(logps, entropies, hits, collisions, means, peak, total)
+    return RowScores(TokenScores(logps, entropies, hits, collisions, means), peak, total)
+
+
+def wide_scores(logits: Tensor, targets: Tensor, *, rule: LogitRule, wanted: Statistics) -> TokenScores:
+    """Scores of `targets` `(C,)` under logits `(C, V)` that carry a gradient; the backward pass is autograd's."""
+    every = logits.log_softmax(dim=1)
+    entropies = -(every.exp() * every.clamp(min=_LOWEST_SHIFTED)).sum(dim=1) if wanted.entropy else None
+    fixed = logits.detach()
+    return TokenScores(
+        every.gather(1, targets.unsqueeze(1)).squeeze(1),
+        entropies,
+        fixed.argmax(dim=1) == targets if wanted.correct else None,
+        (2 * every.detach()).logsumexp(dim=1) if wanted.collision else None,
+        fixed.mean(dim=1) * rule.temperature if wanted.mean_logit else None,
+    )
 
 
 def row_slopes_(
@@ -158,12 +179,12 @@ def row_slopes_(
     """
     index, scale = targets.unsqueeze(1), rule.linear_slope / scores.total
     along_logps = logps_slope.unsqueeze(1)
-    if entropies_slope is None or scores.entropies is None:
+    if entropies_slope is None or scores.scores.entropies is None:
         space.exps.scatter_add_(1, index, -scores.total)
         factors = -along_logps * scale
     else:
         along_entropies = entropies_slope.unsqueeze(1)
-        offset = scores.entropies.unsqueeze(1) - scores.total.log()
+        offset = scores.scores.entropies.unsqueeze(1) - scores.total.log()
         space.shifted.mul_(-along_entropies).sub_(along_logps + along_entropies * offset)
         space.exps.mul_(space.shifted)
         space.exps.scatter_add_(1, index, along_logps * scores.total)

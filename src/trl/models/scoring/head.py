@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from trl.models.head_precision import as_the_head_wants
 from trl.models.packed.layout import ModelBatch
 from trl.models.parts import replaced_forward
-from trl.tensors.any_head import AnyHead, local_loss_through, token_scores_through
-from trl.tensors.local_loss import local_loss
-from trl.tensors.logprobs import token_entropies, token_scores
+from trl.tensors.local_loss import local_loss, local_loss_through
+from trl.tensors.logprobs import AnyHead, token_entropies, token_scores, token_scores_through
 from trl.tensors.segments import Segments
 from trl.tensors.softmax_rows import LogitRule, Statistics
 
