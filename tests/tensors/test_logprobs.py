@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trl.tensors import heads, logprobs
-from trl.tensors.logprobs import token_entropies, token_scores
+from trl.tensors.logprobs import token_scores
 from trl.tensors.softmax_rows import LogitRule, Statistics
 
 RULES = {
@@ -189,14 +189,12 @@ def test_a_frozen_head_gets_no_gradient_and_costs_no_product_for_it(monkeypatch,
     assert_close(hidden.grad, gradients(expected, hidden)[0], 1e-10)
 
 
-def test_no_grad_and_entropies_without_targets():
+def test_no_grad():
     hidden, weight, targets, bias = inputs()
     with torch.no_grad():
         scores = token_scores(hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True))
     assert not scores.logps.requires_grad
-    entropies = token_entropies(hidden, weight, bias=bias, chunk_size=3)
-    assert not entropies.requires_grad
-    assert_close(entropies, scores.entropies, 1e-12)
+    assert not scores.entropies.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

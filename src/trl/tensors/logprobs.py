@@ -58,21 +58,6 @@ def token_scores(
     return TokenScores(*_TokenScores.apply(hidden, weight, bias, targets, scoring, torch.is_grad_enabled()))
 
 
-@torch.no_grad()
-def token_entropies(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    """Entropy in nats of the next-token distribution at each row, without gradient; `(N, H) -> (N,)`.
-
-    `options` are those of `token_scores`.
-
-    >>> token_entropies(torch.zeros(1, 3), torch.ones(4, 3)).exp()
-    tensor([4.])
-    """
-    nowhere = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
-    scores = token_scores(hidden, weight, nowhere, wanted=Statistics(entropy=True), **options)
-    assert scores.entropies is not None
-    return scores.entropies
-
-
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(

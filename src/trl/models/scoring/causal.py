@@ -7,7 +7,7 @@ without decoder and head, or with other logits than these give, is scored from i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ class Scorer(ScorerBase):
         return None
 
     def _set_up_head(self, core: PreTrainedModel) -> str | None:
-        """Set `rule` and `bias`; why the head and they are not the model's logits, None where they are."""
+        """Set `rule`; the reason why it and the head do not give the model's logits, None if they do."""
         check_decoder_only(core)
         self.rule = logit_rule(core.config)
         return head_unsupported(core, self.rule)
@@ -96,8 +96,7 @@ class Scorer(ScorerBase):
     ) -> Scored:
         """Score the trained labels of a batch, in either layout, with `model` (the scorer's model, maybe wrapped).
 
-        The returned loss and metrics do not depend on the layout. Call it under autocast where the run uses mixed
-        precision.
+        The results do not depend on the layout. Call it under autocast where the run uses mixed precision.
         """
         rows = self.lay_out(batch)
         return _scored_of(rows, self.through_head(model, rows, _reads_scores(rows, options)))
@@ -127,47 +126,44 @@ class Scorer(ScorerBase):
         pass. `temperature` divides the logits of both.
         """
         rows = self.lay_out(batch)
-        if other is None:
-            return self._vocabulary_loss(model, rows, loss_of, None, temperature)
-        scorer, other_model = other
-        others = scorer.lay_out(batch)
-        if (self.packed, self.shares_prefixes) != (scorer.packed, scorer.shares_prefixes):
-            rows, others = self.padded(batch), scorer.padded(batch)  # one order of positions
         with_gradient, found = torch.is_grad_enabled(), []
 
-        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
-            """The model runs inside the other one's head, where the weights of both are whole."""
-            states = hidden[others.scored.source]
-            logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
-            with torch.set_grad_enabled(with_gradient):
-                found.append(
-                    self._vocabulary_loss(
-                        model, rows, loss_of, lambda part: logits_of(states[part]), temperature
-                    )
+        def run(others: Callable[[slice], Tensor] | None) -> VocabularyLoss:
+            def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+                logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
+                loss = vocabulary_loss(
+                    hidden[rows.scored.source],
+                    logits_of,
+                    loss_of,
+                    parameters=head.parameters(),
+                    vocabulary=self.core.config.get_text_config().vocab_size,
+                    others=others,
                 )
-            return {}
+                return {"total": loss.total, "losses": loss.values}
+
+            with torch.set_grad_enabled(with_gradient):
+                loss = self.through_head(model, rows, read)
+            return VocabularyLoss(loss["total"], loss["losses"], loss["aux_loss"])
+
+        if other is None:
+            return run(None)
+        scorer, other_model = other
+        theirs = scorer.lay_out(batch)
+        if (self.packed, self.shares_prefixes) != (scorer.packed, scorer.shares_prefixes):
+            rows, theirs = self.padded(batch), scorer.padded(batch)  # one order of positions
+
+        def read_other(
+            head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None
+        ) -> dict[str, Any]:
+            """The model runs inside the other one's head, where the weights of both are whole."""
+            states = hidden[theirs.scored.source]
+            logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
+            found.append(run(lambda part: logits_of(states[part])))
+            return {}  # not the loss: FSDP2 would gather the other model for its backward
 
         with torch.no_grad(), in_eval_mode(other_model):
-            scorer.through_head(other_model, others, read)
+            scorer.through_head(other_model, theirs, read_other)
         return found[0]
-
-    def _vocabulary_loss(
-        self, model: nn.Module, rows: ModelBatch, loss_of: LossOfLogits, others: Any, temperature: float
-    ) -> VocabularyLoss:
-        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
-            logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
-            loss = vocabulary_loss(
-                hidden[rows.scored.source],
-                logits_of,
-                loss_of,
-                parameters=head.parameters(),
-                vocabulary=self.core.config.get_text_config().vocab_size,
-                others=others,
-            )
-            return {"total": loss.total, "losses": loss.values}
-
-        found = self.through_head(model, rows, read)
-        return VocabularyLoss(found["total"], found["losses"], found["aux_loss"])
 
     def through_head(self, model: nn.Module, rows: ModelBatch, read: Reader) -> dict[str, Any]:
         """What `read` returns of the decoder's hidden states, inside the model's own forward and the head's own call.
@@ -194,9 +190,8 @@ class Scorer(ScorerBase):
         """The decoder's last hidden states `(B, T, H)`, and a router's loss."""
         router = router_inputs(self.core)
         outputs = decoder_of(self.core)(**inputs, **router, use_cache=False)
-        if not router:
-            return outputs.last_hidden_state, None
-        loss = router_loss(self.core, outputs.router_logits, inputs.get("attention_mask"))
+        mask = inputs.get("attention_mask")
+        loss = router_loss(self.core, outputs.router_logits, mask) if router else None
         return outputs.last_hidden_state, loss
 
     # ---- from the model's own logits

@@ -17,13 +17,11 @@ from transformers import PreTrainedModel
 from trl.models.head_precision import as_the_head_wants
 from trl.models.packed.layout import ModelBatch
 from trl.models.parts import replaced_forward
-from trl.tensors.local_loss import local_loss, local_loss_through
-from trl.tensors.logprobs import AnyHead, token_entropies, token_scores, token_scores_through
+from trl.tensors.local_loss import LocalLoss, LossOf, local_loss, local_loss_through
+from trl.tensors.logprobs import AnyHead, token_scores, token_scores_through
 from trl.tensors.segments import Segments
-from trl.tensors.softmax_rows import LogitRule, Statistics
+from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores
 
-LossOf = Callable[[Tensor, slice], Tensor]
-"""(log-probs of a chunk (C,), which scored positions these are) -> each token's weighted loss (C,)."""
 Reader = Callable[[nn.Module, Tensor, LogitRule, Tensor | None], dict[str, Any]]
 """(head, hidden states (tokens, H), rule of the logits, bias outside of the head) -> what was found."""
 
@@ -76,39 +74,50 @@ def score_hidden(
     *,
     bias: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Log-probs (or a local loss) of the scored positions, and entropies of the others where all are asked for.
-
-    The fast path for a head that is one weight and one bias; any other module is called chunk by chunk.
-    """
+    """Log-probs (or a local loss) of the scored positions, and entropies of the others where all are asked for."""
     rule = replace(rule, temperature=options.temperature)
     states, targets = hidden[batch.scored.source], batch.scored.target
     wanted = Statistics(options.entropy != "none", options.correct, options.collision, options.mean_logits)
-    wants: dict[str, Any] = {"rule": rule, "wanted": wanted}
     products = head_products(head, bias)
-    weight, bias = products.weight, products.bias
     if options.loss_of is None:
-        if weight is not None:
-            scores = token_scores(states, weight, targets, bias=bias, **wants)
-        else:
-            scores = token_scores_through(products.call, states, targets, **wants)
-        found = {**scores._asdict(), "total": None}
+        scores, total = products.token_scores(states, targets, rule=rule, wanted=wanted), None
     else:
-        if weight is not None:
-            loss = local_loss(states, weight, targets, options.loss_of, bias=bias, **wants)
-        else:
-            loss = local_loss_through(products.call, states, targets, options.loss_of, **wants)
-        found = {**loss.scores._asdict(), "total": loss.total}
+        total, _, scores = products.local_loss(states, targets, options.loss_of, rule=rule, wanted=wanted)
+    found = {**scores._asdict(), "total": total}
     if options.entropy == "all":
-        found["entropy_total"] = _entropy_of_all(products, hidden, batch, rule, found["entropies"])
+        assert scores.entropies is not None
+        unscored = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+        unscored[batch.real_tokens] = True
+        unscored[batch.scored.source] = False
+        with torch.no_grad():
+            rest = hidden[unscored]
+            nowhere = torch.zeros(len(rest), dtype=torch.int64, device=hidden.device)
+            others = products.token_scores(
+                rest, nowhere, rule=rule, wanted=Statistics(entropy=True)
+            ).entropies
+            assert others is not None
+            found["entropy_total"] = scores.entropies.sum() + others.sum()
     return found
 
 
 class Products(NamedTuple):
-    """How hidden states become products: by a weight and bias that can be read, or by a call."""
+    """Products of hidden states and a head: by a weight and bias that can be read (the fast path), or by a call."""
 
     weight: Tensor | None
     bias: Tensor | None
     call: AnyHead
+
+    def token_scores(self, hidden: Tensor, targets: Tensor, **options: Any) -> TokenScores:
+        """Log-probs of the targets `(K,)`."""
+        if self.weight is None:
+            return token_scores_through(self.call, hidden, targets, **options)
+        return token_scores(hidden, self.weight, targets, bias=self.bias, **options)
+
+    def local_loss(self, hidden: Tensor, targets: Tensor, loss_of: LossOf, **options: Any) -> LocalLoss:
+        """The sum of a loss that is local to each token."""
+        if self.weight is None:
+            return local_loss_through(self.call, hidden, targets, loss_of, **options)
+        return local_loss(hidden, self.weight, targets, loss_of, bias=self.bias, **options)
 
 
 def head_products(head: nn.Module, bias: Tensor | None) -> Products:
@@ -119,25 +128,6 @@ def head_products(head: nn.Module, bias: Tensor | None) -> Products:
     biases = [x for x in (linear.bias, bias) if x is not None]
     total = sum(biases[1:], biases[0]) if biases else None
     return Products(linear.weight, total, lambda states: linear_product(states, linear.weight, total))
-
-
-@torch.no_grad()
-def _entropy_of_all(
-    products: Products, hidden: Tensor, batch: ModelBatch, rule: LogitRule, scored: Tensor
-) -> Tensor:
-    """Sum of the entropies of all real tokens; those of the scored positions are known already."""
-    unscored = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
-    unscored[batch.real_tokens] = True
-    unscored[batch.scored.source] = False
-    states = hidden[unscored.nonzero()[:, 0]]
-    if products.weight is not None:
-        rest = token_entropies(states, products.weight, bias=products.bias, rule=rule)
-    else:
-        nowhere = torch.zeros(len(states), dtype=torch.int64, device=hidden.device)
-        wanted = Statistics(entropy=True)
-        rest = token_scores_through(products.call, states, nowhere, rule=rule, wanted=wanted).entropies
-        assert rest is not None
-    return scored.sum() + rest.sum()
 
 
 def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
@@ -151,8 +141,7 @@ def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
 def router_loss(core: PreTrainedModel, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
     """The load-balancing loss of the model's own module (Switch Transformers, arXiv:2101.03961, eq. 4-6).
 
-    A packed row, whose mask is a segment table or None, has no padding; tokens of a prompt that several sequences share count
-    as often as these would repeat it.
+    Packed rows have no padding; tokens of a shared prompt count once per branch.
     """
     balance = vars(sys.modules[type(core).__module__])["load_balancing_loss_func"]
     mask = attention_mask
