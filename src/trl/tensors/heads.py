@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def chunk_size_of_any_head(hidden: Tensor) -> int:
     return (CPU_CHUNK_ROWS if hidden.device.type == "cpu" else ACCELERATOR_CHUNK_ROWS)[0]
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """A block without autocast on the tensor's device."""
     return torch.autocast(tensor.device.type, enabled=False)
 

@@ -83,7 +83,8 @@ class _LocalLoss(torch.autograd.Function):
         scoring: Scoring,
         with_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
-        wanted, exact = ctx.needs_input_grad[:3] if with_gradient else (False,) * 3, scoring.exact_dtype
+        wanted = ctx.needs_input_grad[:3] if with_gradient else (False, False, False)
+        exact = scoring.exact_dtype
         sums = HeadGradients.empty(hidden, weight, bias, wanted=wanted, dtype=exact)
         scores, values = scoring.empty_scores(hidden), hidden.new_empty(len(hidden), dtype=exact)
         with without_autocast(hidden):
