@@ -109,7 +109,7 @@ def test_a_server_with_weights_of_its_own_is_warned_about(group_port, caplog):
             client.update_model_params(tiny_model("llama"))  # of 2 layers
         client.close_communicator()
     assert caplog.text.count("keeps its own values of 9 weights") == 1
-    assert "model.layers.2.input_layernorm.weight" in caplog.text and ", ..." in caplog.text
+    assert "such as model.layers.2.input_layernorm.weight" in caplog.text
 
 
 def test_at_its_end_a_program_leaves_the_channel_of_another_one_alone(url, stand_in, group_port):
@@ -156,7 +156,7 @@ def test_weights_that_cannot_be_read_here_end_the_update_on_both_sides(url, stan
     }
     started = time.monotonic()
     with pytest.raises(NotImplementedError, match="meta tensor"):
-        client.update_weights(weights)
+        client.send_weights(weights, weights.values())
     assert time.monotonic() - started < 20 and stand_in.channel is None and not client.is_connected
 
 
@@ -213,9 +213,7 @@ def test_other_servers_and_addresses_that_are_none():
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
-        with pytest.raises(
-            RuntimeError, match=r"answers 404 .* expected a server started with `trl vllm-serve`"
-        ):
+        with pytest.raises(RuntimeError, match=r"404.* expected a server started with `trl vllm-serve`"):
             VLLMClient(f"http://127.0.0.1:{other.server_port}", connection_timeout=5.0)
         other.shutdown()
     for given in (

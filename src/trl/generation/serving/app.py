@@ -66,7 +66,7 @@ class GenerationServer:
 
         Raises: BackendDied if the backend has ended.
         """
-        app = _Admission(make_app(self, backend), token=token, max_body_bytes=max_body_bytes)
+        app = _admission(make_app(self, backend), token=token, max_body_bytes=max_body_bytes)
         config = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", log_config=None, server_header=False,
             access_log=logger.isEnabledFor(logging.DEBUG), timeout_keep_alive=_IDLE_S,
@@ -93,44 +93,40 @@ class GenerationServer:
         self.close()
 
 
-class _Admission:
-    """Checks the token and the size of a request before its body is parsed; only `/health/` needs no token."""
+def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:
+    """Check the token and the size of a request before its body is parsed; only `/health/` needs no token."""
 
-    def __init__(self, app: ASGIApp, *, token: str, max_body_bytes: int) -> None:
-        self.app, self.max_body_bytes = app, max_body_bytes
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
         request, taken = Request(scope, receive), 0
 
         async def receive_limited() -> Message:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
-            if taken > self.max_body_bytes:
+            if taken > max_body_bytes:
                 await _drain(receive, message)
                 raise HTTPException(
-                    413,
-                    f"The body has more than {self.max_body_bytes} bytes. Split it into several requests.",
+                    413, f"The body has more than {max_body_bytes} bytes. Split it into several requests."
                 )
             return message
 
         path = f"{scope['path'].rstrip('/')}/"
         given = dict(scope["headers"]).get(b"authorization", b"")
-        if path == "/health/" or hmac.compare_digest(given, self._expected):
+        if path == "/health/" or hmac.compare_digest(given, f"Bearer {token}".encode()):
             kept = [each for each in scope["headers"] if each[0] != b"content-type"]
             headers = [*kept, (b"content-type", b"application/json")]  # clients may give another type
-            await self.app({**scope, "path": path, "headers": headers}, receive_limited, send)
+            await app({**scope, "path": path, "headers": headers}, receive_limited, send)
             return
         if request.method == "POST":
             await _drain(receive, await receive())
         answer = _error(
             401,
-            "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN to the server's token on both sides; on one machine the "
-            "client reads it from the file that the server wrote.",
+            "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN to the server's token on both sides.",
         )
         answer.headers["WWW-Authenticate"] = "Bearer"
         await answer(scope, receive, send)
+
+    return admitted
 
 
 async def _drain(receive: Receive, message: Message) -> None:
@@ -241,11 +237,8 @@ def _error(status: int, text: str) -> JSONResponse:
 
 def _described(error: RequestValidationError) -> str:
     """The invalid fields of a body."""
-    found = error.errors()
-    shown = [
-        f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}" for each in found[:_ERRORS_SHOWN]
-    ]
-    return "; ".join(shown) + ("; ..." if len(found) > _ERRORS_SHOWN else ".")
+    found = error.errors()[:_ERRORS_SHOWN]
+    return "; ".join(f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}" for each in found)
 
 
 def _completions(found: dict[str, Any]) -> JSONResponse:
@@ -254,6 +247,6 @@ def _completions(found: dict[str, Any]) -> JSONResponse:
         return JSONResponse(found)
     except ValueError:
         raise FloatingPointError(
-            "the completions' log-probs must be finite, got NaN or infinity: the weights that the server was sent are not finite, or "
-            "too large for its dtype. Check whether the run diverged, or start the server with a wider --dtype."
+            "the completions' log-probs must be finite: the weights that the server was sent are not finite, or too large for its "
+            "dtype. Check whether the run diverged, or start the server with a wider --dtype."
         ) from None

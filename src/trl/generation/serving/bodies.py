@@ -79,7 +79,10 @@ class ChatBody(SamplingBody):
     @classmethod
     def _with_images_inside(cls, messages: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
         """Images become data URLs, because the server downloads nothing."""
-        return [[_message(message) for message in conversation] for conversation in messages]
+        for message in (message for conversation in messages for message in conversation):
+            if isinstance(message.get("content"), list):
+                message["content"] = [_part(part) for part in message["content"]]
+        return messages
 
 
 class JoinBody(Body):
@@ -139,19 +142,13 @@ class LeaveBody(Body):
     channel: str | None = None
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return message | {"content": [_part(part) for part in content]}
-
-
 def _part(part: Any) -> Any:
     if not isinstance(part, dict) or part.get("type") in ("text", None):
         return part
-    if part["type"] == "image" and isinstance(part.get("image"), str):
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{part['image']}"}}
-    url = part["image_url"].get("url") if isinstance(part.get("image_url"), dict) else part.get("image_url")
-    if part["type"] == "image_url" and isinstance(url, str) and url.startswith("data:"):
-        return {"type": "image_url", "image_url": {"url": url}}
-    raise ValueError(f"parts of type {part['type']!r} must be text, or images as base64 or data URLs")
+    given = part.get(part["type"])
+    url = given.get("url") if isinstance(given, dict) else given
+    if part["type"] == "image" and isinstance(url, str):
+        url = f"data:image/png;base64,{url}"
+    if part["type"] not in ("image", "image_url") or not isinstance(url, str) or not url.startswith("data:"):
+        raise ValueError(f"parts of type {part['type']!r} must be text, or images as base64 or data URLs")
+    return {"type": "image_url", "image_url": {"url": url}}

@@ -25,12 +25,9 @@ def token_file(port: int) -> Path:
 
 def client_token(host: str, port: int) -> str | None:
     """The token for the server at `host:port`: that of the environment, or of the file of a server on this machine."""
-    given = _from_environment()
-    if given is not None:
-        return given
     file = token_file(port)
-    if not is_loopback(reachable(host)) or not file.is_file():
-        return None
+    if (given := _from_environment()) is not None or not is_loopback(reachable(host)) or not file.is_file():
+        return given
     return file.read_text(encoding="utf-8").strip()
 
 
@@ -45,17 +42,20 @@ def check_token_source(host: str) -> None:
 
 @contextmanager
 def server_token(host: str, port: int) -> Iterator[str]:
-    """The token of a server on `host:port`: that of the environment, or a new one, in its file inside the block.
+    """The token of a server on `host:port`: that of the environment, or a new one, in a private file inside the block.
 
     Raises: ValueError as `check_token_source`.
     """
     check_token_source(host)
-    given = _from_environment()
-    if given is not None:
+    if (given := _from_environment()) is not None:
         yield given
         return
     token, file = secrets.token_urlsafe(32), token_file(port)
-    _write_private(file, token)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.{os.getpid()}")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+        stream.write(token)
+    aside.replace(file)
     try:
         yield token
     finally:
@@ -66,15 +66,6 @@ def server_token(host: str, port: int) -> Iterator[str]:
 def _from_environment() -> str | None:
     """The token of the environment without line end; None if it is empty."""
     return os.environ.get(VARIABLE, "").strip() or None
-
-
-def _write_private(file: Path, text: str) -> None:
-    """Write a file atomically, readable by its owner only."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-        stream.write(text)
-    aside.replace(file)
 
 
 def is_loopback(host: str) -> bool:
@@ -136,24 +127,28 @@ class ServerConnection:
         self._path, self._secure = parts.path.rstrip("/"), parts.scheme == "https"
 
     def get(self, path: str, *, timeout_s: float | None = 60.0) -> dict[str, Any]:
-        """The server's answer to a GET request."""
-        return self._ask("GET", path, None, timeout_s)
+        """The server's answer to a GET request; raises as `post`."""
+        return self._request("GET", path, None, timeout_s)
 
     def post(
         self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """The server's answer to a POST request; `timeout_s=None` waits as long as the server runs.
 
-        Raises: ServerLost if it cannot be reached or is shutting down, PermissionError for a wrong token, ValueError for an invalid
-        request, RuntimeError for an error there.
+        Raises: ServerLost if it cannot be reached, is shutting down or has no weight channel, PermissionError for a wrong token,
+        ValueError for an invalid request, RuntimeError for an error there.
         """
-        return self._ask("POST", path, json.dumps(body or {}).encode(), timeout_s)
+        return self._request("POST", path, json.dumps(body or {}).encode(), timeout_s)
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        token = self.token or client_token(self.host, self.port)
-        if token:
-            headers["Authorization"] = _bearer(token)
+    def _request(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> dict[str, Any]:
+        token = self.token or client_token(self.host, self.port) or ""
+        if not (token.isascii() and token.isprintable()):  # `http.client` would print it
+            raise ValueError(
+                f"the token of the vLLM server ({VARIABLE}) must be printable ASCII on one line."
+            )
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=timeout_s)
         try:
@@ -169,41 +164,31 @@ class ServerConnection:
             ) from error
         finally:
             connection.close()
-        if status == 401:
-            given = "that was given" if token else "(none was found)"
-            raise PermissionError(
-                f"The vLLM server at {self.base_url} refused the token {given}. Set {VARIABLE} to the same text for the server and for "
-                "this program; without it, both must run on one machine as the same user."
-            )
-        return self._read(path, status, text)
-
-    def _read(self, path: str, status: int, text: str) -> dict[str, Any]:
         try:
             found = json.loads(text)
         except ValueError:
             found = None
         if status == 200 and isinstance(found, dict):
             return found
-        message = found.get("error", text) if isinstance(found, dict) else text
-        where, message = f"The vLLM server at {self.base_url}{path}", str(message)[:_MOST_CHARACTERS]
-        if status == 409:
-            raise ServerLost(f"{where} has no weight channel to this program: {message}")
-        if status == 503:
-            raise ServerLost(f"{where} cannot answer: {message}")
-        if status in (400, 413):
-            raise ValueError(f"{where} refused the request: {message}")
-        if status in (200, 404, 405):
-            raise RuntimeError(
-                f"{where} answers {status} {message!r}, expected a server started with `trl vllm-serve`. Check host and port."
+        message = str(found.get("error", text) if isinstance(found, dict) else text)[:_MOST_CHARACTERS]
+        if status == 401:
+            given = "that was given" if token else "(none was found)"
+            message = (
+                f"refused the token {given}. Set {VARIABLE} to the same text for the server and for this program; without it, both "
+                "must run on one machine as the same user."
             )
-        raise RuntimeError(f"{where} failed ({status}): {message}")
+        elif status in (200, 404, 405):
+            message = (
+                f"answers {message!r}, expected a server started with `trl vllm-serve`. Check host and port."
+            )
+        raise _ERRORS.get(status, RuntimeError)(
+            f"The vLLM server at {self.base_url}{path} failed ({status}): {message}"
+        )
 
 
-def _bearer(token: str) -> str:
-    """The header of a token; invalid ones are refused here because `http.client` would print them."""
-    if not (token.isascii() and token.isprintable()):
-        raise ValueError(f"the token of the vLLM server ({VARIABLE}) must be printable ASCII on one line.")
-    return f"Bearer {token}"
+_ERRORS: dict[int, type[Exception]] = {
+    400: ValueError, 401: PermissionError, 409: ServerLost, 413: ValueError, 503: ServerLost,
+}  # fmt: skip
 
 
 def _notice_a_dead_peer(sock: socket.socket) -> None:

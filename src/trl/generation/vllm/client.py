@@ -24,7 +24,6 @@ from trl.reporting.deadlines import start
 logger = logging.getLogger(__name__)
 
 CHANNEL_TIMEOUT_S = 240.0  # for joining, and for each bucket of weights
-_NAMES_SHOWN = 5  # in a warning
 
 
 class VLLMClient:
@@ -103,13 +102,11 @@ class VLLMClient:
         """
         answer = self._http.post("/complete/", {"requests": [dict(request) for request in requests]})
         self._check_channel(answer)
-        found = answer["completions"]
-        if len(found) != len(requests):
+        if (given := len(answer["completions"])) != len(requests):
             raise RuntimeError(
-                f"The vLLM server at {self.base_url} gave {len(found)} completions for {len(requests)} requests. See its log, and "
-                "restart it."
+                f"The vLLM server at {self.base_url} gave {given} completions for {len(requests)} requests. Restart it."
             )
-        return found
+        return answer["completions"]
 
     def generate(
         self,
@@ -159,7 +156,7 @@ class VLLMClient:
     ) -> dict[str, list[list[Any]]]:
         """`generate` for conversations, with the chat template of the server's tokenizer or another `chat_template`."""
         sampling = _sampling(locals())
-        template = {
+        sampling |= {
             "chat_template_kwargs": chat_template_kwargs,
             "tools": tools,
             "chat_template": chat_template,
@@ -167,7 +164,7 @@ class VLLMClient:
         if any(isinstance(each, Mapping) for each in messages):
             raise TypeError("messages must be a list of conversations, got a single one. Put it in a list.")
         shown = [[_without_pixels(message) for message in conversation] for conversation in messages]
-        return self._http.post("/chat/", {"messages": shown, **sampling, **template})
+        return self._http.post("/chat/", {"messages": shown, **sampling})
 
     def reset_prefix_cache(self) -> None:
         """Clear the server's prefix cache."""
@@ -202,15 +199,13 @@ class VLLMClient:
         self._warned = False
         atexit.register(self.close_communicator)
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Send all weights of a checkpoint, by their names.
+    def send_weights(self, shapes: Mapping[str, Tensor], weights: Iterable[Tensor]) -> None:
+        """Send all weights of a checkpoint, which may be produced one after another.
+
+        `shapes` has their names, in the order of `weights`; only the shapes and dtypes of its tensors are read.
 
         Raises: ServerLost if the server has no channel to this program, RuntimeError if loading fails there.
         """
-        self.send_weights(weights, weights.values())
-
-    def send_weights(self, shapes: Mapping[str, Tensor], weights: Iterable[Tensor]) -> None:
-        """Send `weights`, which are produced one after another, in the order of `shapes`: tensors without data by their names."""
         described = [_described(name, weight) for name, weight in shapes.items()]
         self._send("/update_weights/", {"weights": described}, weights)
 
@@ -226,7 +221,7 @@ class VLLMClient:
         parts = WeightParts(model)
         if parts.is_sharded and process_count() > 1:
             raise ValueError(
-                "model is sharded (ZeRO-3 or FSDP), which one process cannot gather. Use VLLMServerEngine.sync_weights in all processes."
+                "model is sharded, which one process cannot gather. Use VLLMServerEngine.sync_weights in all processes."
             )
         with parts.read() as weights:
             self.send_weights(parts.shapes, (weight for _, weight in weights))
@@ -270,10 +265,9 @@ class VLLMClient:
         names = answer.get("kept") or []
         if names and not self._warned:  # once for each channel
             self._warned = True
-            shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
             logger.warning(
-                "The vLLM server at %s keeps its own values of %d weights that it was not sent: %s. Start it with the model that is "
-                "trained, unless this is intended.", self.base_url, len(names), shown,
+                "The vLLM server at %s keeps its own values of %d weights that it was not sent, such as %s. Start it with the model "
+                "that is trained, unless this is intended.", self.base_url, len(names), names[0],
             )  # fmt: skip
 
     def _check_channel(self, answer: Mapping[str, Any]) -> None:
@@ -321,18 +315,14 @@ def _encoded(images: Any) -> Any:
 
 
 def _without_pixels(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its images as data URLs."""
-    content = message.get("content")
-    if not isinstance(content, list):
+    """A message with its images in base64."""
+    if not isinstance(content := message.get("content"), list):
         return dict(message)
-    return {**message, "content": [_part(part) for part in content]}
-
-
-def _part(part: Any) -> Any:
-    image = part.get("image", part.get("image_pil")) if isinstance(part, dict) else None
-    if image is None or isinstance(image, str):
-        return part
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{pil_to_base64(image)}"}}
+    shown = []
+    for part in content:
+        image = part.get("image", part.get("image_pil")) if isinstance(part, dict) else None
+        shown.append(part if image is None else {"type": "image", "image": _encoded(image)})
+    return {**message, "content": shown}
 
 
 def _described(name: str, weight: Tensor) -> dict[str, Any]:
