@@ -12,7 +12,7 @@ import pytest
 import yaml
 from examples import small_model
 
-from trl.cli.launch_options import launch_actions, split_arguments, split_config
+from trl.cli.launch import make_plan
 from trl.cli.main import COMMANDS
 from trl.scripts.config_file import ConfigFile, take_config_option
 from trl.scripts.quickstart import make_parser as quickstart_parser
@@ -95,23 +95,14 @@ def test_dotted_names_of_the_library_exist(path):
             found = getattr(found, name)
 
 
-@pytest.fixture(scope="module")
-def option_tables():
-    parser = sft_parser()
-    actions = launch_actions()
-    parser.other_options.update(action.dest for action in actions.values())
-    return parser, actions
-
-
-def check_training_command(name: str, words: list[str], actions) -> None:
+def check_training_command(name: str, words: list[str]) -> None:
     parser = importlib.import_module(COMMANDS[name].module).make_parser()
     _, given = take_config_option([word for word in words if word != "--help"])
-    split = split_arguments(given, script_options=set(parser.spellings()), launch=actions)
-    parser.check_arguments(split.script, None)
+    parser.check_arguments(make_plan(parser, given, None).script, None)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
-def test_commands_name_what_exists(path, option_tables):
+def test_commands_name_what_exists(path):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for program, first, *rest in commands(path):
         if program == "make":
@@ -119,7 +110,7 @@ def test_commands_name_what_exists(path, option_tables):
         elif program == "python":
             assert first == "-m" or (ROOT / first).exists(), first
         elif first in COMMANDS and COMMANDS[first].kind == "training" and rest:
-            check_training_command(first, rest, option_tables[1])
+            check_training_command(first, rest)
         elif first == "quickstart":
             quickstart_parser().parse_args(rest)
         elif first == "vllm-serve" and rest:
@@ -129,17 +120,16 @@ def test_commands_name_what_exists(path, option_tables):
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "yaml")], ids=label)
-def test_config_files_have_options_that_exist(path, option_tables):
+def test_config_files_have_options_that_exist(path):
     """Those of the command that a file's first line names (`# grpo.yaml`), of `trl sft` otherwise."""
-    sft, actions = option_tables
     for block in blocks(path, "yaml"):
         named = re.match(r"# (\w+)\.yaml", block)
         command = COMMANDS.get(named.group(1)) if named else None
-        parser = importlib.import_module(command.module).make_parser() if command else sft
+        parser = importlib.import_module(command.module).make_parser() if command else sft_parser()
         values = yaml.safe_load(block)
         values.pop("env", None)
-        script, _ = split_config(values, script_options=set(parser.spellings()), launch=actions)
-        parser.check_arguments([], ConfigFile("sft.yaml", script, {}, {}))
+        plan = make_plan(parser, [], ConfigFile("sft.yaml", values, {}, {}))
+        parser.check_arguments([], plan.config)
 
 
 def test_commands_are_found():

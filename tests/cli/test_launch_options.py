@@ -1,63 +1,67 @@
+import argparse
+from dataclasses import dataclass, field
+
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from trl.cli.launch_options import PROFILES, launch_actions, profile_path, split_arguments, split_config
+from trl.cli.launch import PROFILES, make_plan, profile_path
+from trl.scripts.config_file import ConfigFile
+from trl.scripts.parser import TrlParser
 
-OURS = ["--size", "--debug", "--gradient_accumulation_steps", "--names"]
+
+@dataclass
+class Ours:
+    size: int = 1
+    debug: str = ""
+    gradient_accumulation_steps: int = 1
+    names: list[str] = field(default_factory=list)
 
 
-@pytest.fixture(scope="module")
-def actions():
-    return launch_actions()
+def plan(line="", **values):
+    config = ConfigFile("run.yaml", values, {}, {}) if values else None
+    found = make_plan(TrlParser(Ours), line.split(), config)
+    found.launch.pop("nondefault", None)  # accelerate's note of what was given
+    return found
 
 
 @pytest.mark.parametrize(
     ("line", "script", "launch"),
     [
-        ("--size 3", "--size 3", ""),
-        ("--num_processes 4 --size 3", "--size 3", "--num_processes 4"),
-        ("--num-processes=4 --size 3", "--size 3", "--num-processes=4"),
-        ("--names a b --cpu --size 3", "--names a b --size 3", "--cpu"),
-        ("--mixed_precision bf16 stray", "stray", "--mixed_precision bf16"),
-        ("--debug --gradient_accumulation_steps 2", "--debug --gradient_accumulation_steps 2", ""),
-        ("--unknown 1 --multi_gpu", "--unknown 1", "--multi_gpu"),
-        ("--module x", "--module x", ""),
+        ("--size 3", "--size 3", {}),
+        ("--num_processes 4 --size 3", "--size 3", {"num_processes": 4}),
+        ("--num-processes=4 --size 3", "--size 3", {"num_processes": 4}),
+        ("--names a b --cpu --size 3", "--names a b --size 3", {"cpu": True}),
+        ("--mixed_precision bf16 stray", "stray", {"mixed_precision": "bf16"}),
+        ("--debug --gradient_accumulation_steps 2", "--debug --gradient_accumulation_steps 2", {}),
+        ("--unknown 1 --multi_gpu", "--unknown 1", {"multi_gpu": True}),
+        ("--module x --size -1 --size=2", "--module x --size -1 --size=2", {}),
     ],
 )
-def test_split_arguments(actions, line, script, launch):
-    split = split_arguments(line.split(), script_options=OURS, launch=actions)
-    assert (split.script, split.launch) == (script.split(), launch.split())
+def test_the_command_line_is_split(line, script, launch):
+    assert plan(line) == (script.split(), None, launch)
 
 
 @pytest.mark.parametrize("spelling", ["--accelerate_config zero2", "--accelerate-config=zero2"])
-def test_a_profile_becomes_its_file(actions, spelling):
-    split = split_arguments(spelling.split(), script_options=OURS, launch=actions)
-    assert split == ([], ["--config_file", str(PROFILES / "zero2.yaml")])
+def test_a_profile_becomes_its_file(spelling):
+    assert plan(spelling) == ([], None, {"config_file": str(PROFILES / "zero2.yaml")})
 
 
-def test_a_launch_option_without_its_value(actions):
-    with pytest.raises(ValueError, match="--num_processes needs a value"):
-        split_arguments(["--num_processes"], script_options=OURS, launch=actions)
+def test_a_launch_option_without_its_value():
+    with pytest.raises(argparse.ArgumentError, match="--num_processes"):
+        plan("--num_processes")
 
 
-def test_split_config(actions):
-    values = {
-        "size": 3,
-        "num_processes": 4,
-        "mixed_precision": False,
-        "cpu": True,
-        "multi_gpu": False,
-        "odd": 1,
-    }
-    script, launch = split_config(values, script_options=OURS, launch=actions)
-    assert script == {"size": 3, "odd": 1}
-    assert launch == ["--num_processes", "4", "--mixed_precision", "no", "--cpu"]
-    assert split_config({"accelerate_config": "cpu"}, script_options=OURS, launch=actions)[1] == [
-        "--config_file",
-        str(PROFILES / "cpu.yaml"),
-    ]
+def test_the_config_file_is_split_and_the_command_line_wins():
+    _, config, launch = plan(
+        "--num_machines 2", size=3, num_processes=4, num_machines=1, mixed_precision=False, cpu=True, multi_gpu=False,
+        rdzv_backend=None, odd=1, accelerate_config="cpu",
+    )  # fmt: skip
+    assert config is not None and config.values == {"size": 3, "odd": 1}
+    assert launch == {
+        "num_processes": 4, "num_machines": 2, "mixed_precision": "no", "cpu": True, "config_file": str(PROFILES / "cpu.yaml"),
+    }  # fmt: skip
     with pytest.raises(ValueError, match="`cpu` must be true or false, got 'please'"):
-        split_config({"cpu": "please"}, script_options=OURS, launch=actions)
+        plan(cpu="please")
 
 
 def test_profiles_by_name_and_by_path(tmp_path):

@@ -4,13 +4,11 @@ import argparse
 import dataclasses
 import importlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,17 +16,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
+from trl.scripts.plain_parser import did_you_mean
 
 if TYPE_CHECKING:
     from trl.scripts.parser import TrlParser
 
+PROFILES = Path(__file__).parent.parent / "accelerate_configs"
+_RESERVED = ("help", "module", "no_python")  # options that are not the user's to give
+_UNSAID = {"num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}  # else accelerate warns
+
 
 class Plan(NamedTuple):
-    """A training run: the script's arguments, the script's options in the config file, and the launch arguments."""
+    """A training run: the script's arguments, the script's options in the config file, and the launch options."""
 
     script: list[str]
     config: ConfigFile | None
-    launch: list[str]
+    launch: dict[str, Any]
 
 
 def launch(name: str, module: str, argv: list[str]) -> int:
@@ -45,74 +48,164 @@ def launch(name: str, module: str, argv: list[str]) -> int:
         script = importlib.import_module(module)
         parser = script.make_parser()
         plan = make_plan(parser, given, config)
-        here = not needs_accelerate(plan)
-        if not here:
+        args = None
+        if needs_accelerate(plan):
             parser.check_arguments(plan.script, plan.config)
-    except (ValueError, FileNotFoundError) as error:
+            args = accelerate_arguments(module, plan.launch)
+    except (ValueError, FileNotFoundError, argparse.ArgumentError) as error:
         print(f"trl {name}: error: {error}", file=sys.stderr)
         return 2
     # An error from here on is the run's own, or has been reported by it.
-    if not here:
-        return run_through_accelerate(module, plan)
+    if args is not None:
+        return run_through_accelerate(args, plan)
     from trl.scripts.running import run_script
 
     return run_script(parser, script.main, plan.script, config=plan.config)
 
 
 def make_plan(parser: "TrlParser", given: list[str], config: ConfigFile | None) -> Plan:
-    """Sort what was given into the script's options and those of `accelerate launch`; the command line wins."""
-    if "-h" in given or "--help" in given:
-        return Plan(given, config, [])
-    from trl.cli.launch_options import launch_actions, split_arguments, split_config
+    """Sort what was given into the script's options and those of `accelerate launch`.
 
-    known = set(parser.spellings())
-    actions = launch_actions()
-    parser.other_options.update([action.dest for action in actions.values()], ["accelerate_config"])
-    split = split_arguments(given, script_options=known, launch=actions)
-    if config is None:
-        return Plan(split.script, None, split.launch)
-    values, from_file = split_config(config.values, script_options=known, launch=actions)
-    return Plan(split.script, dataclasses.replace(config, values=values), [*from_file, *split.launch])
+    An option that both know is the script's; what neither knows is left to the script's parser, which reports it. The command
+    line wins over the file.
+
+    Raises:
+        argparse.ArgumentError, ValueError: for launch options with a wrong value.
+    """
+    if {"-h", "--help"} & set(given):
+        return Plan(given, config, {})
+    launcher = launch_parser(parser.spellings())
+    known = launcher._option_string_actions
+    parser.other_options.update(action.dest for action in known.values())
+    parser.other_options.add("accelerate_config")
+    from_file: list[str] = []
+    if config is not None:
+        for name, value in config.values.items():
+            from_file += as_arguments(known[f"--{name}"], name, value) if f"--{name}" in known else []
+        own = {name: value for name, value in config.values.items() if f"--{name}" not in known}
+        config = dataclasses.replace(config, values=own)
+    found, script = launcher.parse_known_args([*from_file, *given])
+    return Plan(script, config, vars(found))
+
+
+def launch_parser(script_options: Collection[str]) -> argparse.ArgumentParser:
+    """A parser of the options of `accelerate launch` that are none of the script's, and of `--accelerate_config`."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for action in launch_command_parser()._actions:
+        action.option_strings = [text for text in action.option_strings if text not in script_options]
+        if action.option_strings and action.dest not in _RESERVED:
+            action.default = argparse.SUPPRESS
+            parser._add_action(action)
+    parser.add_argument(
+        *("--accelerate_config", "--accelerate-config"),
+        dest="config_file",
+        type=profile_path,
+        default=argparse.SUPPRESS,
+    )
+    return parser
+
+
+def as_arguments(action: argparse.Action, name: str, value: Any) -> list[str]:
+    """A value from a config file as it is written on the command line of `accelerate launch`."""
+    if value is None:
+        return []
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"`{name}` must be true or false, got {value!r}.")
+        return [f"--{name}"] if value else []
+    if isinstance(value, bool):  # YAML reads a bare `no` as false
+        value = ("yes" if value else "no") if "no" in (action.choices or ()) else str(value).lower()
+    return [f"--{name}", str(value)]
+
+
+def profile_path(name_or_path: str) -> str:
+    """The file of a built-in profile, or the path of the user's own.
+
+    Raises:
+        FileNotFoundError: if it is neither, listing the profiles.
+    """
+    profiles = {path.stem: str(path) for path in sorted(PROFILES.glob("*.yaml"))}
+    if name_or_path in profiles:
+        return profiles[name_or_path]
+    if Path(name_or_path).is_file():
+        return name_or_path
+    raise FileNotFoundError(
+        f"accelerate_config must be a profile ({', '.join(profiles)}) or the path of a file, got {name_or_path!r}."
+        f"{did_you_mean(name_or_path, profiles)}"
+    )
 
 
 def needs_accelerate(plan: Plan) -> bool:
     """Whether the run needs `accelerate launch`: launch options, a saved default configuration, several devices."""
-    if "-h" in plan.script or "--help" in plan.script:
+    if {"-h", "--help"} & set(plan.script):
         return False
     if "LOCAL_RANK" in os.environ:
         if plan.launch:
-            warnings.warn(
-                f"Ignored in a process that a launcher started: {' '.join(plan.launch)}", stacklevel=2
-            )
+            names = ", ".join(sorted({*plan.launch} - {"nondefault"}))  # accelerate's note of what was given
+            warnings.warn(f"Ignored in a process that a launcher started: {names}", stacklevel=2)
         return False
     if plan.launch:
         return True
     import torch
+
+    return default_config() is not None or torch.accelerator.device_count() > 1
+
+
+def default_config() -> str | None:
+    """The file that `accelerate config` saved, if there is one."""
     from accelerate.commands.config.config_args import default_config_file
 
-    return Path(default_config_file).is_file() or torch.accelerator.device_count() > 1
+    return default_config_file if Path(default_config_file).is_file() else None
 
 
-def run_through_accelerate(module: str, plan: Plan) -> int:
+def accelerate_arguments(module: str, given: dict[str, Any]) -> Any:
+    """The arguments of `accelerate launch` for a script, with the launch options that were `given`.
+
+    Several CPU processes start with torchrun and talk over gloo; accelerate itself would ask for MPI.
+
+    Raises:
+        ValueError: for GPU or sharded training on a CPU. accelerate (1.15) would start processes that each train a
+            model of their own, or train with plain data parallelism, and report success.
+    """
+    import torch
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    args: Any = launch_command_parser().parse_args(["--module", module])
+    path = given.get("config_file") or default_config()
+    vars(args).update({**(_UNSAID if path is None else {}), **given})
+    saved: Any = None if path is None else load_config_from_file(path)
+    if not (args.cpu or (saved is not None and saved.use_cpu) or torch.accelerator.device_count() == 0):
+        return args
+    flags = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu")
+    kind = "NO" if saved is None else saved.distributed_type.value
+    kind = next((flag.removeprefix("use_").upper() for flag in flags if getattr(args, flag)), kind)
+    if kind not in ("NO", "MULTI_CPU"):
+        raise ValueError(
+            f"{kind} training needs accelerators, and this run is on the CPU. Use --accelerate_config cpu, with "
+            "--num_processes for several processes."
+        )
+    processes = args.num_processes or (saved.num_processes if saved else 1)
+    if processes > 1 and not args.mpirun_hostfile:
+        args.num_processes, args.cpu, args.multi_gpu = processes, False, True
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        if args.num_cpu_threads_per_process is None and "OMP_NUM_THREADS" not in os.environ:
+            args.num_cpu_threads_per_process = max(1, (os.cpu_count() or 1) // processes)
+    return args
+
+
+def run_through_accelerate(args: Any, plan: Plan) -> int:
     """Run the script in processes that accelerate starts; returns the exit status of the first that failed."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     with config_arguments(plan.config) as from_file:
-        command = [*plan.launch, "--module", module, *from_file, *plan.script]
-        launcher = launch_command_parser()
-        launcher.exit_on_error = False  # it would print all of its options first
+        args.training_script_args = [*from_file, *plan.script]
         try:
-            args = launcher.parse_args(command)
-            spread_over_cpu(args)
-            name_defaults(args)
-        except (ValueError, argparse.ArgumentError) as error:
-            print(f"trl {module.rpartition('.')[2]}: error: {error}", file=sys.stderr)
-            return 2
-        try:
-            with own_signal_handlers():
-                launch_command(args)
+            launch_command(args)
         except subprocess.CalledProcessError as error:
             return exit_status(error.returncode)
         except ChildFailedError as error:
@@ -120,23 +213,6 @@ def run_through_accelerate(module: str, plan: Plan) -> int:
         except SignalException as stop:  # torch's launcher was told to stop, and has ended the processes
             return 128 + stop.sigval
     return 0
-
-
-@contextmanager
-def own_signal_handlers() -> Iterator[None]:
-    """Put this process's signal handlers back afterwards.
-
-    torch's launcher (2.13) leaves handlers that raise an exception. A pool of workers forked later inherits them, and
-    a busy worker that is told to stop swallows the exception and waits for ever.
-    """
-    known = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"} & set(signal.Signals.__members__)
-    before = {name: signal.getsignal(signal.Signals[name]) for name in known}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for name, handler in before.items():
-                signal.signal(signal.Signals[name], handler or signal.SIG_DFL)
 
 
 @contextmanager
@@ -149,64 +225,6 @@ def config_arguments(config: ConfigFile | None) -> Iterator[list[str]]:
         path = Path(folder) / Path(config.path).name
         path.write_text(yaml.safe_dump(config.values, sort_keys=False), encoding="utf-8")
         yield ["--config", str(path)]
-
-
-def spread_over_cpu(args: Any) -> None:
-    """Start several CPU processes with torchrun (they talk over gloo); accelerate itself would ask for MPI.
-
-    Changes the parsed launch arguments, for data-parallel runs on a CPU.
-
-    Raises:
-        ValueError: for GPU or sharded training on a CPU. accelerate (1.15) would start processes that each train a
-            model of their own, or train with plain data parallelism, and report success.
-    """
-    import torch
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-
-    path = args.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-    saved: Any = None if path is None else load_config_from_file(path)
-    if not (args.cpu or (saved is not None and saved.use_cpu) or torch.accelerator.device_count() == 0):
-        return
-    asked = requested_kind(args, saved)
-    if asked is not None:
-        raise ValueError(
-            f"{asked} training needs accelerators, and this run is on the CPU. Use --accelerate_config cpu, with "
-            "--num_processes for several processes."
-        )
-    processes = args.num_processes or (saved.num_processes if saved else 1)
-    if processes < 2 or args.mpirun_hostfile:
-        return
-    args.num_processes, args.cpu, args.multi_gpu = processes, False, True
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    if args.num_cpu_threads_per_process is None and "OMP_NUM_THREADS" not in os.environ:
-        args.num_cpu_threads_per_process = max(1, (os.cpu_count() or 1) // processes)
-
-
-def name_defaults(args: Any) -> None:
-    """Set what accelerate would set where nobody said otherwise; it would tell the user to pass each of these.
-
-    Changes the parsed launch arguments, unless they come with a configuration.
-    """
-    from accelerate.commands.config.config_args import default_config_file
-
-    if args.config_file or Path(default_config_file).is_file():
-        return
-    for name, value in (("num_machines", 1), ("mixed_precision", "no"), ("dynamo_backend", "no")):
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
-def requested_kind(args: Any, saved: Any) -> str | None:
-    """The kind of distributed training that only accelerators can do, if that was asked for."""
-    flags = {
-        "FSDP": args.use_fsdp,
-        "DEEPSPEED": args.use_deepspeed,
-        "MEGATRON_LM": args.use_megatron_lm,
-        "MULTI_GPU": args.multi_gpu,
-    }
-    flagged = next((kind for kind, on in flags.items() if on), None)
-    kind = flagged or (saved.distributed_type.value if saved is not None else "NO")
-    return None if kind in ("NO", "MULTI_CPU") else kind
 
 
 def exit_status(returncode: int) -> int:

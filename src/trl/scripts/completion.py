@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_options(module: str) -> dict[str, list[str] | None]:
     """The options of a command, with the values of each: [] for anything (files are offered), None for a flag."""
-    from trl.cli.launch_options import PROFILES
+    from trl.cli.launch import PROFILES
 
     spellings = importlib.import_module(module).make_parser()._option_string_actions
     found: dict[str, list[str] | None] = {}
