@@ -19,7 +19,7 @@ from typing import Any
 from datasets import Dataset
 
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
-from trl.scripts.model_loading import model_init_kwargs
+from trl.scripts.loading import model_init_kwargs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from small_model import small_llama

@@ -25,7 +25,7 @@ from trl import (
     get_peft_config,
 )
 from trl.rewards import accuracy_reward, think_format_reward
-from trl.scripts.model_loading import model_init_kwargs
+from trl.scripts.loading import model_init_kwargs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import tiny

@@ -19,7 +19,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, LlamaFo
 
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.experimental.prm import PRMConfig, PRMTrainer
-from trl.scripts.model_loading import model_init_kwargs
+from trl.scripts.loading import model_init_kwargs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from small_model import small_llama, train_tokenizer

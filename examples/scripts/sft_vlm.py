@@ -21,7 +21,7 @@ from trl import (
     TrlParser,
     get_peft_config,
 )
-from trl.scripts.model_loading import model_init_kwargs
+from trl.scripts.loading import model_init_kwargs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import tiny

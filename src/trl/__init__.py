@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
     from trl.scripts.arguments import SFTScriptArguments as SFTScriptArguments
     from trl.scripts.parser import TrlParser as TrlParser
-    from trl.scripts.quiet import init_zero_verbose as init_zero_verbose
+    from trl.scripts.running import init_zero_verbose as init_zero_verbose
     from trl.trainer.bco_config import BCOConfig as BCOConfig
     from trl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from trl.trainer.callbacks.bema import BEMACallback as BEMACallback

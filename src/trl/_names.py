@@ -39,10 +39,10 @@ _ROWS: Row = {"trl.data.formats": "extract_prompt is_conversational is_conversat
     "trl.data.truncation": "truncate_dataset"}
 _SCRIPTS: Row = {"trl.data.mixtures": "DatasetMixtureConfig get_dataset",
     "trl.scripts.arguments": "ScriptArguments", "trl.scripts.parser": "TrlParser",
-    "trl.scripts.quiet": "init_zero_verbose"}
+    "trl.scripts.running": "init_zero_verbose"}
 _COMMANDS: Row = {"trl.scripts.arguments": "DPOScriptArguments RewardScriptArguments SFTScriptArguments",
     "trl.scripts.config_file": "YamlConfigParser", "trl.scripts.parser": "TrlParser",
-    "trl.scripts.quiet": "init_zero_verbose"}
+    "trl.scripts.running": "init_zero_verbose"}
 _MODEL_OPTIONS: Row = {"trl.models.peft": "get_peft_config",
     "trl.models.quantization": "get_kbit_device_map get_quantization_config"}
 _DATA_SET_PPO: Row = {"trl.models.scoring.values": "INVALID_LOGPROB PolicyAndValueWrapper"}
@@ -55,7 +55,7 @@ NAMES: dict[str, Row] = {
         **_MODEL_OPTIONS, "trl.models.chat_setup": "clone_chat_template setup_chat_format",
         "trl.data.mixtures": "DatasetMixtureConfig get_dataset",
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
-        "trl.scripts.parser": "TrlParser", "trl.scripts.quiet": "init_zero_verbose",
+        "trl.scripts.parser": "TrlParser", "trl.scripts.running": "init_zero_verbose",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
         "trl.rollouts.best_of_n": "BestOfNSampler", "trl.rollouts.text_environment": "TextEnvironment",
         "trl.rollouts.text_history": "TextHistory", "trl.options.packages": "is_diffusers_available "

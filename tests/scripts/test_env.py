@@ -23,8 +23,8 @@ def test_missing_packages_are_said_to_be_missing():
 
 
 def test_the_saved_accelerate_config_is_listed(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    saved = tmp_path / "default_config.yaml"
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(saved))
     assert env.accelerate_config() == "not found"
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").write_text("num_processes: 2\n")
+    saved.write_text("num_processes: 2\n")
     assert env.accelerate_config() == "\n  - num_processes: 2"

@@ -70,7 +70,7 @@ def test_a_mixture_without_a_test_split(file):
 def test_exactly_one_source(file):
     with pytest.raises(ValueError, match="No dataset"):
         load(ScriptArguments())
-    with pytest.raises(ValueError, match="both given"):
+    with pytest.raises(ValueError, match="Both dataset_name"):
         load(ScriptArguments(file), DatasetMixtureConfig([DatasetConfig(file)]))
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         load(ScriptArguments("nowhere.jsonl"))

@@ -63,7 +63,6 @@ NAMES = [
         ("--learning-rat", "--learning_rate"),
         ("--Epoch", "--num_train_epochs"),
         ("--lr", "--learning_rate or --lr_scheduler_type"),
-        ("--modl", "--model_init_kwargs or --model_name_or_path or --save_only_model"),
         ("--dataset", "--datasets or --dataset_name"),
         ("--batch_size", "--per_device_train_batch_size"),
     ],

@@ -75,7 +75,7 @@ class Chat:
         from trl.data.rendering import text_tokenizer
         from trl.generation.transformers.engine import TransformersEngine
         from trl.models.loading import create_model_from_path, load_processing_class
-        from trl.scripts.model_loading import model_init_kwargs
+        from trl.scripts.loading import model_init_kwargs
 
         logging.disable_progress_bar()
         self.arguments = arguments

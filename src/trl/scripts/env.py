@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -54,10 +53,11 @@ def print_env() -> None:
 
 def system_information() -> dict[str, str]:
     """What `trl env` prints, in its order."""
+    commit = get_git_commit_hash("trl")
     information = {
         "Platform": platform.platform(),
         "Python version": platform.python_version(),
-        "TRL version": trl_version(),
+        "TRL version": version("trl") + (f"+{commit[:7]}" if commit else ""),
         "Accelerator(s)": accelerators(),
     }
     information |= {f"{name} version": version(package) for name, package in REQUIRED.items()}
@@ -75,34 +75,24 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def trl_version() -> str:
-    """The library's version, with the commit (seven characters) where it runs from a checkout."""
-    commit = get_git_commit_hash("trl")
-    return version("trl") + (f"+{commit[:7]}" if commit else "")
-
-
 def accelerators() -> str:
     """Names of the accelerators that PyTorch sees."""
     import torch
 
-    if torch.cuda.is_available():
-        return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    if torch.backends.mps.is_available():
-        return "MPS"
-    if torch.xpu.is_available():
-        return ", ".join(torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count()))
-    return "none (CPU)"
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return "none (CPU)"
+    name_of = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type.upper())
+    return ", ".join(name_of(index) for index in range(torch.accelerator.device_count()))
 
 
 def accelerate_config() -> str:
     """The settings that `accelerate config` saved as default, one per line."""
-    home = os.environ.get(
-        "HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    )
-    path = Path(home).expanduser() / "accelerate" / "default_config.yaml"
-    if not path.is_file():
+    from accelerate.commands.config.config_args import default_config_file
+
+    if not Path(default_config_file).is_file():
         return "not found"
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    settings = yaml.safe_load(Path(default_config_file).read_text(encoding="utf-8")) or {}
     return "".join(f"\n  - {name}: {value}" for name, value in settings.items())
 
 

@@ -4,33 +4,32 @@ import argparse
 import dataclasses
 import sys
 import warnings
-from collections.abc import Iterable
-from enum import Enum
+from collections.abc import Callable, Iterable
 from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
-from transformers.hf_argparser import DataClass, DataClassType, string_to_bool
+from transformers.hf_argparser import DataClass, DataClassType
 
 from trl.options.values import KIND_NAMES, from_text
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 from trl.scripts.help_text import OptionHelp, sections
-from trl.scripts.plain_parser import ShortErrors, did_you_mean, unknown_arguments, unknown_to
+from trl.scripts.plain_parser import PlainParser, did_you_mean, unknown_arguments
 
 
-class TrlParser(ShortErrors, HfArgumentParser):
+class TrlParser(PlainParser, HfArgumentParser):
     """Parse dataclasses from command-line arguments and a YAML file given with `--config`.
 
     Options of the file are defaults, which the command line overrides; its `env:` mapping sets environment variables.
     With subparsers (`add_subparsers`) they are also defaults of the command that the arguments name, or of every command
-    where none is named. All faults of a file are reported at once. Options must be written out in full. `other_options` are names that somebody else reads from the same command line
-    (launch options): they are no options here but are offered as suggestions.
+    where none is named. All faults of a file are reported at once. Options must be written out in full. `other_options` are names
+    that somebody else reads from the same command line (launch options): they are offered as suggestions.
 
     Args:
-        dataclass_types: One or more dataclasses; no two may share a field.
+        dataclass_types: One or more dataclasses; argparse refuses two that share a field.
         **kwargs: Passed on to `transformers.HfArgumentParser`.
 
     Raises:
-        ValueError: if two dataclasses have a field in common, or one is called `config`.
+        ValueError: if a field is called `config`.
 
     Example:
         >>> from dataclasses import dataclass
@@ -46,12 +45,14 @@ class TrlParser(ShortErrors, HfArgumentParser):
     ) -> None:
         given: Any = [] if dataclass_types is None else dataclass_types
         kinds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
-        _check_fields(kinds)
-        kwargs.setdefault("allow_abbrev", False)
+        for kind in kinds:
+            if "config" in {field.name for field in dataclasses.fields(kind)}:
+                raise ValueError(
+                    f"{kind.__name__} has a field `config`, which is the parser's own. Rename it."
+                )
         kwargs.setdefault("formatter_class", OptionHelp)
         super().__init__(kinds, **kwargs)
         self.other_options: set[str] = set()
-        self._config: ConfigFile | None = None
         self._hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
         self.add_argument(
             "--config",
@@ -105,15 +106,27 @@ class TrlParser(ShortErrors, HfArgumentParser):
         Raises: as `parse_args_and_config`.
         """
         from_file, faults = self._take_defaults(config, args)
-        self._report_unknown(from_file, unknown_to(self, args), faults, fail=fail_with_unknown_args)
+        options = [name for reader in self._readers([]) for name in _options(reader)]
+        known = [*options, "config", "help", *sorted(self.other_options)]
+        names = [token[2:] for token in from_file if token.startswith("--")]
+        messages = [
+            f"{config.where(name)}: unknown option `{name}`.{did_you_mean(name, known)}"
+            for name in names
+            if config is not None
+        ]
+        messages += unknown_arguments(self.unknown(args), known)
+        _raise_all([*faults, *messages] if fail_with_unknown_args else faults)
+        if messages:
+            warnings.warn("Ignored: " + " ".join(messages), stacklevel=3)
         self.parse_known_args(args)
 
     def _take_defaults(self, config: ConfigFile | None, args: list[str]) -> tuple[list[str], list[str]]:
         """Take the file's options as defaults; returns the unknown ones as strings, and the faults of the others."""
-        self._config = config
         if config is None:
             return [], []
-        unknown, faults = self._set_defaults(config.values, self._readers(args))
+        unknown, faults = self._set_defaults(
+            config.values, args, where=lambda name: f"{config.where(name)}: "
+        )
         return unknown, [*config.faults, *faults]
 
     def _build(self, args: list[str]) -> tuple[DataClass, ...]:
@@ -141,14 +154,15 @@ class TrlParser(ShortErrors, HfArgumentParser):
         Raises:
             ValueError: naming every value that does not fit its option.
         """
-        remaining, faults = self._set_defaults(kwargs, self._readers([]))
+        remaining, faults = self._set_defaults(kwargs, [], where=lambda name: "")
         _raise_all(faults)
         return remaining
 
     def _set_defaults(
-        self, values: dict[str, Any], readers: list[argparse.ArgumentParser]
+        self, values: dict[str, Any], args: list[str], *, where: Callable[[str], str]
     ) -> tuple[list[str], list[str]]:
         remaining, faults = [], []
+        readers = self._readers(args)
         for name, value in values.items():
             knowing = [reader for reader in readers if name in _options(reader)]
             if not knowing:
@@ -159,7 +173,7 @@ class TrlParser(ShortErrors, HfArgumentParser):
                 try:
                     default = _option_value(action, value, hint=getattr(reader, "_hints", {}).get(name))
                 except ValueError as error:
-                    faults.append(f"{self._where(name)}`{name}` {error}")
+                    faults.append(f"{where(name)}`{name}` {error}")
                     continue
                 action.required = False
                 reader.set_defaults(**{name: default})
@@ -194,24 +208,6 @@ class TrlParser(ShortErrors, HfArgumentParser):
         """Every option as it is written, dashes included."""
         return list(self._option_string_actions)
 
-    def _where(self, name: str) -> str:
-        return f"{self._config.where(name)}: " if self._config else ""
-
-    def _report_unknown(
-        self, from_file: list[str], from_line: list[str], faults: list[str], *, fail: bool
-    ) -> None:
-        options = [name for reader in self._readers([]) for name in _options(reader)]
-        known = [*options, "config", "help", *sorted(self.other_options)]
-        messages = []
-        for token in from_file:
-            if self._config and token.startswith("--"):
-                name = token[2:]
-                messages.append(f"{self._where(name)}unknown option `{name}`.{did_you_mean(name, known)}")
-        messages.extend(unknown_arguments(from_line, known))
-        _raise_all([*faults, *messages] if fail else faults)
-        if messages:
-            warnings.warn("Ignored: " + " ".join(messages), stacklevel=3)
-
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     actions: dict[str, argparse.Action] = {}
@@ -224,22 +220,6 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def _raise_all(faults: list[str]) -> None:
     if faults:
         raise ValueError("\n".join(faults))
-
-
-def _check_fields(kinds: list[Any]) -> None:
-    owners: dict[str, str] = {}
-    for kind in kinds:
-        for field in dataclasses.fields(kind):
-            if field.name == "config":
-                raise ValueError(
-                    f"{kind.__name__} has a field `config`, which is the parser's own. Rename it."
-                )
-            if field.name in owners:
-                raise ValueError(
-                    f"`{field.name}` is a field of both {owners[field.name]} and {kind.__name__}: the command line "
-                    "could not tell them apart. Rename one."
-                )
-            owners[field.name] = kind.__name__
 
 
 def _option_value(action: argparse.Action, value: Any, *, hint: Any = None) -> Any:
@@ -261,41 +241,22 @@ def _option_value(action: argparse.Action, value: Any, *, hint: Any = None) -> A
         members = (hint,) if get_origin(hint) in (dict, list) else (*get_args(hint), hint)
         if hint is None or type(value) in {get_origin(member) or member for member in members}:
             return value
-        raise _unfit(action, value)
+        raise ValueError(f"must be {KIND_NAMES.get(action.type, 'a plain value')}, got {value!r}.")
     return _single(action, value)
 
 
 def _single(action: argparse.Action, value: Any) -> Any:
-    kind = action.type
+    kind, choices = action.type, action.choices
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return value if isinstance(value, dict) else kind(value)  # type: ignore[call-arg]
-    if action.choices is not None:
-        return _choice(action, value)
-    if isinstance(value, str):
-        return from_text(action.type, value)
-    fits = {
-        string_to_bool: isinstance(value, bool),
-        int: isinstance(value, int) and not isinstance(value, bool),
-        float: isinstance(value, (int, float)) and not isinstance(value, bool),
-    }
-    if not fits.get(kind, True):  # pyright: ignore[reportArgumentType, reportCallIssue]
-        raise _unfit(action, value)
-    if kind is str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    return value
-
-
-def _choice(action: argparse.Action, value: Any) -> Any:
-    choices = list(action.choices or ())
-    if isinstance(value, bool) and ("no" if value is False else "yes") in choices:
-        return "no" if value is False else "yes"  # YAML reads a bare `no` as false
-    plain = value.value if isinstance(value, Enum) else value
-    if plain in choices:
-        return plain
-    listing = ", ".join(str(choice) for choice in choices)
-    near = did_you_mean(str(value), [str(choice) for choice in choices])
-    raise ValueError(f"must be one of {listing}; got {value!r}.{near}")
-
-
-def _unfit(action: argparse.Action, value: Any) -> ValueError:
-    return ValueError(f"must be {KIND_NAMES.get(action.type, 'a plain value')}, got {value!r}.")
+    if isinstance(value, bool) and "no" in (choices or ()):
+        value = "yes" if value else "no"  # YAML reads a bare `no` as false
+    if choices is not None:
+        plain, words = getattr(value, "value", value), [str(choice) for choice in choices]
+        if plain in choices:
+            return plain
+        near = did_you_mean(str(value), words)
+        raise ValueError(f"must be one of {', '.join(words)}; got {value!r}.{near}")
+    if not isinstance(value, str) and kind not in KIND_NAMES:
+        return value
+    return from_text(kind, str(value).lower() if isinstance(value, bool) else str(value))

@@ -3,13 +3,18 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+MOST = 3
 
-class ShortErrors(argparse.ArgumentParser):
-    """A parser whose errors name the nearest choice, and come without its usage, which may fill several screens."""
+
+class PlainParser(argparse.ArgumentParser):
+    """A parser of options written out in full, with short errors, which name unknown options before missing ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -19,15 +24,8 @@ class ShortErrors(argparse.ArgumentParser):
             raise
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with status 2."""
+        """Print the error, without the usage, which may fill several screens, and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for all options.\n")
-
-
-class PlainParser(ShortErrors):
-    """A parser of options written out in full, which tells unknown ones before missing ones, with the nearest names."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """The options in `args`, those of the process if None.
@@ -35,35 +33,25 @@ class PlainParser(ShortErrors):
         Raises: SystemExit with status 2, its message printed, for unknown options and for wrong values.
         """
         given = sys.argv[1:] if args is None else list(args)
-        messages = unknown_arguments(unknown_to(self, given), [action.dest for action in self._actions])
-        if messages:
+        if messages := unknown_arguments(self.unknown(given), [action.dest for action in self._actions]):
             self.error("\n".join(messages))
         return super().parse_args(given, namespace)
 
+    def unknown(self, args: Sequence[str]) -> list[str]:
+        """What the parser does not know among `args`, whether or not a required option is there: it may be one mistyped.
 
-def unknown_to(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
-    """What a parser does not know among `args`, whether or not a required option is there: it may be one mistyped.
-
-    Raises: SystemExit for wrong values, and, with status 0, for `--help`.
-    """
-    if {"-h", "--help"} & set(args):
-        return parser.parse_known_args(args)[1]
-    with _nothing_required(parser):
-        return parser.parse_known_args(args)[1]
-
-
-@contextmanager
-def _nothing_required(parser: argparse.ArgumentParser) -> Iterator[None]:
-    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    parsers = [parser, *(sub for action in subparsers for sub in action.choices.values())]
-    required = [action for one in parsers for action in one._actions if action.required]
-    for action in required:
-        action.required = False
-    try:
-        yield
-    finally:
+        Raises: SystemExit for wrong values, and, with status 0, for `--help`.
+        """
+        subparsers = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
+        parsers = [self, *(sub for action in subparsers for sub in action.choices.values())]
+        required = [action for one in parsers for action in one._actions if action.required]
         for action in required:
-            action.required = True
+            action.required = bool({"-h", "--help"} & set(args))  # the usage shows it
+        try:
+            return self.parse_known_args(args)[1]
+        finally:
+            for action in required:
+                action.required = True
 
 
 def unknown_arguments(tokens: list[str], known: Iterable[str]) -> list[str]:
@@ -75,13 +63,10 @@ def unknown_arguments(tokens: list[str], known: Iterable[str]) -> list[str]:
     return [f"Unknown option {flag}.{did_you_mean(flag, names, prefix='--')}" for flag in flags]
 
 
-MOST = 3
-
-
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """At most three known names that may be meant: the one that looks most like `name`, then those that it abbreviates.
 
-    These have its words, or begin its words with its letters. Case does not count, and hyphens are underscores.
+    Case does not count, and hyphens are underscores.
 
     >>> nearest("--sise", ["size", "steps"]), nearest("epoch", ["num_train_epochs"]), nearest("x", ["size"])
     (['size'], ['num_train_epochs'], [])
@@ -90,13 +75,9 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """
     spellings = {entry.replace("-", "_").lower(): entry for entry in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
-    alike = difflib.get_close_matches(wanted, spellings, n=1, cutoff=0.6)
-    initials = [
-        entry for entry in spellings if "".join(word[:1] for word in entry.split("_")) == wanted != entry
-    ]
-    cutoff = 1.0 if alike else 0.8
-    places = [(_place(wanted.split("_"), entry.split("_"), cutoff=cutoff), entry) for entry in spellings]
-    longer = [entry for place, entry in sorted(places, key=lambda found: found[0]) if place >= 0]
+    alike = difflib.get_close_matches(wanted, spellings, n=1)
+    initials = [each for each in spellings if "".join(word[:1] for word in each.split("_")) == wanted]
+    longer = [each for each in spellings if wanted and f"_{wanted}" in f"_{each}"]
     return [spellings[match] for match in dict.fromkeys([*alike, *initials, *longer])][:MOST]
 
 
@@ -104,9 +85,3 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """` Did you mean prefix+name?` for the nearest known names, or an empty string."""
     matches = [prefix + match for match in nearest(name, known)]
     return f" Did you mean {' or '.join(matches)}?" if matches else ""
-
-
-def _place(words: list[str], there: list[str], *, cutoff: float) -> int:
-    """Where in the words of a name the first of `words` stands; -1 unless all of them do, as nearly as `cutoff`."""
-    found = [difflib.get_close_matches(word, there, n=1, cutoff=cutoff) for word in words]
-    return there.index(found[0][0]) if all(found) else -1

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -124,3 +125,13 @@ def report(prog: str, error: Exception) -> int:
     """Print the message of an error as argparse would, and return exit status 2."""
     print(f"{prog}: error: {error}", file=sys.stderr)
     return 2
+
+
+def init_zero_verbose() -> None:
+    """Show errors only: log messages below that level are dropped, warnings go to the log (at debug level)."""
+    from rich.logging import RichHandler
+
+    logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[RichHandler()], level=logging.ERROR)
+    warnings.showwarning = lambda message, category, filename, lineno, file=None, line=None: (
+        logging.getLogger("py.warnings").debug("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+    )

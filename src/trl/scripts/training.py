@@ -112,8 +112,7 @@ def load_inputs(
     Raises:
         ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
     """
-    from trl.scripts.loading import load_train_and_eval
-    from trl.scripts.model_loading import model_init_kwargs
+    from trl.scripts.loading import load_train_and_eval, model_init_kwargs
     from trl.scripts.preflight import check_processes
 
     check_processes(training_args)
