@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from trl.rewards.judges.pair_rm import PairRMJudge as PairRMJudge
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
     from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
-    from trl.rollouts.text_history import TextHistory as TextHistory
+    from trl.rollouts.text_environment import TextHistory as TextHistory
     from trl.scripts.arguments import DPOScriptArguments as DPOScriptArguments
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
     from trl.scripts.arguments import SFTScriptArguments as SFTScriptArguments

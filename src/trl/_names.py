@@ -57,8 +57,8 @@ NAMES: dict[str, Row] = {
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
         "trl.scripts.parser": "TrlParser", "trl.scripts.running": "init_zero_verbose",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
-        "trl.rollouts.best_of_n": "BestOfNSampler", "trl.rollouts.text_environment": "TextEnvironment",
-        "trl.rollouts.text_history": "TextHistory", "trl.options.packages": "is_diffusers_available "
+        "trl.rollouts.best_of_n": "BestOfNSampler", "trl.rollouts.text_environment": "TextEnvironment TextHistory",
+        "trl.options.packages": "is_diffusers_available "
         "is_liger_kernel_available is_llmblender_available is_peft_available is_wandb_available",
         "transformers.trainer_utils": "set_seed"},
     "trl.chat_template_utils": {"trl.data.templates": "add_response_schema apply_chat_template "
@@ -79,10 +79,9 @@ NAMES: dict[str, Row] = {
         "transformers.trainer_utils": "set_seed"},
     "trl.data_utils": {**_ROWS, "trl.data.formats": f"{_ROWS['trl.data.formats']} DatasetType"},
     "trl.env_utils": {"accelerate.utils": "strtobool=str_to_bool"},
-    "trl.environment": {"trl.rollouts.text_environment": "TextEnvironment",
-        "trl.rollouts.text_history": "TextHistory"},
+    "trl.environment": {"trl.rollouts.text_environment": "TextEnvironment TextHistory"},
     "trl.environment.base_environment": {"trl.generation.transformers.stopping": "StringStoppingCriteria",
-        "trl.rollouts.text_environment": "TextEnvironment", "trl.rollouts.text_history": "TextHistory"},
+        "trl.rollouts.text_environment": "TextEnvironment TextHistory"},
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
     "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",
         "trl.trainer.dpo_trainer": "DPOTrainer"},

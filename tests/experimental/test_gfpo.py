@@ -131,7 +131,7 @@ def test_without_a_number_that_remains_it_is_grpo():
         ({"num_remains_in_group": 4}, "num_remains_in_group=4 must be less than num_generations=4"),
         (
             {"num_remains_in_group": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-            "leaves 3 completions of 1 groups to each process.*of its 2 micro-batches.*Set num_remains_in_group to 2, or",
+            "leaves 3 completions of 1 groups to each process.*of its 2 micro-batches.*Change num_remains_in_group, or",
         ),
     ],
 )
@@ -142,7 +142,9 @@ def test_numbers_that_cannot_work_are_refused_with_those_that_would(given, words
 
 def test_processes_that_hold_parts_of_groups_are_refused(monkeypatch):
     monkeypatch.setattr(GFPOConfig, "world_size", 2)
-    with pytest.raises(ValueError, match=r"each of 2 processes generates 2 .*Set generation_batch_size to 8"):
+    with pytest.raises(
+        ValueError, match=r"each of 2 processes generates 2 .*Set generation_batch_size to a multiple of 8"
+    ):
         GFPOConfig(
             "out", per_device_train_batch_size=2, num_generations=4, num_remains_in_group=2, use_cpu=True
         )

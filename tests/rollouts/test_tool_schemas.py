@@ -67,7 +67,6 @@ def test_a_schema_says_names_types_and_descriptions():
     assert function["description"] == "Adds two numbers."
     assert function["parameters"]["properties"]["a"] == {"type": "integer", "description": "The one."}
     assert function["parameters"]["required"] == ["a", "b"]
-    assert [tool.is_async for tool in tools.values()] == [False, True, False, False]
     assert list(tools["hold"].schema["function"]["parameters"]["properties"]) == ["word"]
 
 

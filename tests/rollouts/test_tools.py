@@ -1,7 +1,5 @@
 """Calls are found in text; whatever goes wrong is told to the model."""
 
-import functools
-
 import pytest
 
 from trl.rollouts.text_environment import answer, named_tools, parse_call
@@ -45,7 +43,6 @@ def test_answers_and_errors_are_text():
 
 
 def test_names_of_tools():
-    assert list(named_tools([functools.partial(functools.partial(double))])) == ["double"]
     assert list(named_tools({"a b": double})) == ["a b"]
     assert named_tools(None) == {}
     for wrong, error, message in [

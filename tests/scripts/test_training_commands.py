@@ -13,7 +13,7 @@ from trl.data.mixtures import DatasetMixtureConfig
 from trl.options.model import ModelConfig
 from trl.scripts import training
 from trl.scripts.arguments import SFTScriptArguments
-from trl.scripts.model_loading import model_init_kwargs
+from trl.scripts.loading import model_init_kwargs
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import run_script
 from trl.trainer.sft_config import SFTConfig

@@ -93,22 +93,22 @@ OF_PROMPTS: dict[str, Bad] = {
 # With eight completions in a micro-batch, unless it is said.
 OF_SETTINGS: dict[str, Bad] = {
     "groups that do not divide": Bad(
-        BOTH, ValueError, ("8 completions are generated at once", "multiple of num_generations=3", "Set num_generations to 2 or 4 or 8"),
+        BOTH, ValueError, ("8 completions are generated at once", "multiple of num_generations=3", "num_generations to a divisor of 8"),
         settings={"num_generations": 3},
     ),
     "groups larger than a batch": Bad(
-        BOTH, ValueError, ("multiple of num_generations=16", "Set num_generations to 2 or 4 or 8, or generation_batch_size to 16"),
+        BOTH, ValueError, ("multiple of num_generations=16", "Set generation_batch_size to a multiple of 16"),
         settings={"num_generations": 16},
     ),
     "half a micro-batch": Bad(
-        BOTH, ValueError, ("generation_batch_size=12 must be a multiple of 8", "Set it to 8 or 16"), settings={"generation_batch_size": 12}
+        BOTH, ValueError, ("generation_batch_size=12 must be a multiple of", "to a multiple of 8"), settings={"generation_batch_size": 12}
     ),
     "two sizes that disagree": Bad(
-        BOTH, ValueError, ("generation_batch_size=16 and steps_per_generation=4 disagree", "Leave one"),
+        BOTH, ValueError, ("generation_batch_size=16", "steps_per_generation if both are given"),
         settings={"generation_batch_size": 16, "steps_per_generation": 4},
     ),
     "evaluation batches": Bad(
-        BOTH, ValueError, ("an evaluation batch has 6 completions", "num_generations_eval=4", "Set num_generations_eval to 1 or 2 or 3 or 6"),
+        BOTH, ValueError, ("an evaluation batch has 6 completions", "num_generations_eval=4", "Set num_generations_eval to a divisor of 6"),
         settings={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6},
     ),
     "a group of one": Bad(

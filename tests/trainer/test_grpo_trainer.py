@@ -13,7 +13,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.columns import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
-from trl.rollouts.sampling import split_begun
+from trl.rollouts.maker import split_begun
 
 
 def window(trainer, number=0):

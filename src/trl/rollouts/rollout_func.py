@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence, Sized
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 
@@ -43,21 +45,14 @@ class RolloutFunction:
 
 def check_rollout_func(function: Any) -> None:
     """Raise TypeError for a rollout function that cannot be called with prompts and the trainer."""
-    if not callable(function):
-        raise TypeError(
-            f"rollout_func is a {type(function).__name__}, expected a function of (prompts, trainer)."
-        )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    try:
-        signature.bind([], None)
-    except TypeError as error:
-        raise TypeError(
-            f"rollout_func has the parameters {signature}, expected (prompts, trainer): {error}. The trainer has args, "
-            "processing_class and model."
-        ) from None
+    with suppress(ValueError):  # some builtins have no signature
+        try:
+            inspect.signature(function).bind([], None)
+        except TypeError as error:
+            raise TypeError(
+                f"rollout_func must be a function of (prompts, trainer), got {function!r}: {error}. The trainer has args, "
+                "processing_class and model."
+            ) from None
 
 
 def read_rollouts(
@@ -80,58 +75,44 @@ def read_rollouts(
             f"rollout_func returned {given}, expected a dict with 'prompt_ids' and 'completion_ids'. Give a list of token ids "
             "for every prompt in each."
         )
-    given = {name: _rows(name, values, count) for name, values in found.items() if values is not None}
+    given = {name: values for name, values in found.items() if values is not None}
+    for name, values in given.items():
+        if not isinstance(values, Sized) or len(values) != count:
+            what = (
+                f"{len(values)} {name}"
+                if isinstance(values, Sized)
+                else f"{name} of type {type(values).__name__}"
+            )
+            raise ValueError(
+                f"rollout_func returned {what}, expected a list with one value for each of {count} prompts, which come once for "
+                "each completion."
+            )
     prompts, completions = (
         [_ids(name, row, ids, vocabulary) for row, ids in enumerate(given[name])]
         for name in ("prompt_ids", "completion_ids")
     )
-    for row, length in enumerate(
-        len(ids) + len(more) for ids, more in zip(prompts, completions, strict=True)
-    ):
-        if context_length is not None and length > context_length:
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if context_length is not None and len(prompt) + len(completion) > context_length:
             raise ValueError(
-                f"rollout_func returned {length} tokens of prompt and completion in row {row}, expected at most {context_length}, the "
-                "model's context_length. Cut the completion."
+                f"rollout_func returned {len(prompt) + len(completion)} tokens of prompt and completion in row {row}, expected at "
+                f"most {context_length}, the model's context_length. Cut the completion."
             )
     columns = {SAMPLING_LOGPS: _logps(given["logprobs"], completions)} if "logprobs" in given else {}
     stopped = torch.tensor([ids[-1] in end_tokens for ids in completions])
     experience = Experience(Ragged.of(prompts), Ragged.of(completions), columns, {STOPPED: stopped})
-    return Completed(experience, {name: values for name, values in given.items() if name not in _KNOWN})
-
-
-def _rows(name: str, values: Any, count: int) -> list[Any]:
-    try:
-        rows = list(values)
-    except TypeError:
-        raise TypeError(
-            f"rollout_func returned {name} of type {type(values).__name__}, expected a list with one value for each of {count} "
-            "prompts. Repeat what is the same for all."
-        ) from None
-    if len(rows) != count:
-        raise ValueError(
-            f"rollout_func returned {len(rows)} {name} for {count} prompts, expected one for each. Prompts come once for each "
-            "completion that is wanted."
-        )
-    return rows
+    return Completed(experience, {name: list(values) for name, values in given.items() if name not in _KNOWN})
 
 
 def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
     ids = given.tolist() if hasattr(given, "tolist") else list(given)
-    if not ids:
-        kind = name.removesuffix("_ids")
+    most = math.inf if vocabulary is None else vocabulary - 1
+    wrong = [token for token in ids if not (isinstance(token, Integral) and 0 <= int(token) <= most)]
+    if wrong or not ids:
         raise ValueError(
-            f"rollout_func returned an empty {kind} in row {row}, expected at least 1 token. Give the "
-            f"{'end' if kind == 'completion' else 'beginning-of-text'} token."
+            f"rollout_func returned {repr(wrong[0]) if wrong else 'nothing'} in {name} of row {row}, expected token ids "
+            f"from 0 to {most}. Tokenize with the policy's tokenizer; an empty completion is its end token."
         )
-    known = [int(token) if isinstance(token, Integral) else -1 for token in ids]
-    for token, number in zip(ids, known, strict=True):
-        if number < 0 or (vocabulary is not None and number >= vocabulary):
-            most = "" if vocabulary is None else f" to {vocabulary - 1}"
-            raise ValueError(
-                f"rollout_func returned {token!r} in {name} of row {row}, expected token ids from 0{most}. Tokenize with the "
-                "policy's tokenizer."
-            )
-    return known
+    return [int(token) for token in ids]
 
 
 def _logps(rows: Sequence[Any], completions: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -142,10 +123,10 @@ def _logps(rows: Sequence[Any], completions: Sequence[Sequence[int]]) -> torch.T
                 "token, or none at all."
             )
     found = Ragged.of(rows, dtype=torch.float32).values
-    if not ((found <= _ROUNDING) & found.isfinite()).all():
-        wrong = found[~((found <= _ROUNDING) & found.isfinite())][0]
+    wrong = found[~((found <= _ROUNDING) & found.isfinite())]
+    if len(wrong):
         raise ValueError(
-            f"rollout_func returned the log-prob {float(wrong):g}, expected finite numbers <= 0, in nats. Give the logarithms of "
-            "the probabilities with which the tokens were drawn, or leave logprobs out."
+            f"rollout_func returned the log-prob {float(wrong[0]):g}, expected finite numbers <= 0, in nats. Give the logarithms "
+            "of the probabilities with which the tokens were drawn, or leave logprobs out."
         )
     return found

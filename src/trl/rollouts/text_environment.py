@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from trl.generation.engine import Engine, Sampling
@@ -18,18 +19,26 @@ from trl.generation.transformers.phase import without_wrappers
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
 from trl.rewards.result import read_scores
-from trl.rollouts.text_history import TextHistory
 
 REQUEST, CALL, RESPONSE, SUBMIT = "<request>", "<call>", "<response>", "<submit>"
 _NAME = re.compile(r"\s*<([^<>]+)>")
+STYLES = {
+    "Prompt": "black on grey85",
+    "System": "black on cyan3",
+    "Model": "black on deep_sky_blue1",
+    "Reward": "black on plum1",
+}
 
 
 def named_tools(tools: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Callable[[str], Any]]:
-    """Tools by name; those of a list are named after their function or class.
+    """Tools by name; those of a list are named after their function, or after the class of an object.
 
     Raises: TypeError for a tool that cannot be called, ValueError for invalid or equal names.
     """
-    pairs = tools.items() if isinstance(tools, Mapping) else [(_own_name(tool), tool) for tool in tools or ()]
+    if not isinstance(tools, Mapping):
+        pairs = [(getattr(tool, "__name__", type(tool).__name__), tool) for tool in tools or ()]
+    else:
+        pairs = tools.items()
     found: dict[str, Callable[[str], Any]] = {}
     for name, tool in pairs:
         if not callable(tool):
@@ -38,12 +47,6 @@ def named_tools(tools: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Ca
             raise ValueError(f"tools must have different names without < and >, got {name!r}. Use a dict.")
         found[name] = tool
     return found
-
-
-def _own_name(tool: Any) -> str:
-    while isinstance(tool, functools.partial):
-        tool = tool.func
-    return getattr(tool, "__name__", type(tool).__name__)
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
@@ -68,6 +71,89 @@ def answer(tools: Mapping[str, Callable[[str], Any]], text: str) -> str:
         return str(tools[call[0]](call[1]))
     except Exception as error:  # the model reads it
         return f"{type(error).__name__}: {error}"
+
+
+class TextHistory:
+    """Segments of the model or the system (prompt, tools), one after another.
+
+    `text` and `tokens` `(T,)` are those of all segments; `text_spans` and `token_spans` their (begin, end), `system_spans` whether
+    the system wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`, `truncated` and `reward` are set at the end.
+    """
+
+    def __init__(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
+        self.text = ""
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.token_masks = torch.empty(0, dtype=torch.int64)
+        self.system_spans: list[bool] = []
+        self.text_spans: list[tuple[int, int]] = []
+        self.token_spans: list[tuple[int, int]] = []
+        self.completed = self.truncated = False
+        self.reward: Any = None
+        self.append_segment(text, tokens, system=system)
+
+    def append_segment(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
+        """Add a segment; a `system` one is not trained on.
+
+        Raises: ValueError without tokens, or where the history has ended.
+        """
+        tokens = torch.as_tensor(tokens, dtype=torch.int64).flatten().cpu()
+        if len(tokens) == 0:
+            raise ValueError(f"a segment needs at least one token, got none with the text {text!r}.")
+        if self.completed:
+            raise ValueError("the history is completed, so nothing can be added.")
+        self.text_spans.append((len(self.text), len(self.text) + len(text)))
+        self.token_spans.append((len(self.tokens), len(self.tokens) + len(tokens)))
+        self.system_spans.append(system)
+        self.text += text
+        self.tokens = torch.cat([self.tokens, tokens])
+        self.token_masks = torch.cat([self.token_masks, torch.full_like(tokens, 0 if system else 1)])
+
+    def complete(self, truncated: bool = False) -> None:
+        """Mark the history as ended, by a limit where `truncated`."""
+        self.completed, self.truncated = True, truncated
+
+    @property
+    def last_text_segment(self) -> str:
+        """The text of the newest segment, whoever wrote it."""
+        return self.text[slice(*self.text_spans[-1])]
+
+    @property
+    def last_model_text(self) -> str:
+        """The text of the newest segment that the model wrote; empty where it wrote none."""
+        own = [span for span, system in zip(self.text_spans, self.system_spans, strict=True) if not system]
+        return self.text[slice(*own[-1])] if own else ""
+
+    def split_query_response_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of the first segment, tokens behind it, and their mask: 1 on the model's tokens."""
+        border = self.token_spans[0][1]
+        return self.tokens[:border], self.tokens[border:], self.token_masks[border:]
+
+    def show_text(self, show_legend: bool = False) -> None:
+        """Print the text, coloured by who wrote it, and the reward."""
+        self._show([[self.text[slice(*span)]] for span in self.text_spans], show_legend)
+
+    def show_tokens(self, tokenizer: Any, show_legend: bool = False) -> None:
+        """Print the tokens one by one, coloured by who wrote them, and the reward."""
+        parts = [self.tokens[slice(*span)].tolist() for span in self.token_spans]
+        names = [[f"{tokenizer.convert_ids_to_tokens(token)} " for token in part] for part in parts]
+        self._show(names, show_legend)
+
+    def show_colour_legend(self) -> None:
+        """Print what the colours mean."""
+        legend = Text("|").join(Text(name, style) for name, style in STYLES.items())
+        Console(highlight=False).print(legend)
+
+    def _show(self, segments: list[list[str]], show_legend: bool) -> None:
+        shown = Text()
+        for index, (system, parts) in enumerate(zip(self.system_spans, segments, strict=True)):
+            author = "Model" if not system else "System" if index else "Prompt"
+            for part in parts:
+                shown.append(part, STYLES[author])
+        if self.reward is not None:
+            shown.append(f"\n\nReward: {float(self.reward):.4g}", STYLES["Reward"])
+        Console(highlight=False).print(shown)
+        if show_legend:
+            self.show_colour_legend()
 
 
 class Episodes(NamedTuple):
@@ -125,20 +211,20 @@ class TextEnvironment:
         self.reward_fn, self.prompt = reward_fn, prompt or ""
         self.max_turns, self.max_tool_response = max_turns, max_tool_reponse
         self.engine = engine
-        self.max_length = _shorter(max_length, None if model is None else _context_length(model))
-        self.generation_kwargs = dict(generation_kwargs or {})
-        self.sampling = self._sampling()
-        self._is_sharded = model is not None and is_sharded(model)
-
-    def _sampling(self) -> Sampling:
+        if model is not None:
+            inner = without_wrappers(model)
+            check_decoder_only(causal_core(inner))
+            max_length = _shorter(max_length, context_length_of(inner))
+        self.max_length, self.generation_kwargs = max_length, dict(generation_kwargs or {})
         sampling = Sampling().updated(self.generation_kwargs)
         stops = (*sampling.stop_strings, self.call_token, self.submit_token)
-        return replace(
+        self.sampling = replace(
             sampling,
             stop_strings=tuple(dict.fromkeys(stops)),
             max_new_tokens=sampling.new_tokens,
-            max_length=_shorter(sampling.max_length, self.max_length),
+            max_length=_shorter(sampling.max_length, max_length),
         )
+        self._is_sharded = model is not None and is_sharded(model)
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
         """Run one episode for each query; `rewards_kwargs` (one value per query each) are passed to the reward function.
@@ -148,7 +234,8 @@ class TextEnvironment:
         """
         histories = self._begin(queries)
         for _ in range(self.max_turns):
-            if self._all_done(histories):
+            left = not all(history.completed for history in histories)
+            if not (any_process(left) if self._is_sharded else left):  # of all that generate together
                 break
             histories = self.tasks_end_check(self.generate(histories))
             histories = [self.step(history) for history in histories]
@@ -161,11 +248,6 @@ class TextEnvironment:
         return Episodes(
             list(tokens), list(responses), list(masks), [history.reward for history in histories], histories
         )
-
-    def _all_done(self, histories: list[TextHistory]) -> bool:
-        """Whether all histories are completed, for sharded models those of all processes."""
-        done = all(history.completed for history in histories)
-        return not any_process(not done) if self._is_sharded else done
 
     def _begin(self, queries: Sequence[str]) -> list[TextHistory]:
         if isinstance(queries, str) or not len(queries):
@@ -190,15 +272,13 @@ class TextEnvironment:
             prompts, self.sampling, streams=[first_rng_stream() + one for one in active]
         )
         for index, completion in zip(active, found, strict=True):
-            histories[index].append_segment(self._text(completion.ids), completion.ids, system=False)
+            ids = completion.ids
+            last = self.tokenizer.convert_ids_to_tokens(ids[-1])
+            ends = ids[-1] in self.tokenizer.all_special_ids
+            ends = ends and last not in (self.request_token, self.call_token, self.submit_token)
+            text = self._decode(ids[:-1] if ends else ids)  # an end token is no part of the text
+            histories[index].append_segment(text, ids, system=False)
         return histories
-
-    def _text(self, ids: list[int]) -> str:
-        """The text of a turn without its end token."""
-        marks = (self.request_token, self.call_token, self.submit_token)
-        last = self.tokenizer.convert_ids_to_tokens(ids[-1])
-        ids = ids[:-1] if ids[-1] in self.tokenizer.all_special_ids and last not in marks else ids
-        return self._decode(ids)
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -215,15 +295,13 @@ class TextEnvironment:
         if len(text) > longest:
             text = text[: max(longest - 3, 0)] + "..."[:longest]
         text += self.response_token
-        ids, room = self._ids(text), self._room(history)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        room = self._room(history)
         if room is not None and len(ids) > room:
             ids = ids[:room]
             text = self._decode(ids)
         history.append_segment(text, ids, system=True)
         return history
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _room(self, history: TextHistory) -> int | None:
         """Tokens left in an episode."""
@@ -263,16 +341,6 @@ class TextEnvironment:
         for history, reward in zip(histories, found, strict=True):
             history.reward = torch.tensor(reward)
         return histories
-
-
-def _context_length(model: Any) -> int | None:
-    """The context length of the decoder inside a model.
-
-    Raises: TypeError for an encoder-decoder.
-    """
-    inner = without_wrappers(model)
-    check_decoder_only(causal_core(inner))
-    return context_length_of(inner)
 
 
 def _shorter(first: int | None, second: int | None) -> int | None:

@@ -21,6 +21,8 @@ from trl.rollouts.columns import (
 )
 from trl.rollouts.experience import Experience
 
+logger = logging.getLogger(__name__)
+
 TRUNCATED = "truncated"
 BUCKETS: tuple[str, ...] = (
     TOOL_OUTPUT,
@@ -33,50 +35,6 @@ BUCKETS: tuple[str, ...] = (
 )
 """A token counts in the first bucket that applies."""
 
-
-def token_ledger(
-    advantages: Tensor,
-    *,
-    tool_output: Tensor | None = None,
-    reward_failed: Tensor | None = None,
-    truncated: Tensor | None = None,
-    filtered: Tensor | None = None,
-    masked: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The number of completion tokens in each of `BUCKETS`, int64 0-dim each; they add up to K.
-
-    All arguments are `(K,)`, bool except `advantages`; None: no token. `truncated`: of truncated completions that are masked;
-    `filtered`: of completions that were not selected; `masked`: for another reason (low entropy, a sampler's ratio above its cap).
-    The others are trained if their advantage is not 0.
-
-    Raises: ValueError for different shapes, and for an advantage that is NaN and would count.
-
-    >>> found = token_ledger(torch.tensor([1.0, 0.0, 0.0, -2.0]), truncated=torch.tensor([False, False, True, True]))
-    >>> {name: int(count) for name, count in found.items() if count}
-    {'truncated': 2, 'zero_advantage': 1, 'trained': 1}
-    """
-    claims = dict(zip(BUCKETS, (tool_output, reward_failed, truncated, filtered, masked), strict=False))
-    left = torch.ones_like(advantages, dtype=torch.bool)
-    counts: dict[str, Tensor] = {}
-    for name, claim in claims.items():
-        if claim is None:
-            counts[name] = left.new_zeros((), dtype=torch.int64)
-            continue
-        if claim.shape != advantages.shape:
-            raise ValueError(
-                f"{name} must have one entry per token, {tuple(advantages.shape)}, got {tuple(claim.shape)}."
-            )
-        counts[name] = (left & claim.bool()).sum()
-        left = left & ~claim.bool()
-    if advantages[left].isnan().any():
-        raise ValueError("advantages of trained tokens must not be NaN. Mark those tokens as reward_failed.")
-    counts["zero_advantage"] = (left & (advantages == 0)).sum()
-    counts["trained"] = (left & (advantages != 0)).sum()
-    return counts
-
-
-logger = logging.getLogger(__name__)
-
 METRIC = "tokens/"
 _WHY = {
     "zero_advantage": "the rewards of each group are equal: check the reward functions, sample more diversely (temperature, "
@@ -86,6 +44,26 @@ _WHY = {
     "masked": "the sampler's probabilities differ too much from the trainer's: check the sampler, or raise "
     "vllm_importance_sampling_cap",
 }
+
+
+def token_ledger(advantages: Tensor, claims: Mapping[str, Tensor]) -> Tensor:
+    """The number of completion tokens in each of `BUCKETS`, int64; they add up to K.
+
+    `claims` are the tokens `(K,)` of a bucket by its name, bool; of all others those are trained whose advantage is not 0.
+
+    Raises: ValueError for an advantage that is NaN and would count.
+
+    >>> token_ledger(torch.tensor([1.0, 0.0, 0.0, -2.0]), {"truncated": torch.tensor([False, False, True, True])})
+    tensor([0, 0, 2, 0, 0, 1, 1])
+    """
+    trained = len(BUCKETS) - 1
+    bucket = torch.where(advantages == 0, trained - 1, trained)
+    for number, name in reversed(list(enumerate(BUCKETS))):
+        if name in claims:
+            bucket[claims[name].bool()] = number
+    if advantages[bucket == trained].isnan().any():
+        raise ValueError("advantages of trained tokens must not be NaN. Mark those tokens as reward_failed.")
+    return bucket.bincount(minlength=len(BUCKETS))
 
 
 def token_advantages(rows: Experience) -> Tensor:
@@ -126,15 +104,14 @@ class TokenCounts:
     def _of(self, rows: Experience, advantages: Tensor, used: Tensor) -> Tensor:
         per_row, index = rows.per_row, rows.completions.row_index
         sampled = ~per_row[REPLAYED].bool()[index] if REPLAYED in per_row else torch.ones_like(index).bool()
-        claims = {
-            TOOL_OUTPUT: rows.per_token.get(TOOL_OUTPUT),
-            "reward_failed": per_row[SCORES].isnan()[index],
-            TRUNCATED: ~per_row[STOPPED].bool()[index] if self._masks_truncated else None,
-            FILTERED: per_row[FILTERED][index] if FILTERED in per_row else None,
-            "masked": ~used,
-        }
-        known = {name: claim[sampled] for name, claim in claims.items() if claim is not None}
-        return torch.stack(list(token_ledger(advantages[sampled], **known).values()))
+        claims: dict[str, Tensor] = {"reward_failed": per_row[SCORES].isnan()[index], "masked": ~used}
+        if TOOL_OUTPUT in rows.per_token:
+            claims[TOOL_OUTPUT] = rows.per_token[TOOL_OUTPUT]
+        if self._masks_truncated:
+            claims[TRUNCATED] = ~per_row[STOPPED].bool()[index]
+        if FILTERED in per_row:
+            claims[FILTERED] = per_row[FILTERED][index]
+        return token_ledger(advantages[sampled], {name: claim[sampled] for name, claim in claims.items()})
 
     def _note(self, found: Tensor, accelerator: Any) -> dict[str, int]:
         if accelerator.num_processes > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, ThreadedCalls
+from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls
 
 Failure = Literal["malformed", "unknown", "arguments", "raised", "deadline"]
 FAILURES: tuple[Failure, ...] = ("malformed", "unknown", "arguments", "raised", "deadline")
@@ -34,15 +33,6 @@ class Tool:
     def name(self) -> str:
         """The name in its schema."""
         return self.schema["function"]["name"]
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it is a coroutine function."""
-        function = self.function
-        while isinstance(function, functools.partial):
-            function = function.func
-        called = getattr(function, "__call__", None)  # noqa: B004  (of an object whose class defines it)
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
     def argument_error(self, arguments: Any) -> str | None:
         """What is wrong with the arguments of a call; None if they fit the signature and its type hints."""
@@ -168,7 +158,7 @@ class Reply(NamedTuple):
 
 
 class ToolRunner:
-    """Runs calls of `tools` at the same time: functions on threads, coroutines on one event loop.
+    """Runs calls of `tools`: all functions at once on threads, then all coroutines at once on one event loop.
 
     A call that fails, or takes more than `deadline` seconds (None: no limit), is answered with an error.
     """
@@ -183,22 +173,15 @@ class ToolRunner:
 
         Raises: RuntimeError if too many earlier calls are still running.
         """
-        self._threads.check()
-        replies = {number: wrong for number, call in enumerate(calls) if (wrong := self._refused(call))}
-        ready = {number: call for number, call in enumerate(calls) if number not in replies}
-        awaited = {
-            number: self._loop.submit(self._awaited(call), self.deadline)
-            for number, call in ready.items()
-            if self.tools[call.name].is_async
-        }
-        plain = [number for number in ready if number not in awaited]
-        started = [(f"tool-{ready[n].name}", partial(self._called, ready[n])) for n in plain]
-        outcomes = dict(zip(plain, self._threads.run(started, self.deadline), strict=True))
-        for number, given in outcomes.items():
-            if inspect.isawaitable(given):  # a plain function that returned a coroutine
-                awaited[number] = self._loop.submit(given, self.deadline)
-        outcomes |= {number: self._loop.outcome(pending) for number, pending in awaited.items()}
-        return [replies[n] if n in replies else _reply(outcomes[n]) for n in range(len(calls))]
+        replies = [self._refused(call) for call in calls]
+        ready = [call for call, reply in zip(calls, replies, strict=True) if reply is None]
+        started = [(f"tool-{call.name}", partial(self._called, call)) for call in ready]
+        outcomes = self._threads.run(started, self.deadline)
+        for place, given in enumerate(outcomes):
+            if inspect.isawaitable(given):  # a coroutine function only makes its coroutine on the thread
+                outcomes[place] = self._loop.submit(given, self.deadline)
+        ended = (self._loop.outcome(each) if isinstance(each, Pending) else each for each in outcomes)
+        return [_reply(next(ended)) if reply is None else reply for reply in replies]
 
     def close(self) -> None:
         """Stop the event loop; the next call starts another."""
@@ -217,9 +200,6 @@ class ToolRunner:
 
     def _called(self, call: ToolCall) -> Any:
         return self.tools[call.name].function(**copy.deepcopy(call.arguments))
-
-    async def _awaited(self, call: ToolCall) -> Any:
-        return await self._called(call)
 
 
 def _reply(outcome: Any) -> Reply:

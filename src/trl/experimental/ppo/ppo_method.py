@@ -18,7 +18,7 @@ from trl.objectives.ppo import ppo_losses, whitened_estimates
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.columns import OLD, REF, RETURNS, SCORES, TRAINED, VALUES
 from trl.rollouts.experience import Experience
-from trl.rollouts.sampling import ends_with
+from trl.rollouts.maker import ends_with
 from trl.tensors.moments import over_processes
 from trl.tensors.ragged import Ragged
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
