@@ -130,13 +130,6 @@ def test_value_heads_are_looked_through():
     assert ids_of(TransformersEngine(wrapped).generate(prompts_of(), GREEDY)) == expected
 
 
-def test_prompts_may_be_tensors():
-    model = tiny_model("llama", dtype=torch.float64)
-    prompts = [torch.tensor(prompt) for prompt in prompts_of()]
-    found = TransformersEngine(model).generate(prompts, GREEDY)
-    assert ids_of(found) == ids_of(TransformersEngine(model).generate(prompts_of(), GREEDY))
-
-
 # ---- encoder-decoders
 
 

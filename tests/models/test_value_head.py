@@ -121,12 +121,6 @@ def test_saved_and_loaded_are_the_same_bits(tmp_path, architecture, shard):
     assert same(bits(plain), bits(model.pretrained_model))
 
 
-def test_an_encoder_decoder_is_saved_alike(tmp_path):
-    model = Seq2Seq.from_pretrained(tiny_seq2seq("t5"))
-    model.save_pretrained(tmp_path)
-    assert same(bits(Seq2Seq.from_pretrained(tmp_path)), bits(model))
-
-
 def test_loading_says_nothing_of_the_value_head_and_still_tells_of_real_oddities(
     tmp_path, caplog, monkeypatch
 ):
@@ -205,13 +199,6 @@ def test_a_peft_model_is_taken_as_it_is_or_merged_before_a_new_adapter():
     expected = adapted.eval()(input_ids=IDS).logits.detach()
     again = Causal.from_pretrained(adapted, peft_config=lora()).pretrained_model.eval()
     torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_generation_is_the_models_own():
-    model = Causal.from_pretrained(tiny_model("llama")).eval()
-    settings = {"max_new_tokens": 4, "do_sample": False}
-    found = model.generate(input_ids=IDS[:1], **settings)
-    assert torch.equal(found, model.pretrained_model.generate(input_ids=IDS[:1], **settings))
 
 
 def test_pushing_uploads_what_saving_writes(tmp_path, monkeypatch):

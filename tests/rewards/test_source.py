@@ -178,12 +178,6 @@ def test_weights_none_and_counts():
     assert math.isnan(metrics["rewards/never/std"])
 
 
-def test_zero_is_an_opinion():
-    result = RewardSources([lambda completions: [0.0, 0, False]]).score(INPUTS)
-    assert result.rewards.tolist() == [0.0] * 3
-    assert not result.unscored.any()
-
-
 def test_metrics_of_rows_from_several_processes_are_those_of_all():
     scores = torch.tensor([[1.0], [3.0], [math.nan], [5.0]], dtype=torch.float64)
     assert reward_metrics(["f"], scores) == {"rewards/f/mean": 3.0, "rewards/f/std": 2.0}

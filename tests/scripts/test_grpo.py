@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_classifier, tiny_model
-from trl.cli.main import COMMANDS
 from trl.rewards.result import RewardError
 from trl.scripts import grpo, rloo
-from trl.scripts.parser import TrlParser
 from trl.scripts.running import run_script
 
 SCRIPTS = {"grpo": grpo, "rloo": rloo}
@@ -104,16 +101,6 @@ def test_a_config_file_names_one_reward_or_several(run, tmp_path, capsys):
         assert ("rewards/as_wanted/mean" in found) is (given != "rewards_of_mine.cats")
 
 
-def test_an_adapter_is_trained_and_evaluated(run, tmp_path, capsys):
-    line = "--use_peft --lora_target_modules q_proj v_proj --learning_rate 0.01 --eval_strategy steps --eval_steps 2"
-    more = "--dataset_test_split train[:2] --per_device_eval_batch_size 4"
-    rewards = ("--reward_funcs", "rewards_of_mine.as_wanted")
-    assert run("grpo", *rewards, *line.split(), *more.split()) == 0
-    assert "eval_reward " in capsys.readouterr().out
-    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert all(".lora_" in name for name in weights)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
     line = "--dataset_streaming true --eval_strategy steps --eval_steps 2 --dataset_test_split train"
@@ -163,14 +150,6 @@ def test_a_function_that_answers_too_little_stops_the_run(run):
     """While training, so with its traceback."""
     with pytest.raises(RewardError, match="'too_few' gave 1 values, expected 4"):
         run("grpo", "--reward_funcs", "rewards_of_mine.too_few")
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_as_a_part_of_another_parser(name):
-    main = TrlParser()
-    parser = SCRIPTS[name].make_parser(main.add_subparsers(parser_class=TrlParser))
-    assert {"--reward_funcs", "--num_generations", "--use_peft"} <= set(parser.spellings())
-    assert COMMANDS[name].module == f"trl.scripts.{name}"
 
 
 @pytest.mark.slow

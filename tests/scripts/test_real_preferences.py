@@ -1,16 +1,12 @@
-"""Preferences of people and of solvers, as published: a short run of each command raises the figure of unseen rows."""
+"""Preferences of people, as published: a short run of each command raises the figure of unseen rows."""
 
 import importlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from datasets import load_dataset
-from examples import rated_solutions, small_model
-from transformers import EvalPrediction
+from examples import small_model
 
-from trl import BCOConfig, BCOTrainer
 from trl.scripts.running import run_script
 
 SHORT = 600  # characters of a dialogue or solution: one that a small model reads in a moment
@@ -54,21 +50,6 @@ def harmless(shared, tmp_path_factory):
     return small(folder / "model", texts), write(folder / "data", **splits)
 
 
-@pytest.fixture(scope="module")
-def rated(shared, tmp_path_factory):
-    """Short solutions of GSM8K questions, marked right or wrong; every fifth question is held out."""
-    folder = tmp_path_factory.mktemp("rated")
-    questions = rows_of(shared / "data" / "gsm8k" / "model_solutions.jsonl")[:300]
-    splits: dict[str, list[dict]] = {"train": [], "test": []}
-    for number, question in enumerate(questions):
-        rows = [
-            row for row in rated_solutions.rated(question) if len(row["prompt"] + row["completion"]) < SHORT
-        ]
-        splits["train" if number % 5 else "test"] += rows
-    texts = [row["prompt"] + row["completion"] for row in splits["train"]]
-    return small(folder / "model", texts), write(folder / "data", **splits)
-
-
 def evaluations(command: str, inputs: tuple[Path, Path], out: Path, line: str) -> list[dict[str, float]]:
     """What `trl COMMAND` says of the held-out split before and after."""
     model, data = inputs
@@ -103,39 +84,3 @@ def test_dpo_on_raw_dialogues(harmless, tmp_path):
     assert before["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert after["eval_rewards/accuracies"] > 0.5
     assert after["eval_rewards/margins"] > 0
-
-
-@pytest.mark.slow
-def test_kto_on_solutions_marked_right_or_wrong(rated, tmp_path):
-    before, after = evaluations("kto", rated, tmp_path, "--learning_rate 1e-3 --num_train_epochs 1")
-    assert before["eval_loss"] == pytest.approx(0.5, abs=1e-4)
-    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-4)
-    assert after["eval_rewards/margins"] > 0.3
-
-
-@pytest.mark.slow
-def test_bco_on_solutions_marked_right_or_wrong(rated, tmp_path):
-    """Without a command: unseen right solutions are told from wrong ones better than by chance."""
-    model, data = rated
-    sets = load_dataset("json", data_files={name: str(data / f"{name}.jsonl") for name in ("train", "test")})
-    args = BCOConfig(
-        str(tmp_path), learning_rate=1e-3, num_train_epochs=1, per_device_train_batch_size=16, use_cpu=True,
-        per_device_eval_batch_size=32, report_to="none", disable_tqdm=True, gradient_checkpointing=False, seed=0,
-    )  # fmt: skip
-    trainer = BCOTrainer(
-        str(model), None, args, sets["train"], sets["test"], compute_metrics=area_under_the_curve
-    )
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert before["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
-    assert before["eval_area"] == 0.5
-    assert after["eval_area"] > 0.55
-    assert after["eval_rewards/margins"] > 0.1
-
-
-def area_under_the_curve(found: EvalPrediction) -> dict[str, float]:
-    """How often a right solution has a larger reward than a wrong one; ties are halves."""
-    rewards, is_right = np.asarray(found.predictions), np.asarray(found.label_ids) == 1
-    gaps = rewards[is_right][:, None] - rewards[~is_right]
-    return {"area": float(((gaps > 0) + 0.5 * (gaps == 0)).mean())}

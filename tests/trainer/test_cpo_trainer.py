@@ -133,23 +133,6 @@ def test_predictions_are_the_rewards():
     assert seen[0].label_ids.tolist() == [0] * 8
 
 
-def test_text_rows_are_prepared_for_training_and_evaluation():
-    trainer = make(train_dataset=Dataset.from_list(TEXT * 4))
-    row = trainer.train_dataset[0]
-    assert row == {"prompt_input_ids": [3, 4, 5], "chosen_input_ids": [6, 7, 1], "rejected_input_ids": [8, 1]}
-    assert trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] > 0
-
-
-def test_a_long_pair_loses_its_prompt_first():
-    row = {"prompt": "w3 w4 w5 w6 w7", "chosen": " w8 w9 w10", "rejected": " w11"}
-    lengths = {"max_length": 6, "max_prompt_length": 3}
-    for mode, prompt in (("keep_end", [5, 6, 7]), ("keep_start", [3, 4, 5])):
-        trainer = make(train_dataset=Dataset.from_list([row]), truncation_mode=mode, **lengths)
-        assert trainer.train_dataset[0]["prompt_input_ids"] == prompt
-        assert trainer.train_dataset[0]["chosen_input_ids"] == [8, 9, 10]
-        assert trainer.train_dataset[0]["rejected_input_ids"] == [11, 1]
-
-
 def test_adapters():
     adapter = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM")
     model = tiny_model("gpt2", dtype=torch.float64)

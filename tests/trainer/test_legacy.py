@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.sft_runs import QUICK, config, logged, model_for, sequences, trained_spans
-from trl import DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer, setup_chat_format
+from trl import DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer
 from trl.trainer import ConstantLengthDataset
 
 TEXTS = Dataset.from_list([{"body": text} for text in ("Look up.", "Next.", "The answer is 42.")] * 4)
@@ -176,18 +176,6 @@ def test_completion_only_collator_over_packed_rows_is_refused(tmp_path, padding_
             model_for(), config(tmp_path, packing=True, max_length=64), train_dataset=ANSWERS, processing_class=tiny_tokenizer(),
             data_collator=collator,
         )  # fmt: skip
-
-
-def test_setup_chat_format(tmp_path):
-    model, tokenizer = setup_chat_format(model_for(), tiny_tokenizer("none", eos_token=None, pad_token=None))
-    rows = Dataset.from_list(
-        [{"messages": [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": "Next."}]}]
-        * 4
-    )
-    trainer = SFTTrainer(model, config(tmp_path, max_steps=3, assistant_only_loss=True), train_dataset=rows, processing_class=tokenizer)  # fmt: skip
-    assert trained_spans(trainer)[0] == ["Next.<|im_end|>"]
-    trainer.train()
-    assert logged(trainer, "loss")[2] < logged(trainer, "loss")[0]
 
 
 def test_unknown_arguments(tmp_path):

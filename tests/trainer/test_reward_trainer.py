@@ -20,7 +20,6 @@ from tests.trainer.resume_worker import tokenizer
 from tests.trainer.reward_runs import make, reward_model, rows
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
 from trl.collators.reward import RewardDataCollatorWithPadding
-from trl.models.scoring import base as scorer_base
 from trl.reporting.accuracy import compute_accuracy
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
@@ -82,11 +81,6 @@ def loaded(folder):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, whole):
     assert_same(step(**LAYOUTS[layout]), whole)
-
-
-def test_padded_rows_of_a_multiple(whole, monkeypatch):
-    monkeypatch.setattr(scorer_base, "packed_unsupported", lambda core: "this test wants padded rows")
-    assert_same(step(**SPLITS["2x4"], pad_to_multiple_of=8), whole)
 
 
 def test_the_older_collator(whole):
@@ -189,25 +183,6 @@ def text_trainer(data, model=None, **settings):
     model = model or tiny_classifier("llama", num_labels=1, vocab_size=400, pad_token_id=0)
     args = RewardConfig("unused", **{**SETTINGS, "save_strategy": "no", **settings})
     return RewardTrainer(model, args, train_dataset=Dataset.from_list(data), processing_class=tiny_tokenizer())  # fmt: skip
-
-
-def as_messages(role, text):
-    return [{"role": role, "content": text}]
-
-
-def test_implicit_and_explicit_prompts_are_one():
-    implicit = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in TEXT]
-    found = [text_trainer(data).train_dataset[:] for data in (TEXT, implicit)]
-    assert found[0] == found[1]
-    chats = [
-        {"prompt": as_messages("user", row["prompt"]), **{side: as_messages("assistant", row[side]) for side in ("chosen", "rejected")}}
-        for row in TEXT
-    ]  # fmt: skip
-    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in chats]
-    found = [text_trainer(data).train_dataset[:] for data in (chats, whole)]
-    assert found[0] == found[1]
-    text = tiny_tokenizer().decode(found[0]["chosen_input_ids"][0])
-    assert "What colour is the sky?" in text and "It is blue." in text
 
 
 def test_pairs_that_are_too_long_are_left_out_and_counted(caplog):

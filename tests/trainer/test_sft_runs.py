@@ -18,7 +18,6 @@ ROWS = [
     {"messages": [USER, {"role": "assistant", "content": text}]}
     for text in ("Look up.", "It is blue.", "Next.")
 ] * 4  # 12 rows
-EPOCH = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"}  # 3 steps each
 
 
 class Poison(TrainerCallback):
@@ -75,15 +74,6 @@ def test_model_card_and_tags(tmp_path, monkeypatch, capsys):
     assert "# Other" in card
     assert "- mine\n" in card
     assert "me/sums" in card
-
-
-def test_a_longer_run_goes_on_from_a_finished_one(tmp_path):
-    first = make(ROWS, folder=tmp_path, **{**EPOCH, "num_train_epochs": 1})
-    first.train()
-    second = make(ROWS, folder=tmp_path, **EPOCH)
-    second.train(resume_from_checkpoint=True)
-    assert len(logged(second, "loss")) == 6
-    assert logged(second, "loss")[:3] == logged(first, "loss")
 
 
 def test_tied_weights_are_not_said_to_be_missing_when_a_run_goes_on(tmp_path, monkeypatch):
@@ -185,16 +175,3 @@ def test_a_plain_run_prints_no_complaint(tmp_path, caplog, recwarn):
     assert [record.getMessage() for record in caplog.records] == []
     spoken = [w for w in recwarn if not issubclass(w.category, (DeprecationWarning, ResourceWarning))]
     assert [str(w.message) for w in spoken] == []
-
-
-def test_what_is_logged_reaches_tensorboard(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = make(ROWS, folder=tmp_path, max_steps=3, report_to="tensorboard")
-    trainer.train()
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
-        values = [event.value for event in events.Scalars(f"train/{name}")]
-        assert values == pytest.approx(logged(trainer, name), rel=1e-6)

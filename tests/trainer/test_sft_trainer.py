@@ -98,16 +98,6 @@ def test_trained_tokens(name, layout):
     assert trained_spans(streamed) == [expected] * 4  # a stream begins again until the batch is full
 
 
-@pytest.mark.parametrize("name", ["text", "messages", "prompt and completion", "formatting function", "tokens with labels"])  # fmt: skip
-def test_each_kind_trains(name):
-    rows, template, settings, arguments, _ = TYPES[name]
-    trainer = make(rows * 4, tokenizer=tiny_tokenizer(template), trainer=arguments, max_steps=3, **settings)
-    trainer.train()
-    losses = logged(trainer, "loss")
-    assert len(losses) == 3
-    assert losses[2] < losses[0] - 0.1
-
-
 def test_tools_are_part_of_what_the_model_reads():
     rows = [
         {"messages": [USER, BLUE], "tools": json.dumps([TOOL])},
@@ -169,14 +159,6 @@ def test_packing_keeps_every_sequence_and_keeps_them_apart():
     assert batch["position_ids"].max() < 24
 
 
-def test_wrapped_packing_chains_all_tokens():
-    tokenizer = tiny_tokenizer()
-    packed = make(TEXTS, tokenizer=tokenizer, packing=True, packing_strategy="wrapped", max_length=8)
-    expected = [token for row in TEXTS for token in tokenizer(row["text"] + "<|im_end|>")["input_ids"]]
-    assert [token for row in packed.train_dataset for token in row["input_ids"]] == expected
-    assert {len(row["input_ids"]) for row in list(packed.train_dataset)[:-1]} == {8}
-
-
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
 def test_a_stream_of_text_is_packed(strategy):
     stream = IterableDataset.from_generator(lambda: iter(TEXTS * 8))
@@ -202,14 +184,6 @@ def test_a_stream_is_read_by_several_workers(shards, workers):
     assert found == [row["text"] + "<|im_end|>" for row in rows]
 
 
-def test_a_stream_is_evaluated_like_stored_rows():
-    data = Dataset.from_list(TEXTS)
-    stored = make(TEXTS, trainer={"eval_dataset": data}).evaluate()
-    streamed = make(TEXTS, trainer={"eval_dataset": data.to_iterable_dataset()}).evaluate()
-    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
-        assert streamed[name] == pytest.approx(stored[name], rel=1e-6), name
-
-
 @pytest.mark.parametrize(
     ("settings", "is_packed"),
     [({}, True), ({"eval_packing": True}, True), ({"eval_packing": False}, False), ({"packing": False, "eval_packing": True}, True)],
@@ -221,12 +195,6 @@ def test_evaluation_packing(settings, is_packed):
     losses = trainer.evaluate()
     plain = make(TEXTS, trainer={"eval_dataset": data}).evaluate()
     assert losses["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
-
-
-def test_lengths_are_rounded_up():
-    for layout in ({}, {"padding_free": True}):
-        batch = next(iter(make(TEXTS, pad_to_multiple_of=16, **layout).get_train_dataloader()))
-        assert batch["input_ids"].shape[1] % 16 == 0
 
 
 def test_shuffling_changes_the_order_only():
