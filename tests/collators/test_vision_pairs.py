@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from tests.tiny_vision import FAMILIES, PLACEHOLDERS, tiny_image, tiny_processor, tiny_vision_model
 
 from trl.collators.vision import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
-from trl.data.image_pairs import check_pair_image_rows
+from trl.data.image_checks import check_pair_image_rows
 from trl.models.packed.layout import first_rows
 from trl.models.scoring.causal import Scorer
 from trl.tensors.sequences import sum_by_sequence

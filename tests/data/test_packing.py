@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict, Features, IterableDataset, LargeList, List, Value, load_from_disk
 
-from trl.data.packing import SpaceIndex, best_fit_decreasing, pack_dataset, pack_table
+from trl.data.packing import best_fit_decreasing, pack_dataset, pack_table
 
 
 def random_rows(count: int, seed: int, longest: int = 40) -> dict[str, list[list[int]]]:
@@ -88,21 +88,6 @@ def test_bins_are_those_of_a_plain_search(seed: int):
     bins = best_fit_decreasing(lengths, 3000)
     assert np.array_equal(bins.rows, np.concatenate(expected))
     assert np.diff(bins.offsets).tolist() == [len(members) for members in expected]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_space_index_agrees_with_a_sorted_list(seed: int):
-    rng = np.random.default_rng(seed)
-    index, members = SpaceIndex(5000), set()
-    for value in rng.integers(0, 5001, 400).tolist():
-        if value in members and rng.random() < 0.7:
-            index.remove(value)
-            members.remove(value)
-        else:
-            index.add(value)
-            members.add(value)
-        probe = int(rng.integers(0, 5001))
-        assert index.smallest_from(probe) == min((m for m in members if m >= probe), default=None)
 
 
 def realistic_table(rows: int) -> pa.Table:

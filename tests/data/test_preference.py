@@ -15,7 +15,7 @@ from trl.data.preference import (
     prepare_reward_dataset,
     tokenize_preference_row,
 )
-from trl.data.preference_lengths import PairLengths, Side
+from trl.data.truncation import PairLengths, Side
 
 BEGIN, EOS = 1, 2
 SKY = {"prompt": "The sky is", "chosen": " blue", "rejected": " brown"}
@@ -274,7 +274,7 @@ def test_without_a_prompt_the_first_token_is_the_context(caplog: pytest.LogCaptu
     assert report.promptless_rows == 1
     assert "in 1 of 1 rows (first: [0]) the prompt has no token" in caplog.text
     for streaming in (False, True):
-        with pytest.raises(ValueError, match=r"row 0, column 'chosen_input_ids': no token of the prompt"):
+        with pytest.raises(ValueError, match=r"row 0, column 'chosen_input_ids': truncation .* the prompt"):
             prepare([TOKENS], max_length=5, untrained_rows="error", streaming=streaming)
 
 
@@ -287,7 +287,7 @@ def test_rows_that_lose_a_completion_are_left_out_and_counted(caplog: pytest.Log
         assert [row["prompt_input_ids"] for row in rows] == [[5]]
         assert (report.rows, report.untrained_rows, report.dropped_rows, report.tokens) == (2, 1, 1, 3)
         assert caplog.text.count("1 of 2 rows have no trained token left (first: [1])") == 1
-        with pytest.raises(ValueError, match=r"row 1, column 'chosen_input_ids': truncation to .* leaves no"):
+        with pytest.raises(ValueError, match=r"row 1, column 'chosen_input_ids': truncation .* leaves no"):
             prepare([short, TOKENS], streaming=streaming, untrained_rows="error", **limits)
         with pytest.raises(ValueError, match="rows are"):
             prepare([TOKENS, TOKENS], streaming=streaming, **limits)

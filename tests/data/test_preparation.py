@@ -14,7 +14,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 
 from trl.data.pipeline import PreparationReport
 from trl.data.text import SFTPreparation, SFTTokenizer, prepare_sft_dataset
-from trl.data.validation import SFTRowType
+from trl.data.validation import RowType
 
 TALK = [
     {"role": "user", "content": "What colour is the sky?"},
@@ -111,7 +111,7 @@ def test_policies_for_untrained_rows() -> None:
 
 def test_the_first_token_of_a_row_is_not_a_trained_one() -> None:
     rows = {"input_ids": [[7, 8, 9], [7], [7, 8]], "completion_mask": [[1, 1, 0], [1], [0, 1]]}
-    kind = SFTTokenizer(tiny_tokenizer(), SFTRowType("tokens", ("input_ids",), False), "train", max_length=2)
+    kind = SFTTokenizer(tiny_tokenizer(), RowType("tokens", ("input_ids",)), "train", max_length=2)
     numbers = kind.numbers(rows, 5)
     assert numbers["row"].tolist() == [5, 6, 7]
     assert numbers["tokens"].tolist() == [2, 1, 2]

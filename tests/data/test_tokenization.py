@@ -8,18 +8,18 @@ from transformers import PreTrainedTokenizerFast
 
 from trl.data.text import SFTTokenizer
 from trl.data.tokenization import encode_closed, encode_open
-from trl.data.validation import SFTRowType
+from trl.data.validation import RowType
 
-TEXT = SFTRowType("text", ("text",), False)
-PAIR = SFTRowType("prompt_completion", ("prompt", "completion"), False)
-CHAT = SFTRowType("messages", ("messages",), True)
-CHAT_PAIR = SFTRowType("prompt_completion", ("prompt", "completion"), True)
+TEXT = RowType("text", ("text",))
+PAIR = RowType("text", ("prompt", "completion"))
+CHAT = RowType("messages", ("messages",))
+CHAT_PAIR = RowType("messages", ("prompt", "completion"))
 USER = [{"role": "user", "content": "And then?"}]
 BLUE = [{"role": "assistant", "content": "Blue."}]
 
 
 def one_row(
-    tokenizer: PreTrainedTokenizerFast, kind: SFTRowType, row: dict[str, Any], **masks: bool
+    tokenizer: PreTrainedTokenizerFast, kind: RowType, row: dict[str, Any], **masks: bool
 ) -> dict[str, Any]:
     batch = SFTTokenizer(tokenizer, kind, "train", **masks)({key: [value] for key, value in row.items()}, [0])
     return {key: values[0] for key, values in batch.items()}

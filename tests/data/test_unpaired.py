@@ -278,7 +278,7 @@ BAD: dict[str, tuple[list[dict], dict[str, Any], type[Exception], str]] = {
     "no rows": ([], {}, ValueError, "train dataset: no rows, expected at least one with 'prompt', 'completion' and 'label'"),
     "an answer that begins with a question": (
         [{"prompt": [SKY], "completion": [SKY, BLUE], "label": True}], {}, ValueError,
-        "row 0, column 'completion', message 0: role 'user', expected the assistant's answer",
+        "row 0, column 'completion', message 0: role 'user'.*, expected the assistant's answer",
     ),
     "messages behind text": ([row(prompt="a", completion=[BLUE])], {}, TypeError, "row 0, column 'prompt': 'a' is of type str, expected a list of messages"),
     "pairs that share no prompt": ([{"chosen": "a", "rejected": "b"}], {}, ValueError, "row 0, column 'chosen': .*begin differently"),

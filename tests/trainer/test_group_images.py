@@ -188,7 +188,7 @@ BAD = {
     "placeholders of text": (
         [{"images": [tiny_image(0)], "prompt": "what?"}], ValueError, "1 images for 0 placeholders '<image>' in the text",
     ),
-    "tokens": ([{"images": [tiny_image(0)], "input_ids": [3, 4]}], ValueError, "tokens beside images, expected a 'prompt'"),
+    "tokens": ([{"images": [tiny_image(0)], "input_ids": [3, 4]}], ValueError, "tokens beside images"),
     "no prompt": (without("prompt"), ValueError, "expected 'prompt' (text or messages) beside the images"),
     "two columns": (
         [{**row, "image": tiny_image(0)} for row in rows()], ValueError, "columns 'images' and 'image', expected one of them",

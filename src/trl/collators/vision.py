@@ -2,24 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import ProcessorMixin
+from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.images import Illustrated, ImageCollator, Limits, untrained_rows
+from trl.collators.images import check_processor, is_per_token, processed
 from trl.collators.preference import reference_logps
-from trl.collators.rows import Row, check_not_empty
-from trl.data.image_pairs import ImagePairs, image_pair_type
-from trl.data.image_rows import ImageRows, image_column, image_row_type, read_images
+from trl.collators.rows import IGNORED, Row, check_multiple, check_not_empty, round_up
+from trl.data.formats import common_prefix_length
+from trl.data.image_rows import ImagePairs, ImageRows, TextHalves, image_pairs, image_rows
 from trl.data.preference_rows import SIDES
+from trl.data.rendering import text_tokenizer
+from trl.data.tokenization import encode
 from trl.data.validation import Place
+
+logger = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """Longest prompt (which loses its start), completion and sequence (which lose their end), in tokens; None: no limit."""
+
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    max_length: int | None = None
+
+    def kept(self, mask: Tensor, starts: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """After each limit that is set: its name, and which tokens `(B, T)` are left of those in `mask`.
+
+        `starts (B,)` are the positions of the completions' first tokens.
+
+        >>> limits = Limits(max_completion_length=1, max_length=2)
+        >>> for name, kept in limits.kept(torch.ones(1, 4, dtype=torch.bool), torch.tensor([2])):
+        ...     print(name, kept.int().tolist())
+        max_completion_length [[1, 1, 1, 0]]
+        max_length [[1, 1, 0, 0]]
+        """
+        positions = torch.arange(mask.shape[1])
+        kept = mask.bool()
+        if self.max_completion_length is not None:
+            kept = kept & (positions < starts[:, None] + self.max_completion_length)
+            yield "max_completion_length", kept
+        if self.max_prompt_length is not None:
+            kept = kept & (positions >= starts[:, None] - self.max_prompt_length)
+            yield "max_prompt_length", kept
+        if self.max_length is not None:
+            kept = kept & (kept.cumsum(dim=1) <= self.max_length)
+            yield "max_length", kept
+
+
+class _ImageCollator(DataCollatorMixin):
+    """Base of the collators of rows with images; subclasses are dataclasses with these fields."""
+
+    processor: ProcessorMixin
+    pad_to_multiple_of: int | None
+    rows_cut: int
+    return_tensors = "pt"
+
+    def __post_init__(self) -> None:
+        check_multiple(self.pad_to_multiple_of)
+        for name, limit in self.limits._asdict().items():
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be >= 1, got {limit}. Use None for no limit.")
+        check_processor(self.processor)
+
+    @property
+    def limits(self) -> Limits:
+        """The lengths at which sequences are cut."""
+        return Limits(**{name: getattr(self, name, None) for name in Limits._fields})
+
+    def rows(self, first: Row) -> ImageRows:
+        """Reads rows like the first one of a batch."""
+        raise TypeError(f"{type(self).__name__} must override rows.")
+
+    def completions_only(self, rows: ImageRows) -> bool:
+        """Whether prompts are not trained."""
+        return True
+
+    def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order.
+
+        `input_ids`, `attention_mask`, `labels` `(B, T)`, padded on the right, and whatever else the model takes.
+
+        Raises: ValueError or TypeError naming the row of the batch and its column, also where an image would lose tokens.
+        """
+        check_not_empty(examples)
+        rows = self.rows(examples[0])
+        columns = SIDES if isinstance(rows, ImagePairs) else (rows.column or rows.row_type.columns[0],)
+        halves, images, places = [], [], []
+        for index, row in enumerate(examples):
+            own = rows.images(row, index)
+            halves += rows.halves(row, index, own)
+            images += [own] * len(columns)
+            places += [rows.place(index, column) for column in columns]
+        texts = ["".join(half) for half in halves]
+        batch, is_image = processed(self.processor, texts, images, adds_special=rows.adds_special)
+        starts = torch.zeros(len(texts), dtype=torch.int64)
+        if self.completions_only(rows):
+            starts = torch.tensor(
+                self._completion_starts(batch, halves, images, adds_special=rows.adds_special)
+            )
+        is_prompt = torch.arange(is_image.shape[1]) < starts[:, None]
+        is_padding = batch["attention_mask"] == 0
+        batch["labels"] = batch["input_ids"].masked_fill(is_image | is_padding | is_prompt, IGNORED)
+        return self._cut(batch, is_image, starts, places)
+
+    def _completion_starts(
+        self,
+        batch: dict[str, Tensor],
+        halves: Sequence[TextHalves],
+        images: Sequence[list[Any]],
+        *,
+        adds_special: bool,
+    ) -> list[int]:
+        """Where each completion begins: at the first token that the prompt alone does not have.
+
+        Found on the text's own tokens, counted from the end, because images grow to many tokens before it.
+        """
+        tokenizer: Any = text_tokenizer(self.processor)
+        placeholder = str(getattr(self.processor, "image_token", "\0"))
+        starts = []
+        for index, half in enumerate(halves):
+            ids = batch["input_ids"][index][batch["attention_mask"][index] != 0].tolist()
+            texts = ["".join(half), half.prompt]
+            whole, prompt = (
+                tokenizer(texts, verbose=False).input_ids if adds_special else encode(tokenizer, texts)
+            )
+            tail = whole[common_prefix_length(prompt, whole) :]
+            start = len(ids) - len(tail)
+            if ids[start:] != tail:  # images in the completion: the prompt goes through the processor
+                shown = images[index][: half.prompt.count(placeholder)]
+                alone, _ = processed(self.processor, [half.prompt], [shown], adds_special=adds_special)
+                start = common_prefix_length(alone["input_ids"][0].tolist(), ids)
+            starts.append(start)
+        return starts
+
+    def _cut(
+        self, batch: dict[str, Tensor], is_image: Tensor, starts: Tensor, places: list[Place]
+    ) -> dict[str, Tensor]:
+        """The batch without the tokens beyond the limits, none of which may be an image's, and with T rounded up."""
+        mask = batch["attention_mask"].bool()
+        kept = mask
+        for name, kept in self.limits.kept(mask, starts):
+            for row in (is_image & ~kept).any(dim=1).nonzero()[:, 0].tolist():
+                raise ValueError(
+                    f"{places[row]}: {int(mask[row].sum())} tokens, of which {int(is_image[row].sum())} are its images', do "
+                    f"not fit {name}={getattr(self.limits, name)}, and an image cannot lose tokens. Set {name}=None, raise "
+                    "it, or give smaller or fewer images."
+                )
+        lengths = kept.sum(dim=1)
+        width = round_up(int(lengths.max()), self.pad_to_multiple_of)
+        missing = max(width - mask.shape[1], 0)
+        order = pad(kept, (0, missing)).int().argsort(dim=1, descending=True, stable=True)[:, :width]
+        is_filler = torch.arange(width) >= lengths[:, None]
+        rows = torch.arange(len(order))[:, None]
+        found = dict(batch)
+        for name, value in batch.items():
+            if is_per_token(name, value, batch):
+                more = (0, 0) * (value.ndim - 2)
+                longer = pad(value, (*more, 0, missing))[rows, order]
+                fillers = is_filler.view(*is_filler.shape, *[1] * (value.ndim - 2))
+                found[name] = longer.masked_fill(fillers, self._fill(name))
+        if cut := int((kept != mask).any(dim=1).sum()):
+            self._report_cut(cut, len(order))
+            self.check_cut(found["labels"], places)
+        return found
+
+    def _report_cut(self, cut: int, rows: int) -> None:
+        if not self.rows_cut:
+            limits = ", ".join(f"{name}={limit}" for name, limit in self.limits._asdict().items() if limit)
+            logger.warning(
+                "%s cuts %d of the %d sequences of a batch, and maybe later ones (rows_cut counts them). Set None to keep "
+                "them whole.",
+                limits,
+                cut,
+                rows,
+            )
+        self.rows_cut += cut
+
+    def check_cut(self, labels: Tensor, places: list[Place]) -> None:
+        """Called with the labels `(B, T)` of a batch of which something was cut: warns where none is left of a row."""
+        untrained = int(_untrained(labels).sum())
+        if untrained:
+            logger.warning(
+                "%d of %d rows of a batch have no trained token left within max_length=%s. Raise it.",
+                untrained,
+                len(labels),
+                self.limits.max_length,
+            )
+
+    def _fill(self, name: str) -> int:
+        """What a tensor `(B, T, ...)` of this name holds on padding."""
+        if name == "input_ids":
+            return getattr(text_tokenizer(self.processor), "pad_token_id", None) or 0
+        return IGNORED if name == "labels" else 0
+
+
+def _untrained(labels: Tensor) -> Tensor:
+    """Which rows `(B,)` have no label that an earlier token predicts."""
+    return (labels[:, 1:] == IGNORED).all(dim=1)
 
 
 @dataclass
-class DataCollatorForVisionLanguageModeling(ImageCollator):
+class DataCollatorForVisionLanguageModeling(_ImageCollator):
     """Batches raw rows with `images` (a list) or `image`, and `messages`, `prompt` with `completion`, or text.
 
     Conversations get exactly what the processor's chat template writes; plain text must hold the processor's
@@ -53,39 +244,17 @@ class DataCollatorForVisionLanguageModeling(ImageCollator):
     rows_cut: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.return_tensors != "pt":
             raise ValueError(
                 f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
             )
-        self.check()
 
-    @property
-    def limits(self) -> Limits:
-        """Rows lose their end."""
-        return Limits(max_length=self.max_length)
+    def rows(self, first: Row) -> ImageRows:
+        return image_rows(first, list(first), self.processor, text_field=self.dataset_text_field)
 
-    def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
-        """The batch of some rows, in their order.
-
-        Raises: ValueError or TypeError naming the row of the batch and its column.
-        """
-        check_not_empty(examples)
-        rows = self._rows(examples[0])
-        places: list[Place] = [
-            Place("", index, rows.column or rows.row_type.columns[0]) for index in range(len(examples))
-        ]
-        images = [read_images(row, rows.column, place) for row, place in zip(examples, places, strict=True)]
-        halves = [rows.halves(row, index, images[index]) for index, row in enumerate(examples)]
-        sequences = Illustrated(halves, images, places, adds_special=not rows.row_type.is_conversational)
-        return self.collate(sequences, completions_only=self._completions_only(rows))
-
-    def _rows(self, first: Row) -> ImageRows:
-        column = image_column(list(first))
-        row_type = image_row_type(list(first), first, text_field=self.dataset_text_field, name="batch")
-        return ImageRows(self.processor, row_type, column, lambda row, column: Place("", row, column))
-
-    def _completions_only(self, rows: ImageRows) -> bool:
-        has_completions = rows.row_type.kind == "prompt_completion"
+    def completions_only(self, rows: ImageRows) -> bool:
+        has_completions = rows.row_type.has_completion
         if self.completion_only_loss and not has_completions:
             raise ValueError(
                 f"row 0 of the batch, column {rows.row_type.columns[0]!r}: completion_only_loss=True, but the row has no "
@@ -95,7 +264,7 @@ class DataCollatorForVisionLanguageModeling(ImageCollator):
 
 
 @dataclass
-class DataCollatorForVisionPreference(ImageCollator):
+class DataCollatorForVisionPreference(_ImageCollator):
     """Batches raw rows with `images` (a list) or `image`, `chosen`, `rejected` and, unless both begin with it, `prompt`.
 
     Sequence 2i is row i's prompt with the chosen completion, 2i + 1 with the rejected one, both with all of the row's
@@ -127,48 +296,20 @@ class DataCollatorForVisionPreference(ImageCollator):
     tools: list[dict | Callable] | None = None
     rows_cut: int = field(default=0, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self.check()
-
-    @property
-    def limits(self) -> Limits:
-        """Prompts lose their start, completions their end."""
-        return Limits(self.max_prompt_length, self.max_completion_length, self.max_length)
+    def rows(self, first: Row) -> ImageRows:
+        return image_pairs(first, list(first), self.processor, tools=self.tools)
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
-        """The batch of some rows, in their order.
-
-        Raises: ValueError or TypeError naming the row of the batch and its column.
-        """
-        check_not_empty(examples)
-        pairs = self._pairs(examples[0])
-        halves, images, places = [], [], []
-        for index, row in enumerate(examples):
-            own = read_images(row, pairs.column, pairs.place(index, pairs.column or ""))
-            halves += pairs.halves(row, index, own)
-            images += [own, own]
-            places += [pairs.place(index, side) for side in SIDES]
-        sequences = Illustrated(halves, images, places, adds_special=not pairs.is_conversational)
-        batch = self.collate(sequences, completions_only=True)
+        """The batch of some rows, in their order; raises as the other collator does."""
+        batch = super().torch_call(examples)
         return {"rows": torch.arange(len(examples)), **batch, **reference_logps(examples)}
-
-    def _pairs(self, first: Row) -> ImagePairs:
-        columns = list(first)
-        row_type = image_pair_type(columns, first, name="batch")
-        return ImagePairs(
-            self.processor,
-            row_type,
-            image_column(columns),
-            lambda row, column: Place("", row, column),
-            tools=self.tools,
-        )
 
     def check_cut(self, labels: Tensor, places: list[Place]) -> None:
         """Called with the labels `(2B, T)` of a batch of which something was cut.
 
         Raises: ValueError where nothing is left of a completion, whose log-probability would be 0.
         """
-        for row in untrained_rows(labels).nonzero()[:, 0].tolist():
+        for row in _untrained(labels).nonzero()[:, 0].tolist():
             raise ValueError(
                 f"{places[row]}: the prompt leaves no token of the completion within max_length={self.max_length}, expected "
                 "at least 1. Raise max_length, or set max_prompt_length lower or the row aside."

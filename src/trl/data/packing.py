@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, IterableDataset, List, Value
 
 from trl.data.formats import DatasetType
 from trl.data.ragged import (
@@ -26,7 +27,6 @@ from trl.data.ragged import (
 logger = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 100_000  # bounds memory; a streaming data set takes `map`'s own 1000
-_BLOCK = 1024
 
 
 def pack_dataset(
@@ -67,11 +67,24 @@ def pack_dataset(
         parts = cast(Mapping[str, Dataset], dataset)
         packed = {name: pack_dataset(part, seq_length, strategy, map_kwargs) for name, part in parts.items()}
         return cast(Any, type(dataset))(packed)
-    options = {"batch_size": ROWS_AT_ONCE if isinstance(dataset, Dataset) else 1000, **(map_kwargs or {})}
-    options["fn_kwargs"] = {"seq_length": seq_length, "strategy": strategy}
-    if isinstance(dataset, Dataset):
-        return cast(DatasetType, _pack_stored(dataset, strategy, options))
-    return cast(DatasetType, _pack_streaming(dataset, strategy, options))
+    features, as_arrow = without_list_sizes(dataset.features), dataset.with_format("arrow")
+    if features is not None and strategy == "bfd":
+        features["seq_lengths"] = List(Value("int64"))
+    given = {"seq_length": seq_length, "strategy": strategy}
+    options = {name: value for name, value in (map_kwargs or {}).items() if name != "num_proc"}
+    if not isinstance(dataset, Dataset):
+        size = options.get("batch_size", 1000)
+        rows: Any = as_arrow.map(
+            pack_table, batched=True, batch_size=size, features=features, fn_kwargs=given
+        )
+        return cast(DatasetType, restore_streaming_format(rows, cast(IterableDataset, dataset)))
+    if not len(dataset):
+        _check_columns(cast(Any, as_arrow)[:])
+        rows = Dataset.from_dict({name: [] for name in features or ()}, features=features)
+    else:
+        options = {"batch_size": ROWS_AT_ONCE, **options, "remove_columns": dataset.column_names}
+        rows = as_arrow.map(pack_table, batched=True, features=features, fn_kwargs=given, **options)
+    return cast(DatasetType, restore_format(rows, dataset))
 
 
 def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
@@ -106,68 +119,33 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Bins:
     """Rows to bins: longest first, each into the bin with the least space that holds it, of equal ones the one that has had that space longest.
 
     `lengths` (N,) in tokens, each in [1, capacity]. Bins are numbered as they were opened. Time is O(N log N) for the
-    sort, then constant per row. Source: Ding et al. 2024, section 3.2 (arXiv:2404.10830).
+    sort, then almost constant per row. Source: Ding et al. 2024, section 3.2 (arXiv:2404.10830).
 
     >>> best_fit_decreasing(np.array([3, 1, 2, 4]), capacity=5)
     Bins(rows=array([3, 1, 0, 2]), offsets=array([0, 2, 4]))
     """
     order = np.argsort(-lengths, kind="stable")
     bin_of = np.empty(len(lengths), dtype=np.int64)
-    open_bins: defaultdict[int, deque[int]] = defaultdict(deque)
-    spaces = SpaceIndex(capacity)
+    open_bins: defaultdict[int, deque[int]] = defaultdict(deque)  # by the space that is left in them
+    spaces: list[int] = []  # of the open bins, ascending
     opened = 0
     for place, length in enumerate(lengths[order].tolist()):
-        space = spaces.smallest_from(length)
-        if space is None:
+        found = bisect_left(spaces, length)
+        if found == len(spaces):
             space, bin_index = capacity, opened
             opened += 1
         else:
-            candidates = open_bins[space]
-            bin_index = candidates.popleft()
-            if not candidates:
-                spaces.remove(space)
+            space = spaces[found]
+            bin_index = open_bins[space].popleft()
+            if not open_bins[space]:
+                del spaces[found]
         bin_of[place] = bin_index
-        if space > length:
-            candidates = open_bins[space - length]
-            if not candidates:
-                spaces.add(space - length)
-            candidates.append(bin_index)
+        if left := space - length:
+            if not open_bins[left]:
+                insort(spaces, left)
+            open_bins[left].append(bin_index)
     counts = np.bincount(bin_of, minlength=opened)
     return Bins(order[np.argsort(bin_of, kind="stable")], np.concatenate([[0], counts.cumsum()]))
-
-
-class SpaceIndex:
-    """A set of integers in [0, capacity] that finds its smallest member from a value on in constant time.
-
-    A bitset in blocks, with one bit per block that has members.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._blocks = [0] * (capacity // _BLOCK + 1)
-        self._summary = 0
-
-    def add(self, value: int) -> None:
-        block, bit = divmod(value, _BLOCK)
-        self._blocks[block] |= 1 << bit
-        self._summary |= 1 << block
-
-    def remove(self, value: int) -> None:
-        block, bit = divmod(value, _BLOCK)
-        self._blocks[block] &= ~(1 << bit)
-        if not self._blocks[block]:
-            self._summary &= ~(1 << block)
-
-    def smallest_from(self, value: int) -> int | None:
-        block, bit = divmod(value, _BLOCK)
-        within = self._blocks[block] >> bit
-        if within:
-            return value + (within & -within).bit_length() - 1
-        later = self._summary >> (block + 1)
-        if not later:
-            return None
-        block += (later & -later).bit_length()
-        members = self._blocks[block]
-        return block * _BLOCK + (members & -members).bit_length() - 1
 
 
 def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> Packed:
@@ -222,35 +200,3 @@ def _check_lengths(columns: Mapping[str, Ragged]) -> None:
                 f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]} there. "
                 f"Make them equally long or remove {name!r}."
             )
-
-
-def _pack_stored(dataset: Dataset, strategy: str, options: dict[str, Any]) -> Dataset:
-    options.pop("num_proc", None)
-    as_arrow = dataset.with_format("arrow")
-    features = _packed_features(dataset.features, strategy)
-    if len(dataset) == 0:
-        _check_columns(as_arrow[:])
-        packed = Dataset.from_dict({name: [] for name in features or ()}, features=features)
-    else:
-        packed = as_arrow.map(
-            pack_table, batched=True, remove_columns=dataset.column_names, features=features, **options
-        )
-    return restore_format(packed, dataset)
-
-
-def _pack_streaming(dataset: IterableDataset, strategy: str, options: dict[str, Any]) -> IterableDataset:
-    allowed = {name: options[name] for name in ("batch_size", "fn_kwargs")}
-    packed = dataset.with_format("arrow").map(
-        pack_table,
-        batched=True,
-        features=_packed_features(dataset.features, strategy),
-        **allowed,
-    )
-    return restore_streaming_format(packed, dataset)
-
-
-def _packed_features(features: Features | None, strategy: str) -> Features | None:
-    packed = without_list_sizes(features)
-    if packed is not None and strategy == "bfd":
-        packed["seq_lengths"] = List(Value("int64"))
-    return packed

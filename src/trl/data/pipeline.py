@@ -246,8 +246,8 @@ class RowKind(ABC):
     def features(self) -> Mapping[str, Any]:
         """The columns that rows become, and their types."""
 
-    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
-        """The error for a row of these numbers in which nothing is trained."""
+    def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
+        """For a row of these numbers in which nothing is trained: its column, what is given, expected, and the remedy."""
         kept, removed = numbers["tokens"], numbers["removed_tokens"]
         cut = f" ({kept} after truncation to max_length)" if removed else ""
         remedy = (
@@ -255,8 +255,12 @@ class RowKind(ABC):
             if removed
             else "Check the masks, the chat template's generation marks, or filter the row out."
         )
-        given = f"none of the row's {kept + removed} tokens{cut} is trained"
-        return str(Place(name, numbers["row"], "input_ids").error(given, "at least one", remedy))
+        return (
+            "input_ids",
+            f"none of the row's {kept + removed} tokens{cut} is trained",
+            "at least one",
+            remedy,
+        )
 
     def numbers(self, columns: Any, first_row: int) -> Numbers:
         """The numbers of a block of tokenised rows (a table, or lists by name)."""
@@ -362,7 +366,9 @@ class Counting:
             which = "The first {} rows are all" if self.report.is_streaming else "All {} rows are"
             row = {name: int(values[index]) for name, values in numbers.items()}
             rest = f" {which.format(len(bad))} like this." if is_all else ""
-            raise ValueError(self.kind.complaint(row, self.report.dataset_name) + rest)
+            column, given, expected, remedy = self.kind.complaint(row)
+            place = Place(self.report.dataset_name, row["row"], column)
+            raise place.error(given, expected, remedy + rest)
         kept = self.report.add(numbers, drops=self.policy == "drop")
         if warns:
             self.report.warn()

@@ -20,13 +20,12 @@ from trl.data.pipeline import (
     first_row,
     prepare_rows,
 )
-from trl.data.preference_lengths import Ids, PairLengths, Side, TruncationMode, TruncationOrder, with_context
-from trl.data.preference_rows import OLDER_REWARD_COLUMNS, PAIR_COLUMNS, SIDES, PairReader, pair_row_type
+from trl.data.preference_rows import PAIR_COLUMNS, SIDES, PairReader, pair_row_type
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import shared_prompt
-from trl.data.text import with_eos
-from trl.data.tokenization import Split, encode, encode_closed, rows_of, tokenize_split
-from trl.data.validation import Place, check_number
+from trl.data.tokenization import encode, rows_of, tokenize_split, with_eos
+from trl.data.truncation import Ids, PairLengths, Side, TruncationMode, TruncationOrder, with_context
+from trl.data.validation import check_number
 
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
 OWN_PROMPT = "rejected_prompt_input_ids"
@@ -134,9 +133,8 @@ def _prepared(
     for_reward = make is RewardTokenizer
     row, columns = first_row(dataset, name, "'chosen' and 'rejected'"), column_names(dataset)
     row_type = pair_row_type(columns, row, name=name, for_reward=for_reward)
-    reader = PairReader(
-        with_eos(processing_class, settings.eos_token), row_type, name, not for_reward, settings.tools
-    )
+    processing_class = with_eos(processing_class, settings.eos_token)
+    reader = PairReader(processing_class, row_type, name, not for_reward, settings.tools)
     reader.check(dataset)
     kind = make(
         reader,
@@ -154,15 +152,24 @@ def without_nulls(dataset: Any, column: str) -> Any:
     return dataset.remove_columns(column) if is_empty else dataset
 
 
-class PairTokens(NamedTuple):
-    """A row before truncation: a prompt (empty for reward models) and two completions, and counts."""
+class Answers(NamedTuple):
+    """A prompt and its answers as text; whether the prompt's end is the user's choice; further columns."""
+
+    row: int
+    prompt: str
+    answers: list[str]
+    has_boundary: bool
+    more: Mapping[str, Any]
+
+
+class Tokens(NamedTuple):
+    """A prompt and its completions before truncation; the last completion's own prompt, if it has one; further columns."""
 
     row: int
     prompt: Ids
-    chosen: Ids
-    rejected: Ids
+    completions: list[Ids]
     own_prompt: Ids | None = None
-    counts: Mapping[str, int] = {}
+    more: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -194,107 +201,90 @@ class PairTokenizer(RowKind):
         return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        rows, is_given, name = rows_of(batch), self.reader.row_type.kind == "tokens", self.reader.dataset_name
-        tokens = self._given(batch, rows, indices) if is_given else self._made(rows, indices)
-        finished = [self._finished(row) for row in tokens]
-        made = {}
-        for column in (*self.features, *self.counts):
-            if column in self.kept_numbers:
-                places = (self.reader.place(index, column) for index in indices)
-                made[column] = [
-                    check_number(v, place) for v, place in zip(batch[column], places, strict=True)
-                ]
+        rows, row_type, name = rows_of(batch), self.reader.row_type, self.reader.dataset_name
+        if row_type.kind == "tokens":
+            for column in (*row_type.columns, PAIR_COLUMNS[0]):
+                if column in batch:
+                    check_ids(batch[column], self.vocabulary, name, indices, column)
+            tokens = [self._given(row, index) for row, index in zip(rows, indices, strict=True)]
+        else:
+            tokens = self._tokenized(rows, indices)
+        finished = [self._cut(row) for row in tokens]
+        made = {column: [row.get(column, 0) for row in finished] for column in (*self.features, *self.counts)}
+        for column in self.kept_numbers:
+            each = zip(batch[column], indices, strict=True)
+            made[column] = [check_number(value, self.reader.place(index, column)) for value, index in each]
+        for column in self.columns:
+            if row_type.kind == "tokens" or column not in made:
                 continue
-            made[column] = [row.get(column, 0) for row in finished]
-            if column in self.columns and not is_given:  # empty ones are counted
-                ids = [row or [0] for row in made[column]]
-                given = column.removeprefix("whole_").removesuffix("_input_ids")
-                check_ids(ids, self.vocabulary, name, [row.row for row in tokens], given)
+            ids = [row or [0] for row in made[column]]  # empty ones are counted
+            given = column.removeprefix("whole_").removesuffix("_input_ids")
+            check_ids(ids, self.vocabulary, name, made["row"], given)
         return made
 
-    def _tokenized(self, texts: Sequence[tuple[str, Sequence[str]]]) -> list[Split]:
-        """Prompts and the answers to each as tokens."""
-        return tokenize_split(
+    def _answers(self, row: dict[str, Any], index: int) -> list[Answers]:
+        """The texts of a row of text or messages, each prompt once."""
+        chosen, rejected, is_repeated = self.reader.read(row, index)
+        shared = shared_prompt([chosen[0], rejected[0]])
+        answers = ["".join(side)[len(shared) :] for side in (chosen, rejected)]
+        # The answers of an implicit prompt may part within a token: nobody chose that boundary.
+        has_boundary = self.reader.row_type.is_chat or "prompt" in row
+        return [Answers(index, shared, answers, has_boundary, {"repeated_prompts": int(is_repeated)})]
+
+    def _tokenized(self, rows: list[dict], indices: Sequence[int]) -> list[Tokens]:
+        read = [each for row, index in zip(rows, indices, strict=True) for each in self._answers(row, index)]
+        splits = tokenize_split(
             text_tokenizer(self.reader.processing_class),
-            texts,
-            add_special_tokens=self.add_special_tokens and self.reader.row_type.kind == "text",
+            [(each.prompt, each.answers) for each in read],
+            add_special_tokens=self.add_special_tokens and not self.reader.row_type.is_chat,
+            adds_eos=self.reader.needs_prompt or not self.reader.row_type.is_chat,
             is_encoder_decoder=self.lengths.is_encoder_decoder,
         )
+        found = []
+        for each, split in zip(read, splits, strict=True):
+            counts = {
+                "shifted_rows": split.shifted * each.has_boundary,
+                "removed_begin_tokens": split.removed_begin_tokens,
+                "empty_completions": int(not all(each.answers)),
+            }
+            found.append(Tokens(each.row, split.prompt, split.completions, more={**counts, **each.more}))
+        return found
 
-    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[Any]:
-        pairs = [self.reader.read(row, index) for index, row in zip(indices, rows, strict=True)]
-        texts = []
-        for pair in pairs:
-            shared = shared_prompt([pair.chosen[0], pair.rejected[0]])
-            texts.append((shared, ["".join(side)[len(shared) :] for side in (pair.chosen, pair.rejected)]))
-        # The answers of an implicit prompt may part within a token: nobody chose that boundary.
-        chosen_boundary = self.reader.row_type.kind != "text" or self.reader.row_type.has_prompt
-        return [
-            PairTokens(
-                index,
-                split.prompt,
-                *split.completions,
-                counts={
-                    "shifted_rows": split.shifted if chosen_boundary else 0,
-                    "removed_begin_tokens": split.removed_begin_tokens,
-                    "empty_completions": int(not all(answers)),
-                    "repeated_prompts": int(pair.is_repeated),
-                },
-            )
-            for index, split, (_, answers), pair in zip(
-                indices, self._tokenized(texts), texts, pairs, strict=True
-            )
-        ]
-
-    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[Any]:
-        row_type = self.reader.row_type
-        columns = (*row_type.columns, *(["prompt_input_ids"] if row_type.has_prompt else []))
-        for column in columns:
-            check_ids(batch[column], self.vocabulary, self.reader.dataset_name, indices, column)
-        if row_type.columns == OLDER_REWARD_COLUMNS:
-            return [
-                PairTokens(
-                    index, [], self._unpadded(row, index, SIDES[0]), self._unpadded(row, index, SIDES[1])
+    def _given(self, row: dict[str, Any], index: int) -> Tokens:
+        completions = []
+        for side, column in zip(SIDES, self.reader.row_type.columns[-2:], strict=True):
+            ids, mask = row[column], row.get(f"attention_mask_{side}")
+            if mask is not None and (len(mask) != len(ids) or not any(mask)):
+                given = (
+                    f"{len(mask)} values ({sum(map(bool, mask))} not 0) for {len(ids)} tokens in {column!r}"
                 )
-                for row, index in zip(rows, indices, strict=True)
-            ]
-        return [
-            PairTokens(
-                index,
-                list(row["prompt_input_ids"]) if row_type.has_prompt else [],
-                list(row["chosen_input_ids"]),
-                list(row["rejected_input_ids"]),
-                None if row.get(OWN_PROMPT) is None else list(row[OWN_PROMPT]),
-            )
-            for row, index in zip(rows, indices, strict=True)
-        ]
+                place, remedy = (
+                    self.reader.place(index, f"attention_mask_{side}"),
+                    "Give 1 for each token, 0 for padding.",
+                )
+                raise place.error(given, "as many, and at least one that is 1", remedy)
+            real = zip(ids, mask or [1] * len(ids), strict=True)
+            completions.append([token for token, is_real in real if is_real])
+        return Tokens(index, list(row.get(PAIR_COLUMNS[0]) or []), completions, row.get(OWN_PROMPT))
 
-    def _unpadded(self, row: dict[str, Any], index: int, side: str) -> Ids:
-        ids, column = row[f"input_ids_{side}"], f"attention_mask_{side}"
-        mask = row.get(column)
-        if mask is None:
-            return list(ids)
-        if len(mask) != len(ids) or not any(mask):
-            given = f"{len(mask)} values ({sum(map(bool, mask))} not 0) for {len(ids)} tokens in 'input_ids_{side}'"
-            remedy = "Give 1 for each token, 0 for padding."
-            raise self.reader.place(index, column).error(given, "as many, and at least one that is 1", remedy)
-        return [token for token, is_real in zip(ids, mask, strict=True) if is_real]
-
-    def _finished(self, tokens: Any) -> dict[str, Any]:
-        own_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
-        sides = [Side(tokens.prompt, tokens.chosen), Side(own_prompt, tokens.rejected)]
-        with self.reader.place(tokens.row, "prompt_input_ids").named():
+    def _cut(self, tokens: Tokens) -> dict[str, Any]:
+        """The finished columns of a row, with its counts."""
+        own = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
+        sides = [Side(prompt, c) for prompt, c in zip((tokens.prompt, own), tokens.completions, strict=True)]
+        with self.reader.place(tokens.row, PAIR_COLUMNS[0]).named():
             if tokens.own_prompt is None:
-                cut = self.lengths.cut(tokens.prompt, [tokens.chosen, tokens.rejected])
+                cut = self.lengths.cut(tokens.prompt, tokens.completions)
             else:
                 cut = [self.lengths.cut(side.prompt, [side.completion])[0] for side in sides]
         chosen, rejected = cut if self.lengths.is_encoder_decoder else map(with_context, cut)
         own = rejected.prompt if rejected.prompt != chosen.prompt else None
         ids = (chosen.prompt, chosen.completion, rejected.completion, own)
-        lost = [(len(a.prompt) - len(b.prompt), len(a.completion) - len(b.completion)) for a, b in zip(sides, cut, strict=True)]  # fmt: skip
+        lost = [
+            [len(a) - len(b) for a, b in zip(*pair, strict=True)] for pair in zip(sides, cut, strict=True)
+        ]
         return {
             **dict(zip(self.columns, ids, strict=True)),
-            **tokens.counts,
+            **tokens.more,
             "row": tokens.row,
             "tokens": sum(len(part) for part in ids if part),
             # Of the prompt, which is counted once, as many as the side that lost more of it.
@@ -304,17 +294,11 @@ class PairTokenizer(RowKind):
             "promptless_rows": int(any(not side.prompt for side in cut)),
         }
 
-    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
-        place, other = Place(name, numbers["row"], "chosen_input_ids"), "the one in 'rejected_input_ids'"
-        if not numbers["untrained_rows"]:
-            given = (
-                f"no token of the prompt is left before it or {other} (max_length {self.lengths.max_length})"
-            )
-            remedy = "Raise max_length, lower max_completion_length, or filter the row out."
-            return str(place.error(given, "at least one", remedy))
-        given = f"truncation to {self.lengths} leaves no token of this completion or of {other}"
-        remedy = "Raise max_length, lower max_prompt_length, or filter the row out."
-        return str(place.error(given, "at least one of each", remedy))
+    def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
+        what = "one of the two completions" if numbers["untrained_rows"] else "the prompt before one of them"
+        remedy = "Raise max_length, lower max_prompt_length or max_completion_length, or filter the row out."
+        given = f"truncation (max_length {self.lengths.max_length}) leaves no token of {what}"
+        return "chosen_input_ids", given, "at least one", remedy
 
 
 @dataclass(frozen=True)
@@ -329,25 +313,12 @@ class RewardTokenizer(PairTokenizer):
     given_numbers = ("margin",)
     texts = REWARD_TEXTS
 
-    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[Any]:
-        pairs = [self.reader.read(row, index) for index, row in zip(indices, rows, strict=True)]
-        texts = [side[1] for pair in pairs for side in (pair.chosen, pair.rejected)]
-        tokenizer = text_tokenizer(self.reader.processing_class)
-        if self.reader.row_type.kind == "text":
-            encoded = encode_closed(tokenizer, texts, add_special_tokens=self.add_special_tokens)
-        else:
-            encoded = [(ids, 0) for ids in encode(tokenizer, texts)]
-        return [
-            PairTokens(row, [], chosen, rejected, None, {"removed_begin_tokens": removed, "repeated_prompts": int(pair.is_repeated)})
-            for row, pair, (chosen, removed), (rejected, _) in zip(indices, pairs, encoded[::2], encoded[1::2], strict=True)
-        ]  # fmt: skip
-
-    def _finished(self, tokens: Any) -> dict[str, Any]:
+    def _cut(self, tokens: Tokens) -> dict[str, Any]:
         own = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
-        chosen, rejected = tokens.prompt + tokens.chosen, own + tokens.rejected
+        chosen, rejected = tokens.prompt + tokens.completions[0], own + tokens.completions[1]
         longest, limit = max(len(chosen), len(rejected)), self.lengths.max_length
         return {
-            **tokens.counts,
+            **tokens.more,
             "chosen_input_ids": chosen,
             "rejected_input_ids": rejected,
             "row": tokens.row,
@@ -356,10 +327,9 @@ class RewardTokenizer(PairTokenizer):
             "equal_rows": int(chosen == rejected),
         }
 
-    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
+    def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
         given = f"this sequence or the one in 'rejected_input_ids' has more than max_length {self.lengths.max_length} tokens"
-        place = Place(name, numbers["row"], "chosen_input_ids")
-        return str(place.error(given, "at most as many", "Raise max_length, or filter the row out."))
+        return "chosen_input_ids", given, "at most as many", "Raise max_length, or filter the row out."
 
 
 def tokenize_preference_row(

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset, List, Value
 
 from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.image_rows import has_images, refuse_images
-from trl.data.pipeline import STREAM_BATCH, RowKind, map_rows
+from trl.data.pipeline import STREAM_BATCH, RowKind, first_row, map_rows
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
 from trl.data.streaming import RowStream
 from trl.data.tokenization import encode_open, read_chat, rows_of
@@ -66,20 +66,18 @@ def prompt_tokenizer(
 
     Raises: ValueError for a data set without prompts, or with prompts that do not fit its settings.
     """
-    columns = dataset.column_names
-    is_given = PROMPT_IDS in columns
+    columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     if not is_given and "prompt" not in columns:
         raise ValueError(
             f"{name} dataset has columns {columns}, expected 'prompt' (text or messages) or 'input_ids'. Rename the column "
             "that holds the prompts."
         )
-    if not len(dataset):
-        raise ValueError(f"{name} dataset has no rows, expected at least 1. Check its filters.")
-    is_chat = _is_chat(dataset.with_format(None)[0])
+    row = maybe_convert_to_chatml(dict(first_row(dataset.with_format(None), name, "a prompt")))
+    is_chat = is_list_of_dicts_with(row.get("prompt"), "role")
     if settings.tools and (is_given or not is_chat):
         raise ValueError(
-            f"{name} dataset has prompts without messages (columns {columns}), but tools are given, which only a chat template "
-            'shows to the model. Write prompts as [{"role": "user", "content": ...}], or leave tools out.'
+            f"{name} dataset has prompts without messages (columns {columns}), but only a chat template shows tools to the "
+            'model. Write prompts as [{"role": "user", "content": ...}], or leave tools out.'
         )
     if settings.tools and "tools" in columns:
         raise ValueError(
@@ -87,8 +85,7 @@ def prompt_tokenizer(
             "the trainer's tools are called."
         )
     if is_chat:
-        place = Place(name, 0, "prompt")
-        check_tokenizer(dataset, processing_class, place, is_chat=True, needs_eos=False)
+        check_tokenizer(dataset, processing_class, Place(name, 0, "prompt"), is_chat=True, needs_eos=False)
     settings = replace(settings, num_proc=None)  # no part of the cache key
     return PromptTokenizer(processing_class, settings, name, is_given, is_chat)
 
@@ -96,10 +93,6 @@ def prompt_tokenizer(
 def columns_for_rewards(column_names: Sequence[str]) -> list[str]:
     """The columns of a prepared set that reward functions get."""
     return [column for column in column_names if column not in (PROMPT_IDS, "prompt", IMAGE_KEY)]
-
-
-def _is_chat(row: Mapping[str, Any]) -> bool:
-    return is_list_of_dicts_with(maybe_convert_to_chatml(dict(row)).get("prompt"), "role")
 
 
 @dataclass(frozen=True)
@@ -124,11 +117,10 @@ class PromptTokenizer(RowKind):
         if self.is_given:
             prompts = [_real_tokens(row) for row in rows]
         else:
-            tokenizer = text_tokenizer(self.processing_class)
             texts = [self._text(row, place) for row, place in zip(rows, places, strict=True)]
+            tokenizer = text_tokenizer(self.processing_class)
             prompts = [ids for ids, _ in encode_open(tokenizer, texts, add_special_tokens=not self.is_chat)]
-        keep = self.settings.keep
-        prompts = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
+        prompts = [prompt[-(self.settings.keep or 0) :] for prompt in prompts]
         for prompt, place in zip(prompts, places, strict=True):
             check_prompt_ids(prompt, self.settings, place)
         return {PROMPT_IDS: prompts}
@@ -149,15 +141,12 @@ def _real_tokens(row: Mapping[str, Any]) -> list[int]:
 
 def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Place) -> None:
     """Raise ValueError for a prompt without tokens, with ids that the model does not have, or with too many."""
-    longest, vocabulary = settings.longest, settings.vocabulary
+    longest, most = settings.longest, settings.vocabulary or 2**31
     if not prompt:
         raise place.error("a prompt without tokens", "at least 1", "Begin it with the tokenizer's bos token.")
-    if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
-        wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-        expected = f"0 to {(vocabulary or 0) - 1} (the model's vocabulary)"
-        raise place.error(
-            f"token id {wrong}", expected, "Tokenize with the tokenizer that belongs to the model."
-        )
+    for wrong in (token for token in (min(prompt), max(prompt)) if not 0 <= token < most):
+        remedy = "Tokenize with the tokenizer that belongs to the model."
+        raise place.error(f"token id {wrong}", f"0 to {most - 1} (the model's vocabulary)", remedy)
     if longest is not None and len(prompt) > longest:
         expected = f"at most {longest}: the completion needs room in the model's context, too"
         raise place.error(
@@ -197,8 +186,8 @@ class PromptSets:
         if not isinstance(dataset, Dataset):
             given = "None" if dataset is None else f"of type {type(dataset).__name__}"
             raise TypeError(
-                f"{name} dataset is {given}, expected a stored datasets.Dataset with a column 'prompt' (GRPO and RLOO train on "
-                "a datasets.IterableDataset, too). Load it without streaming, or use Dataset.from_list(rows)."
+                f"{name} dataset is {given}, expected a stored datasets.Dataset with a column 'prompt' (GRPO and RLOO also "
+                "train on a datasets.IterableDataset). Load it without streaming, or use Dataset.from_list(rows)."
             )
         with PartialState().main_process_first():
             prepared = self.prepared(dataset, name)

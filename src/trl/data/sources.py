@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ AnyDataset = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
 DataFiles = str | Sequence[str] | Mapping[str, Any] | None
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-STREAM_CHECKED = 1 << 24  # bytes of a streamed file that are looked at in advance
+STREAM_CHECKED = 1 << 24  # characters of a streamed file that are looked at in advance
 _MOST_FAULTS = 20
 _SAVED_MARKS = ("dataset_dict.json", "state.json")
 
@@ -64,17 +63,21 @@ def load_source(
         )
     if not all(_is_utf8(file, most=STREAM_CHECKED if streaming else None) for file in files):
         _refuse_broken_lines(files)
-    is_local = bool(files) or _looks_local(path)
-    try:
-        with nullcontext() if is_local else loading_from_hub(path, "dataset"):
-            return datasets.load_dataset(
-                _builder(place, path),
-                name,
-                split=split,
-                data_files=data_files,
-                data_dir=data_dir,
-                streaming=streaming,
+    builder, options = str(place), {"data_files": data_files, "data_dir": data_dir, "streaming": streaming}
+    is_path = not may_be_on_hub(path) or place.suffix.lower() in BUILDERS
+    if place.is_file():
+        builder = BUILDERS.get(place.suffix.lower(), "")
+        if not builder:
+            raise ValueError(
+                f"{path!r} has the extension {place.suffix!r}, known are {', '.join(BUILDERS)}. Convert it to one of these."
             )
+    elif not place.is_dir():
+        if is_path:
+            raise _not_found(path, "nothing is there")
+        builder = path
+    try:
+        with nullcontext() if files or is_path else loading_from_hub(path, "dataset"):
+            return datasets.load_dataset(builder, name, split=split, **options)
     except HubUnreachable:
         raise
     except (DatasetNotFoundError, DataFilesNotFoundError, ConnectionError) as error:
@@ -90,21 +93,6 @@ def load_source(
         raise ValueError(f"split {split!r} is not in {path!r}: {error} Choose one of these.") from error
 
 
-def _builder(place: Path, path: str) -> str:
-    if place.is_dir():
-        return str(place)
-    if not place.is_file():
-        if _looks_local(path):
-            raise _not_found(path, "nothing is there")
-        return path
-    builder = BUILDERS.get(place.suffix.lower())
-    if builder is None:
-        raise ValueError(
-            f"{path!r} has the extension {place.suffix!r}, known are {', '.join(BUILDERS)}. Convert it to one of these."
-        )
-    return builder
-
-
 def _load_saved(folder: Path, streaming: bool) -> DatasetDict | IterableDatasetDict:
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, Dataset):
@@ -112,10 +100,6 @@ def _load_saved(folder: Path, streaming: bool) -> DatasetDict | IterableDatasetD
     if streaming:
         return IterableDatasetDict({name: part.to_iterable_dataset() for name, part in saved.items()})
     return saved
-
-
-def _looks_local(path: str) -> bool:
-    return not may_be_on_hub(path) or Path(path).suffix.lower() in BUILDERS
 
 
 def _not_found(path: str, reason: str) -> FileNotFoundError:
@@ -130,40 +114,38 @@ def _local_files(place: Path, data_files: DataFiles) -> list[Path]:
     if place.is_dir() and data_files is None:
         return sorted(file for file in place.rglob("*") if file.suffix.lower() in BUILDERS)
     groups = data_files.values() if isinstance(data_files, Mapping) else [data_files or []]
-    named = [file for group in groups for file in ([group] if isinstance(group, str) else group)]
-    candidates = [Path(str(file)).expanduser() for file in named]
-    return [
-        file if file.is_file() else place / file
-        for file in candidates
-        if file.is_file() or (place / file).is_file()
+    named = [
+        Path(name).expanduser() for group in groups for name in ([group] if isinstance(group, str) else group)
     ]
+    found = [file if file.is_file() else place / file for file in named]
+    return [file for file in found if file.is_file()]
 
 
 def _is_utf8(file: Path, *, most: int | None) -> bool:
-    """Whether a file of text is UTF-8, as far as its first `most` bytes: pyarrow does not look before rows are read."""
+    """Whether a file of text is UTF-8, as far as its first `most` characters: pyarrow does not look before rows are read."""
     if file.suffix.lower() == ".parquet":
         return True
-    decoder, left = codecs.getincrementaldecoder("utf-8")(), most
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20 if left is None else min(left, 1 << 20)):
-            left = None if left is None else left - len(chunk)
-            try:
-                decoder.decode(chunk)
-            except UnicodeDecodeError:
-                return False
+    try:
+        with file.open(encoding="utf-8") as text:
+            left = most
+            while (left is None or left > 0) and (chunk := text.read(1 << 20)):
+                left = None if left is None else left - len(chunk)
+    except UnicodeDecodeError:
+        return False
     return True
 
 
 def _refuse_broken_lines(files: list[Path]) -> None:
-    faults = [fault for file in files for fault in _faults(file)]
+    """Raise ValueError naming the broken lines of some files."""
+    faults = [f"{str(file)!r}, line {line}: {fault}" for file in files for line, fault in _faults(file)]
     if len(faults) > _MOST_FAULTS:
         faults[_MOST_FAULTS:] = [f"... and {len(faults) - _MOST_FAULTS} more lines."]
     if faults:
         raise ValueError("\n".join(faults))
 
 
-def _faults(file: Path) -> Iterator[str]:
-    """A message for each broken line of a file of text."""
+def _faults(file: Path) -> Iterator[tuple[int, str]]:
+    """The number of each broken line of a file of text, and what is wrong with it."""
     kind = BUILDERS.get(file.suffix.lower())
     if kind not in ("json", "csv"):
         return
@@ -171,28 +153,20 @@ def _faults(file: Path) -> Iterator[str]:
         is_list = kind == "json" and stream.read(1024).lstrip().startswith(b"[")
         stream.seek(0)
         for number, line in enumerate(stream, start=1):
-            fault = _line_fault(line, is_row=kind == "json" and not is_list)
-            if fault:
-                yield f"{str(file)!r}, line {number}: {fault}"
-    if is_list:
-        try:
-            json.loads(file.read_text(encoding="utf-8", errors="replace"))
-        except json.JSONDecodeError as error:
-            yield f"{str(file)!r}, line {error.lineno}: broken JSON, {error.msg} (column {error.colno}). Repair the file."
-
-
-def _line_fault(line: bytes, *, is_row: bool) -> str | None:
-    """What is wrong with a line, None for nothing; `is_row`: the line holds a JSON object."""
+            try:
+                text = line.decode("utf-8-sig")
+                row = json.loads(text) if kind == "json" and not is_list and text.strip() else {}
+            except UnicodeDecodeError as error:
+                remedy = "Convert the file, from Latin-1 with `iconv -f latin1 -t utf-8`."
+                place = f"byte 0x{line[error.start]:02x} (column {error.start + 1})"
+                yield number, f"not UTF-8, {place}. {remedy}"
+            except json.JSONDecodeError as error:
+                yield number, f"broken JSON, {error.msg} (column {error.colno}). Repair or remove the line."
+            else:
+                if not isinstance(row, dict):
+                    expected = "expected an object with the columns of a row. Repair or remove the line."
+                    yield number, f"a JSON {type(row).__name__}, {expected}"
     try:
-        text = line.decode("utf-8-sig")
-        row = json.loads(text) if is_row and text.strip() else {}
-    except UnicodeDecodeError as error:
-        return (
-            f"not UTF-8, byte 0x{line[error.start]:02x} (column {error.start + 1}). Convert the file, from Latin-1 with "
-            "`iconv -f latin1 -t utf-8`."
-        )
+        json.loads(file.read_text(encoding="utf-8", errors="replace")) if is_list else None
     except json.JSONDecodeError as error:
-        return f"broken JSON, {error.msg} (column {error.colno}). Repair or remove the line."
-    if isinstance(row, dict):
-        return None
-    return f"a JSON {type(row).__name__}, expected an object with the columns of a row. Repair or remove the line."
+        yield error.lineno, f"broken JSON, {error.msg} (column {error.colno}). Repair the file."

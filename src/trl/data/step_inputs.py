@@ -68,16 +68,13 @@ def check_step_inputs(
                 f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True in a loader, or set "
                 "PPOConfig.batch_size."
             )
-    found = [_token_ids(f"queries[{i}]", row, limits.vocabulary, device) for i, row in enumerate(queries)]
-    answers = [
-        _token_ids(f"responses[{i}]", row, limits.vocabulary, device) for i, row in enumerate(responses)
-    ]
-    kept = [_mask(i, None if masks is None else masks[i], answer) for i, answer in enumerate(answers)]
-    if limits.start is not None:
-        begins = [int(answer[0] == limits.start) for answer in answers]
-        answers = [answer[begin:] for answer, begin in zip(answers, begins, strict=True)]
-        kept = [mask[begin:] for mask, begin in zip(kept, begins, strict=True)]
-    for index, (query, answer, mask) in enumerate(zip(found, answers, kept, strict=True)):
+    found, answers, kept = [], [], []
+    for index, (query, answer) in enumerate(zip(queries, responses, strict=True)):
+        query = _token_ids(f"queries[{index}]", query, limits.vocabulary, device)
+        answer = _token_ids(f"responses[{index}]", answer, limits.vocabulary, device)
+        mask = _mask(index, None if masks is None else masks[index], answer)
+        if limits.start is not None and answer[0] == limits.start:
+            answer, mask = answer[1:], mask[1:]
         if not len(answer):
             raise ValueError(f"responses[{index}] has only the start token, expected at least 1 token more.")
         if not mask.any():
@@ -90,6 +87,8 @@ def check_step_inputs(
                 f"queries[{index}] and responses[{index}] have {len(query)} and {len(answer)} tokens, the context length is "
                 f"{limits.context_length}. Truncate the query, or generate fewer tokens."
             )
+        for rows, row in zip((found, answers, kept), (query, answer, mask), strict=True):
+            rows.append(row)
     if sum(int(mask.sum()) for mask in kept) < 2:
         raise ValueError(
             "responses must have at least 2 tokens together, got 1: advantages are whitened over a batch. Raise batch_size."
@@ -124,8 +123,7 @@ def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
         raise ValueError(f"scores must be {count}, one per response, got {len(scores)}.")
     found = []
     for index, score in enumerate(scores):
-        is_number = isinstance(score, (int, float, Tensor)) or hasattr(score, "item")
-        if isinstance(score, bool) or not is_number:
+        if isinstance(score, bool) or not (isinstance(score, (int, float)) or hasattr(score, "item")):
             raise TypeError(f"scores[{index}] must be a tensor or a number, got {type(score).__name__}.")
         tensor = torch.as_tensor(score)
         if tensor.ndim > 1 or tensor.numel() != 1:
@@ -135,8 +133,7 @@ def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
             )
         found.append(tensor.detach().reshape(()).to(device, torch.float32))
     table = torch.stack(found)
-    wrong = (~torch.isfinite(table)).nonzero()[:, 0].tolist()
-    if wrong:
+    if wrong := (~torch.isfinite(table)).nonzero()[:, 0].tolist():
         raise ValueError(
             f"scores must be finite, got {table[wrong[0]].item()} in row {wrong[0]} (rows {wrong}). Check the reward, or leave "
             "those responses out."

@@ -78,56 +78,50 @@ class StepwiseTokenizer(RowKind):
         return {"input_ids": List(Value("int32")), "labels": List(Value("int8"))}
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        given, name = rows_of(batch), self.dataset_name
+        given, ids = rows_of(batch), batch.get("input_ids")
         if self.is_given:
-            check_ids(batch["input_ids"], self.vocabulary, name, indices, "input_ids")
-            rows = [self._cut(row, index) for row, index in zip(given, indices, strict=True)]
-        else:
-            rows = self.rows(given, indices)
-            check_ids([row["input_ids"] for row in rows], self.vocabulary, name, indices, "input_ids")
+            check_ids(ids or [], self.vocabulary, self.dataset_name, indices, "input_ids")
+        rows = [
+            self._cut(*each) if self.is_given else self._tokenized(*each)
+            for each in zip(given, indices, strict=True)
+        ]
+        if not self.is_given:
+            ids = [row["input_ids"] for row in rows]
+            check_ids(ids, self.vocabulary, self.dataset_name, indices, "input_ids")
         return {column: [row[column] for row in rows] for column in (*self.features, *self.counts)}
 
-    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The tokenised rows.
-
-        Raises: TypeError or ValueError naming row, column and remedy.
-        """
-        for index, row in zip(indices, given, strict=True):
-            _check_row(row, index, self.dataset_name)
-        tokenizer = text_tokenizer(self.processing_class)
-        separator = encode(tokenizer, [self.settings.step_separator])[0]
+    def _tokenized(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        _check_row(row, index, self.dataset_name)
+        settings, tokenizer = self.settings, text_tokenizer(self.processing_class)
+        prompt, separator, *steps = encode(
+            tokenizer, [row["prompt"], settings.step_separator, *row["completions"]]
+        )
         if not separator:
             raise ValueError(
-                f"step_separator {self.settings.step_separator!r} has no token under this tokenizer, expected at least one: "
-                "the class of a step stands on it. Use '\\n', or a special token."
+                f"step_separator {settings.step_separator!r} has no token under this tokenizer, expected at least one: the "
+                "class of a step stands on it. Use '\\n', or a special token."
             )
-        texts = list(dict.fromkeys(text for row in given for text in (row["prompt"], *row["completions"])))
-        ids = dict(zip(texts, encode(tokenizer, texts), strict=True))
-        return [
-            self._joined(ids[row["prompt"]], [[*ids[step], *separator] for step in row["completions"]], row["labels"], index)
-            for row, index in zip(given, indices, strict=True)
-        ]  # fmt: skip
-
-    def _joined(self, prompt: Ids, steps: list[Ids], labels: Sequence[bool], index: int) -> dict[str, Any]:
-        settings, begin = self.settings, text_tokenizer(self.processing_class).bos_token_id
-        completion = [token for step in steps for token in step]
+        completion = [token for step in steps for token in (*step, *separator)]
         classes = [IGNORED] * len(completion)
-        labelled = list(zip(accumulate(map(len, steps)), labels, strict=True))
+        ends = accumulate(len(step) + len(separator) for step in steps)
+        labelled = list(zip(ends, row["labels"], strict=True))
         if settings.train_on_last_step_only and not settings.is_eval:
             labelled = labelled[-1:]
         for end, label in labelled:
             classes[end - 1] = int(label)
-        begins: Any = [] if begin is None or prompt[:1] == [begin] else [begin]
-        length = len(begins) + len(prompt) + len(completion)
+        length = len(self._begun(prompt)) + len(completion)
         if settings.max_prompt_length is not None:
             prompt = prompt[-settings.max_prompt_length :]
-            begins = [] if begin is None or prompt[:1] == [begin] else [begin]
-        prompt, last = [*begins, *prompt], settings.max_completion_length
-        ids = [*prompt, *completion[:last]][: settings.max_length]
-        kept = [*[IGNORED] * len(prompt), *classes[:last]][: settings.max_length]
-        return _counted(ids, kept, index, whole_length=length, steps=len(labelled))
+        prompt, last = self._begun(prompt), settings.max_completion_length
+        ids = [*prompt, *completion[:last]]
+        return self._counted(ids, [*[IGNORED] * len(prompt), *classes[:last]], index, length, len(labelled))
 
-    def _cut(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+    def _begun(self, prompt: Ids) -> Ids:
+        """The prompt with the tokenizer's begin token before it."""
+        begin: Any = text_tokenizer(self.processing_class).bos_token_id
+        return prompt if begin is None or prompt[:1] == [begin] else [begin, *prompt]
+
+    def _cut(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         ids, labels, place = row["input_ids"], row["labels"], Place(self.dataset_name, index, "labels")
         if labels is None or len(labels) != len(ids):
             given = f"{len(labels or [])} labels for {len(ids)} tokens in 'input_ids'"
@@ -137,24 +131,22 @@ class StepwiseTokenizer(RowKind):
             if type(label) is not int or not (label == IGNORED or label in classes):
                 expected = f"a class (0 to {classes[-1]}) at the end of a step and -100 elsewhere"
                 raise place.error(repr(label), expected, "Correct it.")
-        limit = self.settings.max_length
-        steps = len(labels) - labels.count(IGNORED)
-        return _counted(ids[:limit], labels[:limit], index, whole_length=len(ids), steps=steps)
+        return self._counted(ids, labels, index, len(ids), len(labels) - labels.count(IGNORED))
 
-
-def _counted(ids: Ids, labels: Ids, index: int, *, whole_length: int, steps: int) -> dict[str, Any]:
-    """A cut row with its numbers."""
-    kept_steps = len(labels) - labels.count(IGNORED)
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "row": index,
-        "tokens": len(ids),
-        "removed_tokens": whole_length - len(ids),
-        "untrained_rows": int(not kept_steps),
-        "steps": steps,
-        "removed_steps": steps - kept_steps,
-    }
+    def _counted(self, ids: Ids, labels: Ids, index: int, length: int, steps: int) -> dict[str, Any]:
+        """A row cut to `max_length`, with its numbers; it had `length` tokens and `steps` labels."""
+        ids, labels = ids[: self.settings.max_length], labels[: self.settings.max_length]
+        kept_steps = len(labels) - labels.count(IGNORED)
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "row": index,
+            "tokens": len(ids),
+            "removed_tokens": length - len(ids),
+            "untrained_rows": int(not kept_steps),
+            "steps": steps,
+            "removed_steps": steps - kept_steps,
+        }
 
 
 def _check_row(row: Mapping[str, Any], index: int, name: str) -> None:
@@ -197,8 +189,8 @@ def tokenize_stepwise_row(
         train_on_last_step_only=train_on_last_step_only,
         is_eval=is_eval,
     )
-    row = StepwiseTokenizer(tokenizer, settings).rows([dict(features)], [0])[0]
-    return {"input_ids": row["input_ids"], "labels": row["labels"]}
+    row = StepwiseTokenizer(tokenizer, settings)({name: [value] for name, value in features.items()}, [0])
+    return {"input_ids": row["input_ids"][0], "labels": row["labels"][0]}
 
 
 def prepare_stepwise_dataset(

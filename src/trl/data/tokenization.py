@@ -1,5 +1,7 @@
 """Texts and conversations of rows -> token ids, and the boundary between prompt and completion."""
 
+import copy
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +13,29 @@ from trl.data.formats import (
     prepare_multimodal_messages,
     remove_none_values,
 )
-from trl.data.rendering import Chat, ProcessingClass, read_tools, template_source
+from trl.data.rendering import Chat, ProcessingClass, read_tools, template_source, text_tokenizer
 from trl.data.validation import Place, accepted_roles, check_messages, check_text
 
 Ids = list[int]
+
+
+def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> ProcessingClass:
+    """The processing class, or a copy of it with this eos token where it has another one.
+
+    Raises: ValueError for a token outside the vocabulary.
+    """
+    if eos_token is None or text_tokenizer(processing_class).eos_token == eos_token:
+        return processing_class
+    known = text_tokenizer(processing_class).get_vocab()
+    if eos_token not in known:
+        near = difflib.get_close_matches(eos_token, list(known), n=1)
+        raise ValueError(
+            f"eos_token {eos_token!r} is not in the tokenizer's vocabulary, expected one of its tokens. Choose another, or "
+            f"add it with tokenizer.add_special_tokens first.{f' Did you mean {near[0]!r}?' if near else ''}"
+        )
+    changed = copy.deepcopy(processing_class)
+    text_tokenizer(changed).eos_token = eos_token
+    return changed
 
 
 def rows_of(batch: Mapping[str, Sequence]) -> list[dict[str, Any]]:
@@ -124,28 +145,30 @@ class Split(NamedTuple):
     removed_begin_tokens: int
 
 
-def split_ids(head: Ids, wholes: Sequence[Ids]) -> tuple[int, int]:
-    """The boundary: the first token that the prompt alone (`head`) does not have; and whether it is inside a token."""
-    boundary = min(common_prefix_length(head, whole) for whole in wholes)
-    return boundary, int(boundary < len(head))
-
-
 def tokenize_split(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[tuple[str, Sequence[str]]],
     *,
     add_special_tokens: bool,
+    adds_eos: bool = True,
     is_encoder_decoder: bool = False,
 ) -> list[Split]:
-    """Prompts and the completions of each, which end with one eos token.
+    """Prompts and the completions of each, which end with one eos token; with `adds_eos=False` exactly the given texts.
 
-    Both are tokenised together, so that no text is lost at the boundary. The two sides of an encoder-decoder are
-    tokenised apart, the prompt with an eos token of its own.
+    Both are tokenised together, so that no text is lost at the boundary: the first token that the prompt alone does not
+    have. The two sides of an encoder-decoder are tokenised apart, the prompt with an eos token of its own.
     """
-    texts = list(dict.fromkeys(prompt for prompt, _ in rows))
-    encode_prompts = encode_closed if is_encoder_decoder else encode_open
+
+    def encoded(
+        texts: Sequence[str], encode_text: Callable[..., list[tuple[Ids, int]]]
+    ) -> list[tuple[Ids, int]]:
+        if not adds_eos:
+            return [(ids, 0) for ids in encode(tokenizer, texts)]
+        return encode_text(tokenizer, texts, add_special_tokens=add_special_tokens)
+
+    prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
     heads = dict(
-        zip(texts, encode_prompts(tokenizer, texts, add_special_tokens=add_special_tokens), strict=True)
+        zip(prompts, encoded(prompts, encode_closed if is_encoder_decoder else encode_open), strict=True)
     )
     if is_encoder_decoder:
         answers = iter(encode(tokenizer, [answer for _, answers in rows for answer in answers]))
@@ -153,12 +176,11 @@ def tokenize_split(
             Split(heads[prompt][0], [closed(next(answers), tokenizer) for _ in row], 0, heads[prompt][1])
             for prompt, row in rows
         ]
-    joint = [prompt + answer for prompt, answers in rows for answer in answers]
-    wholes = iter(encode_closed(tokenizer, joint, add_special_tokens=add_special_tokens))
+    wholes = iter(encoded([prompt + answer for prompt, answers in rows for answer in answers], encode_closed))
     splits = []
-    for prompt, row in rows:
-        own = [next(wholes) for _ in row]
-        boundary, shifted = split_ids(heads[prompt][0], [ids for ids, _ in own])
+    for prompt, answers in rows:
+        own, (head, _) = [next(wholes) for _ in answers], heads[prompt]
+        boundary = min(common_prefix_length(head, ids) for ids, _ in own)
         completions = [ids[boundary:] for ids, _ in own]
-        splits.append(Split(heads[prompt][0][:boundary], completions, shifted, own[0][1]))
+        splits.append(Split(head[:boundary], completions, int(boundary < len(head)), own[0][1]))
     return splits

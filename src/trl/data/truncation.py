@@ -1,10 +1,9 @@
-"""Rows cut to a length: the token columns, and nothing else."""
-
-from __future__ import annotations
+"""Rows and pairs cut to a length, in tokens."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Number
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,6 +11,11 @@ from datasets import Dataset, IterableDataset
 
 from trl.data.formats import DatasetType
 from trl.data.ragged import is_number_list, restore_format, restore_streaming_format, without_list_sizes
+from trl.options.checks import check_at_least, check_one_of
+
+TruncationMode = Literal["keep_end", "keep_start"]
+TruncationOrder = Literal["sequence", "prompt_first"]
+Ids = list[int]
 
 
 def truncate_dataset(
@@ -27,10 +31,7 @@ def truncate_dataset(
     >>> truncate_dataset(rows, 2)[:]
     {'input_ids': [[1, 2], [4]], 'text': ['abc', 'd']}
     """
-    if max_length < 1:
-        raise ValueError(
-            f"max_length must be >= 1, got {max_length}. Give the number of tokens to keep, or None."
-        )
+    check_at_least("max_length", max_length, minimum=1, optional=False)
     if isinstance(dataset, Mapping):
         parts = cast(Mapping[str, Dataset], dataset)
         cut = {name: truncate_dataset(part, max_length, map_kwargs) for name, part in parts.items()}
@@ -65,10 +66,8 @@ def truncate_table(table: pa.Table, max_length: int) -> pa.Table:
 
 def truncate_row(row: dict[str, Any], max_length: int) -> dict[str, Any]:
     """`truncate_dataset` on one row."""
-    lists = {
-        name: value for name, value in row.items() if isinstance(value, list) and len(value) > max_length
-    }
-    cut = {name: value[:max_length] for name, value in lists.items() if isinstance(value[0], Number)}
+    long = {name: ids for name, ids in row.items() if isinstance(ids, list) and len(ids) > max_length}
+    cut = {name: ids[:max_length] for name, ids in long.items() if isinstance(ids[0], Number)}
     if cut:
         _refuse_packed("seq_lengths" in row, max(len(row[name]) for name in cut), max_length)
     return {**row, **cut}
@@ -77,8 +76,8 @@ def truncate_row(row: dict[str, Any], max_length: int) -> dict[str, Any]:
 def _refuse_packed(is_packed: bool, longest: int, max_length: int) -> None:
     if is_packed:
         raise ValueError(
-            f"a packed row has {longest} tokens, more than max_length {max_length}: cutting it would cut through its "
-            "sequences. Truncate before packing, or raise max_length."
+            f"a packed row has {longest} tokens, more than max_length {max_length}: its sequences would be cut. Truncate "
+            "before packing, or raise max_length."
         )
 
 
@@ -102,3 +101,98 @@ def truncate_with_protected_tokens(
     others = [position for position, token in enumerate(ids) if token not in protected]
     dropped = set(others[: max(len(others) - room, 0)])
     return [token for position, token in enumerate(ids) if position not in dropped]
+
+
+class Side(NamedTuple):
+    """A completion and the prompt that it is scored behind."""
+
+    prompt: Ids
+    completion: Ids
+
+
+@dataclass(frozen=True)
+class PairLengths:
+    """Limits of prompts and completions in tokens, None for none, and the order in which they are applied.
+
+    - "sequence" (DPO): prompts keep their last `max_prompt_length` tokens, completions their first
+      `max_completion_length`; then each prompt + completion keeps its last ("keep_end") or first ("keep_start")
+      `max_length`. Under "keep_end" the prompts of a pair may differ then.
+    - "prompt_first" (CPO, ORPO): only where the prompt and the longest completion exceed `max_length`, the prompt
+      keeps its last or first `max_prompt_length` tokens, and if that is not enough every completion its first
+      `max_length - max_prompt_length`. Without `max_length` prompts are cut wherever they are too long;
+      `max_completion_length` acts on encoder-decoders only.
+
+    The two sides of an encoder-decoder do not share a sequence: there `max_length` does nothing, and a prompt keeps its eos.
+    """
+
+    max_length: int | None = None
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    truncation_mode: TruncationMode = "keep_end"
+    truncation_order: TruncationOrder = "sequence"
+    is_encoder_decoder: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "max_prompt_length", "max_completion_length"):
+            check_at_least(name, getattr(self, name), minimum=1)
+        check_one_of("truncation_mode", self.truncation_mode, get_args(TruncationMode))
+        check_one_of("truncation_order", self.truncation_order, get_args(TruncationOrder))
+
+    def cut(self, prompt: Ids, completions: list[Ids]) -> list[Side]:
+        """What is left of each completion and of its prompt; either may be empty.
+
+        Raises: ValueError where `max_prompt_length` leaves nothing of `max_length` for a completion that needs it.
+
+        >>> PairLengths(max_length=4).cut([1, 2, 3], [[4], [5, 6]])
+        [Side(prompt=[1, 2, 3], completion=[4]), Side(prompt=[2, 3], completion=[5, 6])]
+        """
+        limit, keeps_start = self.max_prompt_length, self.truncation_mode == "keep_start"
+        last = prompt if limit is None else prompt[-limit:]
+        shorter = [completion[: self.max_completion_length] for completion in completions]
+        if self.is_encoder_decoder:
+            if (
+                limit is not None
+                and keeps_start
+                and self.truncation_order == "prompt_first"
+                and last != prompt
+            ):
+                last = [*prompt[: limit - 1], prompt[-1]]
+            return [Side(last, completion) for completion in shorter]
+        if self.truncation_order == "sequence":
+            return [self._cut_sequence(last, completion) for completion in shorter]
+        longest, most = max(map(len, completions)), self.max_length
+        if most is None or len(prompt) + longest > most:
+            prompt = prompt[:limit] if keeps_start else last
+        if most is None or len(prompt) + longest <= most:
+            return [Side(prompt, completion) for completion in completions]
+        self._check_room()
+        room = max(most - (len(prompt) if limit is None else limit), 0)
+        return [Side(prompt[:most], completion[:room]) for completion in completions]
+
+    def _cut_sequence(self, prompt: Ids, completion: Ids) -> Side:
+        excess = 0 if self.max_length is None else len(prompt) + len(completion) - self.max_length
+        if excess <= 0:
+            return Side(prompt, completion)
+        if self.truncation_mode == "keep_end":
+            return Side(prompt[excess:], completion[max(excess - len(prompt), 0) :])
+        room = len(completion) - excess
+        if room <= 0:
+            self._check_room()
+        return Side(prompt[: self.max_length], completion[: max(room, 0)])
+
+    def _check_room(self) -> None:
+        limit, most = self.max_prompt_length, self.max_length
+        if limit is not None and most is not None and limit >= most:
+            raise ValueError(
+                f"max_prompt_length {limit} leaves no token of max_length {most} for a completion, expected less. Lower "
+                "max_prompt_length, or raise max_length."
+            )
+
+
+def with_context(side: Side) -> Side:
+    """A completion of which no prompt is left, with its first token, which nothing predicts, as its prompt.
+
+    >>> with_context(Side([], [7, 8, 9]))
+    Side(prompt=[7], completion=[8, 9])
+    """
+    return side if side.prompt else Side(side.completion[:1], side.completion[1:])

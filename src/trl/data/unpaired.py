@@ -3,19 +3,19 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import column_names, is_conversational, maybe_convert_to_chatml
-from trl.data.pipeline import AnyDataset, PreparationReport, allowed_ids, check_ids, first_row, prepare_rows
-from trl.data.preference import PairTokenizer, PreferencePreparation, without_nulls
-from trl.data.preference_lengths import Ids, PairLengths, Side, TruncationOrder, with_context
-from trl.data.preference_rows import NOT_ANSWERING, SIDES, PairReader, PairRowType, pair_row_type
+from trl.data.pipeline import AnyDataset, PreparationReport, allowed_ids, first_row, prepare_rows
+from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens, without_nulls
+from trl.data.preference_rows import SIDES, PairReader, check_role, pair_row_type
 from trl.data.rendering import ProcessingClass, split_rendering, text_tokenizer
-from trl.data.text import with_eos
-from trl.data.validation import Place, check_answer, check_label, wrong_columns
+from trl.data.tokenization import with_eos
+from trl.data.truncation import Ids, PairLengths, Side, TruncationOrder, with_context
+from trl.data.validation import RowType, check_answer, check_label, wrong_columns
 
 logger = logging.getLogger(__name__)
 
@@ -114,21 +114,21 @@ def prepare_unpaired_dataset(
     rows, report = prepare_rows(dataset, kind, settings, name=name, keep_columns=kept)
     if isinstance(rows, Dataset):
         _warn_of_balance(report, settings)
-    if group is not None:
-        if is_paired and group < 4:
-            logger.warning(
-                "%s dataset: an optimiser step of %d rows has too few pairs for the KL estimate, which then uses the other completion "
-                "of the same pair. Raise per_device_train_batch_size: a step needs at least 4 rows.",
-                name,
-                group,
-            )
-        rows = _with_mismatches(rows, Mismatching(lengths, group, same_label=is_paired), name)
-    return rows, report  # type: ignore[return-value]
+    if group is None:
+        return rows, report
+    if is_paired and group < 4:
+        logger.warning(
+            "%s dataset: an optimiser step of %d rows has too few pairs for the KL estimate, which then uses the other "
+            "completion of the same pair. Raise per_device_train_batch_size: a step needs at least 4 rows.",
+            name,
+            group,
+        )
+    return _with_mismatches(rows, Mismatching(lengths, group, same_label=is_paired), name), report  # type: ignore[return-value]
 
 
 def _row_type(
     columns: Sequence[str], row: Mapping[str, Any], settings: UnpairedPreparation, name: str
-) -> PairRowType:
+) -> RowType:
     """The type of a data set's rows: tokens, pairs, messages or text, in this order.
 
     Raises: ValueError for columns of none of these.
@@ -138,7 +138,7 @@ def _row_type(
         if not set(needed) <= set(columns):
             takes = f"'label' (true where the completion is desirable), and for BCO's embedding_tokenizer {EMBEDDING_COLUMN!r}"
             raise wrong_columns(columns, name, takes=takes, needed=needed)
-        return PairRowType("tokens", TOKEN_COLUMNS, True)
+        return RowType("tokens", TOKEN_COLUMNS)
     if set(SIDES) <= set(columns):
         return pair_row_type(columns, row, name=name)
     if not {"prompt", "completion", "label"} <= set(columns):
@@ -146,7 +146,7 @@ def _row_type(
         raise wrong_columns(columns, name, takes=takes, needed=("prompt", "completion", "label"))
     turns = maybe_convert_to_chatml(dict(row))
     is_chat = is_conversational({key: turns.get(key) for key in ("prompt", "completion")})
-    return PairRowType("messages" if is_chat else "text", ("completion",), True)
+    return RowType("messages" if is_chat else "text", ("completion",))
 
 
 @dataclass(frozen=True)
@@ -178,24 +178,10 @@ class CompletionLengths(PairLengths):
         (side,) = super(CompletionLengths, limits).cut(prompt[len(beginning) :], [content])
         return [Side([*beginning, *side.prompt], [*side.completion, *ending])]
 
-
-class Sample(NamedTuple):
-    """One completion behind its prompt, as text, and the row that it comes from."""
-
-    prompt: str
-    completion: str
-    label: bool
-    row: int
-
-
-class Tokens(NamedTuple):
-    """One completion behind its prompt before truncation, and further columns."""
-
-    row: int
-    prompt: Ids
-    completion: Ids
-    label: bool
-    more: Mapping[str, Any] = {}
+    def cut_one(self, prompt: Ids, completion: Ids) -> Side:
+        """`cut`, with a token of context where a decoder's prompt is empty."""
+        (side,) = self.cut(prompt, [completion])
+        return side if self.is_encoder_decoder else with_context(side)
 
 
 @dataclass(frozen=True)
@@ -221,103 +207,71 @@ class UnpairedTokenizer(PairTokenizer):
         made |= {EMBEDDING_COLUMN: ids} if self.embedding_tokenizer is not None else {}
         return made | dict.fromkeys(self.kept_numbers, Value("float64"))
 
-    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        made = super().__call__(batch, indices)
-        if self.reader.row_type.columns == SIDES:  # mark rejected completions that are what the chosen one is
-            for row in range(1, len(made["row"]), 2):
-                pairs = (made[name][row - 1 : row + 1] for name in TOKEN_COLUMNS)
-                made["equal_rows"][row] = int(all(chosen == rejected for chosen, rejected in pairs))
-        return made
-
-    def _samples(self, row: dict[str, Any], index: int) -> list[Sample]:
+    def _answers(self, row: dict[str, Any], index: int) -> list[Answers]:
         reader = self.reader
         if reader.row_type.columns == SIDES:
-            pair = reader.read(row, index)
-            return [Sample(*pair.chosen, True, index), Sample(*pair.rejected, False, index)]
-        label = check_label(row.get("label"), reader.place(index, "label"))
-        if reader.row_type.kind == "text":
+            has_boundary, labels = reader.row_type.is_chat or "prompt" in row, (True, False)
+            *halves, _ = reader.read(row, index)
+        else:
+            has_boundary, labels = True, (check_label(row.get("label"), reader.place(index, "label")),)
+            halves = [self._halves(row, index)]
+        is_equal = len(halves) == 2 and halves[0] == halves[1]
+        found = []
+        for label, (prompt, completion) in zip(labels, halves, strict=True):
+            more = {"label": label, "equal_rows": int(is_equal and not label), **self._embedded(prompt)}
+            found.append(Answers(index, prompt, [completion], has_boundary, more))
+        return found
+
+    def _halves(self, row: dict[str, Any], index: int) -> tuple[str, str]:
+        """Prompt and completion of a row as text."""
+        reader = self.reader
+        if not reader.row_type.is_chat:
             prompt = reader.text_of(row, index, "prompt", may_be_empty=True)
-            return [Sample(prompt, reader.text_of(row, index, "completion"), label, index)]
+            return prompt, reader.text_of(row, index, "completion")
         place, chat = reader.place(index, "completion"), reader.chat_of(row, index, "prompt")
         answer = reader.chat_of(row, index, "completion").messages
-        role = answer[0]["role"]
-        if role in NOT_ANSWERING:
-            remedy = "Give the answer only, and put what comes before it into the prompt."
-            raise place._replace(message=0).error(
-                f"role {role!r}", "the assistant's answer to 'prompt'", remedy
-            )
+        check_role(answer, place)
         check_answer(answer, place)
         with place.named():
-            return [Sample(*split_rendering(reader.processing_class, chat, answer), label, index)]
+            return split_rendering(reader.processing_class, chat, answer)
 
-    def _made(self, rows: list[dict], indices: Sequence[int]) -> list[Any]:
-        samples = [s for index, row in zip(indices, rows, strict=True) for s in self._samples(row, index)]
-        splits = self._tokenized([(sample.prompt, [sample.completion]) for sample in samples])
-        embedded = self._embedded(samples)
-        return [
-            Tokens(
-                sample.row,
-                split.prompt,
-                split.completions[0],
-                sample.label,
-                {
-                    EMBEDDING_COLUMN: embedded.get(sample.prompt),
-                    "shifted_rows": split.shifted,
-                    "removed_begin_tokens": split.removed_begin_tokens,
-                    "empty_completions": int(not sample.completion),
-                },
-            )
-            for split, sample in zip(splits, samples, strict=True)
-        ]
-
-    def _embedded(self, samples: Sequence[Sample]) -> dict[str, Ids]:
-        """The prompts under the tokenizer of the embedding model, cut to its length."""
+    def _embedded(self, prompt: str) -> dict[str, Any]:
+        """The prompt under the tokenizer of the embedding model, cut to its length."""
         tokenizer = self.embedding_tokenizer
         if tokenizer is None:
             return {}
-        texts = list(dict.fromkeys(sample.prompt for sample in samples))
         truncation = tokenizer.model_max_length < NO_MODEL_LIMIT
-        return dict(
-            zip(texts, tokenizer(texts, truncation=truncation, verbose=False)["input_ids"], strict=True)
-        )  # type: ignore[arg-type]
+        return {EMBEDDING_COLUMN: tokenizer(prompt, truncation=truncation, verbose=False)["input_ids"]}
 
-    def _given(self, batch: dict[str, list], rows: list[dict], indices: Sequence[int]) -> list[Any]:
-        for column in (name for name in (*TOKEN_COLUMNS, KL_COLUMNS[0]) if name in batch):
-            check_ids(batch[column], self.vocabulary, self.reader.dataset_name, indices, column)
-        labels = [
-            check_label(row["label"], self.reader.place(i, "label"))
-            for i, row in zip(indices, rows, strict=True)
-        ]
-        prompt, completion = TOKEN_COLUMNS
-        return [
-            Tokens(index, list(row[prompt]), list(row[completion]), label)
-            for index, row, label in zip(indices, rows, labels, strict=True)
-        ]
+    def _given(self, row: dict[str, Any], index: int) -> Tokens:
+        label = check_label(row["label"], self.reader.place(index, "label"))
+        prompt, completion = (list(row[column]) for column in TOKEN_COLUMNS)
+        return Tokens(index, prompt, [completion], more={"label": label})
 
-    def _finished(self, tokens: Any) -> dict[str, Any]:
+    def _cut(self, tokens: Tokens) -> dict[str, Any]:
+        label, (completion,) = tokens.more["label"], tokens.completions
         with self.reader.place(tokens.row, TOKEN_COLUMNS[0]).named():
-            (cut,) = self.lengths.cut(tokens.prompt, [tokens.completion])
-        removed = len(tokens.prompt) + len(tokens.completion) - len(cut.prompt) - len(cut.completion)
+            (cut,) = self.lengths.cut(tokens.prompt, [completion])
+        removed = len(tokens.prompt) + len(completion) - len(cut.prompt) - len(cut.completion)
         side = cut if self.lengths.is_encoder_decoder else with_context(cut)
         is_untrained = not side.completion or (removed > 0 and cut.completion in ([], [self.lengths.eos]))
-        whole = (tokens.prompt, tokens.completion) if removed else (None, None)
+        whole = (tokens.prompt, completion) if removed else (None, None)
         return {
             **dict(zip((*TOKEN_COLUMNS, *WHOLE), (*side, *whole), strict=True)),
             **tokens.more,
-            "label": tokens.label,
             "row": tokens.row,
             "tokens": len(side.prompt) + len(side.completion),
             "removed_tokens": removed,
             "untrained_rows": int(is_untrained),
-            "desirable_rows": int(tokens.label and not is_untrained),
-            "undesirable_rows": int(not tokens.label and not is_untrained),
+            "desirable_rows": int(label and not is_untrained),
+            "undesirable_rows": int(not label and not is_untrained),
             "promptless_rows": int(not cut.prompt),
         }
 
-    def complaint(self, numbers: Mapping[str, int], name: str) -> str:
+    def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
         given = f"the prompt fills max_length {self.lengths.max_length}, so truncation leaves no token of the completion"
         remedy = "Set or lower max_prompt_length, raise max_length, or filter the row out."
-        return str(Place(name, numbers["row"], TOKEN_COLUMNS[1]).error(given, "at least one", remedy))
+        return TOKEN_COLUMNS[1], given, "at least one", remedy
 
 
 @dataclass(frozen=True)
@@ -335,23 +289,20 @@ class Mismatching:
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """Columns `KL_completion_input_ids`, and `KL_prompt_input_ids` where the prompt was cut in another way."""
-        wholes = [
+        prompts, completions = (
             [whole or cut for whole, cut in zip(batch[column], batch[name], strict=True)]
             for column, name in zip(WHOLE, TOKEN_COLUMNS, strict=True)
-        ]
+        )
+        others = partners(batch["label"], self.group, same_label=self.same_label)
         sides = [
-            self._side(wholes[0][row], wholes[1][other])
-            for row, other in enumerate(partners(batch["label"], self.group, same_label=self.same_label))
+            self.lengths.cut_one(*each)
+            for each in zip(prompts, (completions[i] for i in others), strict=True)
         ]
         own = zip(sides, batch["prompt_input_ids"], strict=True)
         return {
-            "KL_completion_input_ids": [side.completion for side in sides],
-            "KL_prompt_input_ids": [None if side.prompt == prompt else side.prompt for side, prompt in own],
+            KL_COLUMNS[0]: [side.completion for side in sides],
+            KL_COLUMNS[1]: [None if side.prompt == prompt else side.prompt for side, prompt in own],
         }
-
-    def _side(self, prompt: Ids, completion: Ids) -> Side:
-        (side,) = self.lengths.cut(prompt, [completion])
-        return side if self.lengths.is_encoder_decoder else with_context(side)
 
 
 def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) -> list[int]:
@@ -368,19 +319,18 @@ def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) ->
     for row, label in enumerate(labels):
         start = row - row % group
         size = min(group, len(labels) - start)
-        before = (start + (row - start - step) % size for step in range(1, size))
+        before = [start + (row - start - step) % size for step in range(1, size)] or [row]
         alike = (other for other in before if not same_label or labels[other] == label)
-        found.append(next(alike, start + (row - start - 1) % size))
+        found.append(next(alike, before[0]))
     return found
 
 
 def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:
-    stored = isinstance(dataset, Dataset)
-    features = None
+    is_stored, features = isinstance(dataset, Dataset), None
     if dataset.features is not None:
         kept = {column: kind for column, kind in dataset.features.items() if column not in WHOLE}
         features = Features({**kept, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
-    if stored and len(dataset) % mismatch.group == 1:
+    if is_stored and len(dataset) % mismatch.group == 1:
         logger.warning(
             "%s dataset: the last row is alone in its batch of %d, so its own completion stands in for a mismatched one. "
             "Add or remove a row.",
@@ -393,27 +343,25 @@ def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:
         batch_size=-(-BATCH // mismatch.group) * mismatch.group,
         remove_columns=list(WHOLE),
         features=features,
-        **({"desc": f"Mismatching {name} dataset"} if stored else {}),
+        **({"desc": f"Mismatching {name} dataset"} if is_stored else {}),
     )
     return without_nulls(rows, KL_COLUMNS[1])
 
 
 def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -> None:
-    """Say where rows of one kind only are trained on, or where the weights do not make up for their numbers."""
+    """Warn of rows of one kind only, and of weights that do not make up for the numbers of rows."""
     name, good, bad = report.dataset_name, report.desirable_rows, report.undesirable_rows
     if not good or not bad:
         kind = "undesirable (label false)" if bad else "desirable (label true)"
         advice = " With these alone, keep the learning rate low." if bad else ""
-        logger.warning("%s dataset: all %d rows are %s. That can be trained on, but both kinds teach more.%s", name, good + bad, kind, advice)  # fmt: skip
+        text = "%s dataset: all %d rows are %s. That can be trained on, but both kinds teach more.%s"
+        logger.warning(text, name, good + bad, kind, advice)
         return
     if settings.weights is None:
         return
     weight, counterweight = settings.weights
     low, high = (bound * bad / good for bound in BALANCED)
-    if (
-        weight * good >= BALANCED[0] * counterweight * bad
-        and weight * good <= BALANCED[1] * counterweight * bad
-    ):
+    if low * counterweight <= weight <= high * counterweight:
         return
     logger.warning(
         "%s dataset: %d desirable rows of weight %g and %d undesirable ones of weight %g; desirable_weight x rows over "

@@ -1,4 +1,4 @@
-"""What a row must look like before anything is trained on it; every complaint names row, column and remedy."""
+"""Checks of rows: the type of a data set's rows, and the values in them, each named by its place in errors."""
 
 import difflib
 import logging
@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import (
     column_names,
@@ -24,7 +23,6 @@ from trl.data.rendering import Message, ProcessingClass, template_source, text_t
 logger = logging.getLogger(__name__)
 
 _READS_TOOLS = re.compile(r"\btools\b")
-_ANY_TOOL: list = [{}]
 
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -32,8 +30,6 @@ SFT_TYPES = (
     "'text' (or the column named by dataset_text_field), 'messages' or 'conversations', 'prompt' with 'completion', "
     "or tokenized 'input_ids'"
 )
-
-RowKind = Literal["tokens", "text", "messages", "prompt_completion"]
 
 
 class Place(NamedTuple):
@@ -46,9 +42,8 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         rows = f"{self.dataset} dataset, row {self.row}" if self.dataset else f"row {self.row} of the batch"
-        return f"{rows}, column {self.column!r}" + (
-            "" if self.message is None else f", message {self.message}"
-        )
+        message = "" if self.message is None else f", message {self.message}"
+        return f"{rows}, column {self.column!r}{message}"
 
     def error(self, given: str, expected: str, remedy: str, kind: type[Exception] = ValueError) -> Exception:
         """The error for a value here: what was given, what was expected, what to do."""
@@ -69,32 +64,39 @@ class Place(NamedTuple):
             raise kind(f"{self}: {error}") from error
 
 
-class SFTRowType(NamedTuple):
-    """What the rows of a data set for supervised fine-tuning are, as read off its columns and first row."""
+class RowType(NamedTuple):
+    """The type of a data set's rows, read off its columns and first row."""
 
-    kind: RowKind
+    kind: Literal["tokens", "text", "messages"]
     columns: tuple[str, ...]  # those that hold the row's text, messages or tokens
-    is_conversational: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return self.kind == "messages"
+
+    @property
+    def has_completion(self) -> bool:
+        return self.columns == ("prompt", "completion")
 
 
 def sft_row_type(
     columns: Sequence[str], first_row: Mapping[str, Any], *, text_field: str, name: str
-) -> SFTRowType:
-    """The type of a data set's rows: tokens, prompt-completion, messages or text, in this order.
+) -> RowType:
+    """The type of a data set's rows: tokens, prompt and completion, messages or text, in this order.
 
-    Raises: ValueError for columns of none of these, with what to do for preference and prompt-only data.
+    Raises: ValueError for columns of none of these.
     """
     row = maybe_convert_to_chatml(dict(first_row))
     if "input_ids" in columns:
-        return SFTRowType("tokens", ("input_ids",), False)
+        return RowType("tokens", ("input_ids",))
     if {"prompt", "completion"} <= set(columns):
-        chat = is_conversational({key: row.get(key) for key in ("prompt", "completion")})
-        return SFTRowType("prompt_completion", ("prompt", "completion"), chat)
+        is_chat = is_conversational({key: row.get(key) for key in ("prompt", "completion")})
+        return RowType("messages" if is_chat else "text", ("prompt", "completion"))
     if "messages" in columns or "conversations" in columns:
-        return SFTRowType("messages", ("messages",), True)
+        return RowType("messages", ("messages",))
     if text_field in columns:
-        chat = is_list_of_dicts_with(row[text_field], "role")
-        return SFTRowType("messages" if chat else "text", (text_field,), chat)
+        is_chat = is_list_of_dicts_with(row[text_field], "role")
+        return RowType("messages" if is_chat else "text", (text_field,))
     needed = ("prompt", "completion") if {"prompt", "completion"} & set(columns) else (text_field,)
     remedy = (
         None if len(needed) == 2 else "Rename the columns, set dataset_text_field, or pass formatting_func."
@@ -127,10 +129,7 @@ def wrong_columns(
 
 
 def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
-    """The value of a text column.
-
-    Raises: TypeError for anything but a string, ValueError for None and (unless allowed) for "".
-    """
+    """The text at a place. Raises TypeError for anything but a string, ValueError for None and (unless allowed) for ""."""
     if value is None:
         raise place.error("None", "text", "Fill it in or filter the row out.")
     if isinstance(value, list | tuple):
@@ -144,10 +143,7 @@ def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
 
 
 def check_label(value: Any, place: Place) -> bool:
-    """The true or false at a place.
-
-    Raises: TypeError for anything else (0 and 1 too, which may mean anything), ValueError for None.
-    """
+    """The true or false at a place. Raises TypeError for anything else (0 and 1 too), ValueError for None."""
     if isinstance(value, bool):
         return value
     if value is None:
@@ -159,10 +155,7 @@ def check_label(value: Any, place: Place) -> bool:
 
 
 def check_number(value: Any, place: Place) -> float:
-    """The number at a place.
-
-    Raises: TypeError for what is no number, ValueError for None, infinities and NaN.
-    """
+    """The number at a place. Raises TypeError for what is no number, ValueError for None, infinities and NaN."""
     if value is None:
         raise place.error("None", "a number", "Fill it in or filter the row out.")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -200,21 +193,12 @@ def check_messages(value: Any, place: Place, *, roles: frozenset[str]) -> list[M
 
 
 def check_answer(messages: Sequence[Message], place: Place) -> None:
-    """Check that the last message of an answer has a content, a tool call or anything else beside its role.
-
-    Raises: ValueError where it has not.
-    """
-    last = messages[-1]
-    said = {key: value for key, value in last.items() if key not in ("role", "name", "content")}
-    content = last.get("content")
-    if isinstance(content, list | tuple):
-        content = [
-            part
-            for part in content
-            if not isinstance(part, Mapping) or part.get("type", "text") != "text" or part.get("text")
-        ]
-    if not content and not any(said.values()):
-        given = f"the last message is an empty answer (content {last.get('content')!r})"
+    """Raise ValueError for an answer whose last message has nothing (text, tool call, ...) beside its role and name."""
+    said = {key: value for key, value in messages[-1].items() if key not in ("role", "name")}
+    if isinstance(said.get("content"), list):
+        said["content"] = [part for part in said["content"] if part["type"] != "text" or part.get("text")]
+    if not any(said.values()):
+        given = f"the last message is an empty answer (content {messages[-1].get('content')!r})"
         raise place.error(given, "text to train on", "Filter the row out.")
 
 
@@ -245,7 +229,7 @@ def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message
 
 
 def check_sft_settings(
-    row_type: SFTRowType,
+    row_type: RowType,
     *,
     name: str,
     columns: Sequence[str],
@@ -253,21 +237,15 @@ def check_sft_settings(
     completion_only_loss: bool | None,
     is_formatted: bool,
 ) -> None:
-    """Refuse loss settings that this type of rows cannot serve.
-
-    Raises: ValueError naming the column and the setting to change.
-    """
-    place = Place(name, 0, row_type.columns[0])
-    given_tokens = row_type.kind == "tokens"
-    has_completions = row_type.kind == "prompt_completion" or (
-        given_tokens and bool({"completion_mask", "labels"} & set(columns))
-    )
+    """Raise ValueError for loss settings that this type of rows does not allow, naming column and setting."""
+    place, given_tokens = Place(name, 0, row_type.columns[0]), row_type.kind == "tokens"
+    masks = set(columns) if given_tokens else set()
+    has_completions = row_type.has_completion or bool({"completion_mask", "labels"} & masks)
     if completion_only_loss and (is_formatted or not has_completions):
         given = "completion_only_loss=True" + (" with a formatting_func" if is_formatted else "")
         remedy = "Drop formatting_func, or unset completion_only_loss." if is_formatted else "Or unset it."
         raise place.error(given, "'prompt' and 'completion' columns", remedy)
-    has_turns = row_type.is_conversational or (given_tokens and "assistant_masks" in columns)
-    if assistant_only_loss and not has_turns:
+    if assistant_only_loss and not (row_type.is_chat or "assistant_masks" in masks):
         expected = "conversations, or tokens with 'assistant_masks'"
         raise place.error(
             "assistant_only_loss=True", expected, "Give them, or set assistant_only_loss=False."
@@ -297,38 +275,21 @@ def check_tokenizer(
     warn_of_unread_tools(dataset, processing_class, name=place.dataset, is_chat=is_chat, tools=tools)
 
 
-def vocabulary_token(tokenizer: PreTrainedTokenizerBase, token: str, *, setting: str) -> int:
-    """The id of a token that a setting names.
-
-    Raises: ValueError where the vocabulary does not have it.
-    """
-    identifier = tokenizer.get_vocab().get(token)
-    if identifier is None:
-        near = difflib.get_close_matches(token, list(tokenizer.get_vocab()), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"{setting} {token!r} is not in the tokenizer's vocabulary, expected one of its tokens. Choose another, or "
-            f"add it with tokenizer.add_special_tokens first.{hint}"
-        )
-    return identifier
-
-
 def warn_of_unread_tools(
     dataset: Any, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: Any = None
 ) -> None:
-    """Say how many rows have tools that reach no prompt: those of their column `tools`, or `tools` given for all.
+    """Warn of tools that reach no prompt: `tools` given for all rows, or those of conversations in their column `tools`.
 
-    Conversations alone show tools, where their chat template reads them. A column of tools beside text or tokens is
-    nothing to warn of: they may be in the text already.
+    Text and tokens may hold the tools of their own column already. Of a stream the first row is looked at.
     """
-    if is_chat and _READS_TOOLS.search(template_source(processing_class, tools=_ANY_TOOL)):
+    if is_chat and _READS_TOOLS.search(template_source(processing_class, tools=[{}])):
         return
-    if tools:
-        rows = "all rows"
-    elif is_chat and "tools" in column_names(dataset):
-        rows = _rows_with_tools(dataset)
-    else:
-        return
+    rows = "all rows" if tools else ""
+    if not rows and is_chat and "tools" in column_names(dataset):
+        is_stored = isinstance(dataset, Dataset)
+        given = dataset.with_format(None)["tools"] if is_stored else [next(iter(dataset)).get("tools")]
+        count = sum(bool(own) and own not in ("[]", "null") for own in given)
+        rows = (f"{count} of {len(dataset)} rows" if is_stored else "rows") if count else ""
     if rows:
         logger.warning(
             "%s dataset: %s have tools that their prompts do not show, because %s. Choose a chat template that renders "
@@ -337,15 +298,3 @@ def warn_of_unread_tools(
             rows,
             "the chat template reads none" if is_chat else "only conversations are rendered with tools",
         )
-
-
-def _rows_with_tools(dataset: Any) -> str:
-    """Which rows have tools, in words; of a stream the first one is looked at. Empty where none have."""
-    if not isinstance(dataset, Dataset):
-        return "rows" if _is_given(next(iter(dataset)).get("tools")) else ""
-    count = sum(map(_is_given, dataset.with_format(None)["tools"]))
-    return f"{count} of {len(dataset)} rows" if count else ""
-
-
-def _is_given(tools: Any) -> bool:
-    return bool(tools) and tools not in ("[]", "null")

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 
 from trl.collators.preference import REFERENCE_COLUMNS, DPODataCollatorWithPadding, PairCollator
 from trl.collators.vision import DataCollatorForVisionPreference
-from trl.data.image_pairs import check_pair_image_rows
+from trl.data.image_checks import check_pair_image_rows
 from trl.data.image_rows import IMAGE_COLUMNS
 from trl.data.prepared_sets import DataSets
 from trl.trainer.dpo_config import DPOConfig

@@ -23,8 +23,8 @@ from trl.collators.images import (
     prompt_inputs,
     prompt_tokens,
 )
-from trl.data.image_prompts import ImagePrompts, check_image_prompts
-from trl.data.image_rows import read_images
+from trl.data.image_checks import check_image_prompts
+from trl.data.image_rows import ImagePrompts
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, PromptSets, check_prompt_ids
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.packed.layout import IGNORED, padded_rows
@@ -75,7 +75,7 @@ class PromptImages:
         """A prompt's text with placeholders, and its images."""
         number, index = set_and_row(key)
         prompts, row = self._prompts[number], self._sets[number][index]
-        images = read_images(row, prompts.column, prompts.place(index, prompts.column or "prompt"))
+        images = prompts.images(row, index)
         return prompts.text(row, index, images), images
 
     def model_inputs(
@@ -167,7 +167,7 @@ class _Tokens:
 
     def _ids(self, row: Mapping[str, Any], index: int) -> list[int]:
         reader, keep, place = self.prompts, self.settings.keep, self.prompts.place(index, "prompt")
-        images = read_images(row, reader.column, reader.place(index, reader.column or "prompt"))
+        images = reader.images(row, index)
         ids, is_image = prompt_tokens(reader, reader.text(row, index, images), images)
         if keep is not None and any(is_image[: max(len(ids) - keep, 0)]):
             raise ValueError(

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
-from trl.data.image_rows import check_image_rows
+from trl.data.image_checks import check_image_rows
 from trl.data.validation import check_sft_settings
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
