@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,16 +81,14 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
 
         Raises: ValueError where rows are padded and the tokenizer has no pad token.
         """
-        rows = []
-        missing = 0
+        rows, missing = [], 0
         for row in as_rows(examples):
             ids, mask = as_ids(row["input_ids"]), row.get("attention_mask")
             ids = ids if mask is None else ids[as_ids(mask) != 0]
             trained = self._trained(ids.numpy())
             missing += trained is None
-            kept = torch.from_numpy(np.zeros(len(ids), dtype=bool) if trained is None else trained)
-            labels = torch.where(kept, ids, IGNORED)
-            rows.append({"input_ids": ids, "labels": labels})
+            kept = torch.zeros(len(ids), dtype=torch.bool) if trained is None else torch.from_numpy(trained)
+            rows.append({"input_ids": ids, "labels": torch.where(kept, ids, IGNORED)})
         if missing:
             self._warn(missing, len(rows))
         self._set_padding([len(row["input_ids"]) for row in rows])
@@ -109,14 +109,22 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         self._collate.padding_side = self.tokenizer.padding_side  # type: ignore[assignment]
 
     def _trained(self, ids: np.ndarray) -> np.ndarray | None:
-        """Truth values `(T,)`, or None where a template is not found."""
+        """Which tokens `(T,)` are trained: from the end of a response template to the next instruction; None without one."""
         responses = self._response.find(ids)
         instructions = [] if self._instruction is None else self._instruction.find(ids)
         if not responses or (self._instruction is not None and not instructions):
             return None
-        if self._instruction is None:
-            responses = responses[-1:]
-        return _between(len(ids), responses, instructions)
+        marks = [
+            (start, False) for start, _ in instructions
+        ]  # of two at one place the instruction has the last word
+        marks += [(end, True) for _, end in (responses if instructions else responses[-1:])]
+        marks.sort(key=lambda mark: (mark[0], not mark[1]))
+        trained = np.zeros(len(ids), dtype=bool)
+        for place, is_answer in marks:
+            trained[place:] = is_answer
+        for start, end in responses:
+            trained[start:end] = False
+        return trained
 
     def _warn(self, missing: int, rows: int) -> None:
         self.rows_without_template += missing
@@ -145,56 +153,31 @@ class _Template:
 
     def find(self, ids: np.ndarray) -> list[Span]:
         """The token ranges `[start, end)` of all occurrences, in order."""
-        spans = self._find_ids(ids)
-        if self.text is None:
-            return spans
-        whole = self._decode(ids, len(ids))
-        return spans if whole.count(self.text) == len(spans) else self._find_text(ids, whole)
-
-    def _find_ids(self, ids: np.ndarray) -> list[Span]:
         size = len(self.ids)
-        if len(ids) < size:
-            return []
-        matches = (np.lib.stride_tricks.sliding_window_view(ids, size) == self.ids).all(axis=1)
-        return [(start, start + size) for start in np.flatnonzero(matches).tolist()]
+        windows = (
+            np.lib.stride_tricks.sliding_window_view(ids, size) if len(ids) >= size else np.empty((0, size))
+        )
+        spans = [
+            (start, start + size) for start in np.flatnonzero((windows == self.ids).all(axis=1)).tolist()
+        ]
+        if self.text is None or self._decode(ids, len(ids)).count(self.text) == len(spans):
+            return spans
+        return self._find_text(ids, self.text)
 
-    def _find_text(self, ids: np.ndarray, whole: str) -> list[Span]:
-        text = self.text or ""
-        spans, start = [], whole.find(text)
-        while start >= 0:
-            end = start + len(text)
-            first = self._tokens_within(ids, start)
-            covered = self._tokens_within(ids, end)
-            is_exact = len(self._decode(ids, covered)) == end
-            spans.append((first, covered if is_exact else covered + 1))
-            start = whole.find(text, end)
+    def _find_text(self, ids: np.ndarray, text: str) -> list[Span]:
+        """The tokens that hold a character of the text, at each of its places."""
+
+        def tokens_within(characters: int) -> int:
+            counts = range(len(ids) + 1)
+            return bisect_right(counts, characters, key=lambda count: len(self._decode(ids, count))) - 1
+
+        spans = []
+        for match in re.finditer(re.escape(text), self._decode(ids, len(ids))):
+            covered = tokens_within(match.end())
+            is_exact = len(self._decode(ids, covered)) == match.end()
+            spans.append((tokens_within(match.start()), covered if is_exact else covered + 1))
         return spans
-
-    def _tokens_within(self, ids: np.ndarray, characters: int) -> int:
-        """The largest number of first tokens whose text has at most this many characters (by bisection)."""
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if len(self._decode(ids, middle)) <= characters:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
     def _decode(self, ids: np.ndarray, count: int) -> str:
         text = self.tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)
         return str(text)
-
-
-def _between(length: int, responses: list[Span], instructions: list[Span]) -> np.ndarray:
-    trained = np.zeros(length, dtype=bool)
-    marks = [(end, True) for _, end in responses] + [(start, False) for start, _ in instructions]
-    marks.sort(
-        key=lambda mark: (mark[0], not mark[1])
-    )  # of two at one place the instruction has the last word
-    ends = [place for place, _ in marks[1:]] + [length]
-    for (place, is_answer), end in zip(marks, ends, strict=True):
-        trained[place:end] = is_answer
-    for start, end in responses:
-        trained[start:end] = False
-    return trained

@@ -14,6 +14,7 @@ from trl.collators.rows import (
     IGNORED,
     Row,
     as_ids,
+    check_columns,
     check_not_empty,
     mask_of,
     pack_sequences,
@@ -26,9 +27,6 @@ from trl.tensors.segments import Segments
 
 Prompted = tuple[Any, Sequence[Any]]
 """A prompt's token ids and those of its completions."""
-
-Split = tuple[Tensor, Tensor]
-"""A prompt's token ids and those of its one completion."""
 
 PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
@@ -112,10 +110,9 @@ def _check(groups: list[tuple[Tensor, list[Tensor]]]) -> None:
                 f"row {row} has a prompt of {len(prompt)} tokens and {len(branches)} completions, expected at least 1 of "
                 "each. Give the prompt a beginning-of-text token, or leave the row out."
             )
-        empty = [index for index, branch in enumerate(branches) if not len(branch)]
-        if empty:
+        for index in (index for index, branch in enumerate(branches) if not len(branch)):
             raise ValueError(
-                f"row {row}, completion {empty[0]} has no tokens, expected at least 1. Leave it out."
+                f"row {row}, completion {index} has no tokens, expected at least 1. Leave it out."
             )
 
 
@@ -238,15 +235,12 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     if "labels" in batch or "decoder_labels" in batch:
         return batch
     if "chosen_labels" in batch:
-        pairs = _cut_by_labels(batch)
-    elif all(mask_of(name) in batch for name in PAIR_COLUMNS):
-        prompts, chosen, rejected = (real_tokens(batch, name) for name in PAIR_COLUMNS)
-        pairs = [((p, c), (p, r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
+        sides = [_cut_by_labels(batch, name) for name in PAIR_COLUMNS[1:]]
     else:
-        raise ValueError(
-            f"a batch has {sorted(batch)}, expected prompt_input_ids, chosen_input_ids and rejected_input_ids, each with "
-            "its attention mask (prompt_attention_mask, ...). Let the data_collator add them, or leave it out."
-        )
+        check_columns(batch, [*PAIR_COLUMNS, *map(mask_of, PAIR_COLUMNS)])
+        prompts, *columns = (real_tokens(batch, name) for name in PAIR_COLUMNS)
+        sides = [list(zip(prompts, completions, strict=True)) for completions in columns]
+    pairs = list(zip(*sides, strict=True))
     if prefix_sharing and all(torch.equal(chosen[0], rejected[0]) for chosen, rejected in pairs):
         rows = [(chosen[0], [chosen[1], rejected[1]]) for chosen, rejected in pairs]
         found = completion_batch(rows, prefix_sharing=True)
@@ -259,17 +253,9 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     return {name: value.to(batch["chosen_input_ids"].device) for name, value in found.items()}
 
 
-def _cut_by_labels(batch: Mapping[str, Any]) -> list[tuple[Split, Split]]:
-    """Whole sequences, cut where their labels begin: per pair, prompt and completion of each side."""
-    sides = []
-    for name in PAIR_COLUMNS[1:]:
-        mask = batch.get(mask_of(name), torch.ones_like(batch[name])).bool()
-        rows = zip(batch[name], batch[name.replace("_input_ids", "_labels")], mask, strict=True)
-        sides.append([_cut(ids[real], labels[real]) for ids, labels, real in rows])
-    return list(zip(*sides, strict=True))
-
-
-def _cut(ids: Tensor, labels: Tensor) -> Split:
-    trained = (labels != IGNORED).nonzero()[:, 0]
-    start = int(trained[0]) if len(trained) else len(ids)
-    return ids[:start], ids[start:]
+def _cut_by_labels(batch: Mapping[str, Any], name: str) -> list[tuple[Tensor, Tensor]]:
+    """Whole sequences, cut where their labels begin: prompts and completions."""
+    rows = real_tokens(batch, name)
+    labels = real_tokens({**batch, name: batch[name.replace("_input_ids", "_labels")]}, name)
+    starts = [int((row == IGNORED).cumprod(dim=0).sum()) for row in labels]
+    return [(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)]

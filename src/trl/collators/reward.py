@@ -11,7 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import Row, as_ids, check_multiple, mask_of, pad_with_mask, real_tokens, round_up
+from trl.collators.rows import (
+    Row,
+    as_ids,
+    check_columns,
+    check_multiple,
+    mask_of,
+    pad_with_mask,
+    real_tokens,
+    round_up,
+)
 from trl.tensors.segments import Segments
 
 Pair = tuple[Tensor, Tensor]
@@ -230,12 +239,8 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
     """
     if "input_ids" in batch:
         return batch if "rows" in batch else _in_turn(batch)
-    columns = next((pair for pair in (OLDER_COLUMNS, REWARD_COLUMNS) if set(pair) <= set(batch)), None)
-    if columns is None:
-        raise ValueError(
-            f"a batch has {sorted(batch)}, expected {' and '.join(map(repr, OLDER_COLUMNS))}, each with its attention mask. "
-            "Let the data_collator add them, or leave it out."
-        )
+    columns = REWARD_COLUMNS if set(REWARD_COLUMNS) <= set(batch) else OLDER_COLUMNS
+    check_columns(batch, columns)
     chosen, rejected = (real_tokens(batch, column) for column in columns)
     found = pair_batch(list(zip(chosen, rejected, strict=True)), prefix_sharing=prefix_sharing)
     found = {name: value.to(batch[columns[0]].device) for name, value in found.items()}

@@ -137,6 +137,14 @@ def check_not_empty(rows: Sequence[Any]) -> None:
         raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
 
 
+def check_columns(batch: Mapping[str, Any], wanted: Sequence[str]) -> None:
+    """Raise ValueError for a collator's batch that lacks a column."""
+    if not set(wanted) <= set(batch):
+        raise ValueError(
+            f"a batch has {sorted(batch)}, expected {', '.join(wanted)}. Let the data_collator add them, or leave it out."
+        )
+
+
 def check_multiple(multiple: int | None) -> None:
     """Raises ValueError for a `pad_to_multiple_of` below 1."""
     if multiple is not None and multiple < 1:

@@ -36,84 +36,76 @@ class StepRows:
         if (input_ids is None) == (texts is None):
             both = "both" if input_ids is not None else "neither"
             raise ValueError(f"step takes input_ids or texts, got {both}. Give one of them.")
-        if texts is not None:
-            _refuse(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-            ids = self._encoded("texts", texts)
-            targets = None if texts_labels is None else self._encoded("texts_labels", texts_labels)
-            name = "texts_labels"
+        of_tokens = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        unread = {"texts_labels": texts_labels} if texts is None else of_tokens
+        if given := [name for name, value in unread.items() if value is not None]:
+            other = "input_ids" if texts is None else "texts"
+            raise ValueError(f"{', '.join(given)} cannot be given with {other}. Leave it out.")
+        masks = None
+        if texts is None:
+            name, ids = "labels", _token_rows("input_ids", input_ids)
+            targets = None if labels is None else _token_rows("labels", labels, len(ids))
+            masks = (
+                None if attention_mask is None else _token_rows("attention_mask", attention_mask, len(ids))
+            )
         else:
-            _refuse(texts_labels=texts_labels)
-            ids, name = _token_rows("input_ids", input_ids), "labels"
-            targets = None if labels is None else _token_rows("labels", labels)
-            ids, targets = self._visible(ids, attention_mask, targets)
-        return self._rows(ids, targets, name)
-
-    def _rows(self, ids: list[Tensor], targets: list[Tensor] | None, name: str) -> Rows:
+            name, ids = "texts_labels", self._encoded("texts", texts)
+            targets = None if texts_labels is None else self._encoded("texts_labels", texts_labels, len(ids))
         if targets is None and self.is_encoder_decoder:
             raise ValueError(
                 f"step of an encoder-decoder needs {name}, got None. Give what the decoder is to write for each row."
             )
-        if targets is None:
-            targets = [row.clone() for row in ids]
-        _check_count(name, targets, len(ids))
-        rows = []
-        for number, (row, target) in enumerate(zip(ids, targets, strict=True)):
-            if not self.is_encoder_decoder and len(row) != len(target):
-                raise ValueError(
-                    f"{name}, row {number}: {len(target)} labels for {len(row)} tokens, expected one for each. Use -100 where "
-                    "nothing is trained."
-                )
-            rows.append({"input_ids": self._cut(row), "labels": self._cut_target(target)})
-            self._check_trained(rows[-1]["labels"], number, len(row))
-        return rows
+        targets = ids if targets is None else targets
+        return [
+            self._row(number, name, row, target, None if masks is None else masks[number])
+            for number, (row, target) in enumerate(zip(ids, targets, strict=True))
+        ]
 
-    def _check_trained(self, labels: Tensor, number: int, length: int) -> None:
+    def _row(
+        self, number: int, name: str, row: Tensor, target: Tensor, mask: Tensor | None
+    ) -> dict[str, Tensor]:
+        if mask is not None and len(row) != len(mask):
+            raise ValueError(
+                f"attention_mask, row {number}: {len(mask)} values for {len(row)} tokens, expected one for each."
+            )
+        if not self.is_encoder_decoder and len(row) != len(target):
+            raise ValueError(
+                f"{name}, row {number}: {len(target)} labels for {len(row)} tokens, expected one for each. Use -100 where "
+                "nothing is trained."
+            )
+        if mask is not None:
+            target = target if self.is_encoder_decoder else target[mask != 0]
+            row = row[mask != 0]
+        labels = self._cut_target(target)
         own = labels if self.is_encoder_decoder else labels[1:]  # nothing predicts a decoder's first token
         if not (own != IGNORED).any():
-            cut = f" after it was cut from {length} to {len(labels)}" if length > len(labels) else ""
+            cut = (
+                f" after it was cut from {len(target)} to {len(labels)}" if len(target) > len(labels) else ""
+            )
             raise ValueError(
                 f"row {number} has no trained token{cut}, expected at least 1. Leave it out, or change its labels or "
                 "max_length."
             )
+        return {"input_ids": self._cut(row), "labels": labels}
 
     def _cut(self, row: Tensor) -> Tensor:
-        if self.max_length is None or len(row) <= self.max_length:
+        if self.max_length is None:
             return row
         return row[-self.max_length :] if self.keep_end else row[: self.max_length]
 
     def _cut_target(self, target: Tensor) -> Tensor:
         """As the tokens of a decoder; of an encoder-decoder's answer the beginning is kept, without what fills it up."""
         if not self.is_encoder_decoder:
-            return self._cut(target)
+            return self._cut(target).clone()
         trained = (target != IGNORED).nonzero()
-        end = int(trained[-1]) + 1 if len(trained) else 0
-        return target[: end if self.max_length is None else min(end, self.max_length)]
+        return target[: int(trained[-1]) + 1 if len(trained) else 0][: self.max_length]
 
-    def _visible(
-        self, ids: list[Tensor], masks: Any, targets: list[Tensor] | None
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Without the tokens that the attention mask hides, in a decoder's labels too."""
-        if masks is None:
-            return ids, targets
-        masks = _token_rows("attention_mask", masks)
-        _check_count("attention_mask", masks, len(ids))
-        for number, (row, mask) in enumerate(zip(ids, masks, strict=True)):
-            if len(row) != len(mask):
-                raise ValueError(
-                    f"attention_mask, row {number}: {len(mask)} values for {len(row)} tokens, expected one for each."
-                )
-        shown = [row[mask != 0] for row, mask in zip(ids, masks, strict=True)]
-        if targets is None or self.is_encoder_decoder:
-            return shown, targets
-        _check_count("labels", targets, len(ids))
-        same = all(len(target) == len(mask) for target, mask in zip(targets, masks, strict=True))
-        pairs = zip(targets, masks, strict=True)
-        return shown, [target[mask != 0] for target, mask in pairs] if same else targets
-
-    def _encoded(self, name: str, texts: Any) -> list[Tensor]:
-        if isinstance(texts, str) or not isinstance(texts, Sequence) or not len(texts):
-            got = "none" if isinstance(texts, Sequence) and not len(texts) else f"a {type(texts).__name__}"
-            raise TypeError(f"{name} must be a list of at least 1 text, got {got}. Put the texts in a list.")
+    def _encoded(self, name: str, texts: Any, count: int | None = None) -> list[Tensor]:
+        if not isinstance(texts, list | tuple) or not texts:
+            raise TypeError(
+                f"{name} must be a list of at least 1 text, got {texts!r:.40}. Put the texts in a list."
+            )
+        _check_count(name, texts, count)
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text:
                 got = "an empty text" if text == "" else f"a {type(text).__name__}"
@@ -123,19 +115,13 @@ class StepRows:
         return [torch.tensor(ids, dtype=torch.int64) for ids, _ in encode_closed(self.tokenizer, list(texts))]
 
 
-def _refuse(**arguments: Any) -> None:
-    if given := [name for name, value in arguments.items() if value is not None]:
-        other = "texts" if "input_ids" in arguments else "input_ids"
-        raise ValueError(f"{', '.join(given)} cannot be given with {other}. Leave it out.")
-
-
-def _token_rows(name: str, given: Any) -> list[Tensor]:
+def _token_rows(name: str, given: Any, count: int | None = None) -> list[Tensor]:
     """Rows of whole numbers `(T,)` from a list of tensors or lists, or a tensor `(B, T)`."""
-    rows = list(given) if isinstance(given, (Tensor, list, tuple)) else None
-    if not rows:
-        got = f"a {type(given).__name__}" if rows is None else "none"
+    if not isinstance(given, Tensor | list | tuple) or not len(given):
+        got = "none" if isinstance(given, Tensor | list | tuple) else f"a {type(given).__name__}"
         raise TypeError(f"{name} must be a list of at least 1 tensor, got {got}. Put the rows in a list.")
-    return [_token_row(name, number, row) for number, row in enumerate(rows)]
+    _check_count(name, given, count)
+    return [_token_row(name, number, row) for number, row in enumerate(given)]
 
 
 def _token_row(name: str, number: int, row: Any) -> Tensor:
@@ -154,8 +140,8 @@ def _token_row(name: str, number: int, row: Any) -> Tensor:
     return tensor.detach().to("cpu", torch.int64)
 
 
-def _check_count(name: str, rows: list[Tensor], expected: int) -> None:
-    if len(rows) != expected:
+def _check_count(name: str, rows: Any, expected: int | None) -> None:
+    if expected is not None and len(rows) != expected:
         raise ValueError(
             f"{name} has {len(rows)} rows, expected {expected}, one for each input. Give as many."
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trl.collators.preference import Prompted, completion_batch
-from trl.collators.rows import Row, as_ids, mask_of, pad_with_mask, real_tokens
+from trl.collators.rows import Row, as_ids, check_columns, mask_of, pad_with_mask, real_tokens
 from trl.collators.seq2seq import seq2seq_batch
 from trl.data.unpaired import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
 from trl.tensors.segments import Segments
@@ -58,17 +58,14 @@ class UnpairedCollator:
         return {**batch, "rows": torch.arange(len(rows)), **_row_values(rows)}
 
     def _prompted(self, rows: Sequence[Row], names: list[str]) -> list[Prompted]:
-        prompts = [row["prompt_input_ids"] for row in rows]
-        if not self.mismatched or all(row.get(OWN_PROMPT) is None for row in rows):
-            return [
-                (prompt, [row[name] for name in names]) for prompt, row in zip(prompts, rows, strict=True)
-            ]
-        own, other = names
-        each = [
-            ((prompt, [row[own]]), (prompt if row.get(OWN_PROMPT) is None else row[OWN_PROMPT], [row[other]]))
-            for prompt, row in zip(prompts, rows, strict=True)
-        ]
-        return [prompted for pair in each for prompted in pair]
+        if all(row.get(OWN_PROMPT) is None for row in rows) or not self.mismatched:
+            return [(row["prompt_input_ids"], [row[name] for name in names]) for row in rows]
+        prompted: list[Prompted] = []
+        for row in rows:
+            prompt, other = row["prompt_input_ids"], row.get(OWN_PROMPT)
+            prompts = (prompt, prompt if other is None else other)
+            prompted += [(prompt, [row[name]]) for prompt, name in zip(prompts, names, strict=True)]
+        return prompted
 
 
 def completion_columns(*, mismatched: bool) -> list[str]:
@@ -127,15 +124,11 @@ def as_unpaired_batch(
     if "rows" in batch and "label" in batch:
         return {**batch, "label": torch.as_tensor(batch["label"], device=batch["rows"].device)}
     names = ["prompt_input_ids", *completion_columns(mismatched=mismatched)]
-    wanted = [*names, *(mask_of(name) for name in names), "label"]
-    if not all(name in batch for name in wanted):
-        raise ValueError(
-            f"a batch has {sorted(batch)}, expected {', '.join(wanted)}. Let the data_collator add them, or leave it out."
-        )
-    labels = [
-        batch.get(name.replace("_input_ids", "_labels")) for name in names
-    ]  # -100 on the prompt, if given
-    parts = [real_tokens(batch, name, labels=own) for name, own in zip(names, labels, strict=True)]
+    check_columns(batch, [*names, *map(mask_of, names), "label"])
+    # labels, if given, are -100 on a prompt
+    parts = [
+        real_tokens(batch, name, labels=batch.get(name.replace("_input_ids", "_labels"))) for name in names
+    ]
     prompted = [(prompt, completions) for prompt, *completions in zip(*parts, strict=True)]
     found = completion_batch(prompted, prefix_sharing=prefix_sharing)
     found["label"] = torch.as_tensor(batch["label"]).bool()
