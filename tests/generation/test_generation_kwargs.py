@@ -49,7 +49,7 @@ def test_what_cannot_be_honoured_is_refused_by_name():
             "temprature=0.7, which rollouts do not support. Supported are bad_words_ids, begin",
         ),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
-        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
+        ({"min_p": -0.1}, r"min_p must be in \(0, 1\], got -0.1"),
         ({"temperature": -1.0}, "temperature must be >= 0, got -1.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0, got 0.0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),

@@ -67,7 +67,7 @@ def test_two_active_adapters_and_a_merged_one():
 
 
 def test_weights_too_large_to_copy_are_called(monkeypatch):
-    monkeypatch.setattr(fused, "MOST_COPIED_BYTES", 0)
+    monkeypatch.setattr(fused, "LARGEST_COPIED", 0)
     model = adapted(tiny_model("qwen2", dtype=torch.float64))
     found = TransformersEngine(model, route="fused").generate(prompts_of(), GREEDY)
     assert ids_of(found) == oracle(model, prompts_of(), max_new_tokens=16)
@@ -245,7 +245,7 @@ def test_routes_are_chosen_by_what_a_model_can_take():
         assert len(engine.fallbacks) == reasons
     with pytest.raises(ValueError, match="route='fused' needs another model: its architecture"):
         TransformersEngine(tiny_model("gpt2"), route="fused").generate([[3]], Sampling())
-    with pytest.raises(ValueError, match="max_batch must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_batch must be"):
         TransformersEngine(tiny_model("gpt2"), max_batch=0)
 
 

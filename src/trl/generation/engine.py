@@ -48,18 +48,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
-        fractions = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p), *self.processors):
-            if (
-                name not in ("top_p", "min_p", *fractions)
-                or value is None
-                or (name == "min_p" and value == 0)
-            ):
-                continue
-            if not 0 < value <= 1:
-                interval = "[0, 1]" if name == "min_p" else "(0, 1]"
+        cuts = [("top_p", self.top_p), ("min_p", self.min_p or None)]
+        for name, value in cuts + [each for each in self.processors if each[0] in _FRACTIONS]:
+            if value is not None and not 0 < value <= 1:
                 raise ValueError(
-                    f"{name} must be in {interval}, got {value}. Leave it out for the whole distribution."
+                    f"{name} must be in (0, 1], got {value}. Leave it out for the whole distribution."
                 )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be >= 0, got {self.temperature}. Use 0 for greedy decoding.")
@@ -69,7 +62,7 @@ class Sampling:
             raise ValueError(
                 f"repetition_penalty must be > 0, got {self.repetition_penalty}. Use 1.0 for none."
             )
-        if any(not text for text in self.stop_strings):
+        if "" in self.stop_strings:
             raise ValueError("stop_strings must not be empty texts, got ''. Leave it out.")
 
     @property
@@ -113,56 +106,19 @@ class Sampling:
 
 
 # Settings of `generate` that do not change which tokens come out, or that the engine decides.
-_WITHOUT_EFFECT = frozenset(
-    [
-        "use_cache",
-        "cache_implementation",
-        "cache_config",
-        "max_cache_len",
-        "pad_token_id",
-        "bos_token_id",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "output_logits",
-        "return_dict_in_generate",
-        "compile_config",
-        "disable_compile",
-        "low_memory",
-        "prefill_chunk_size",
-        "transformers_version",
-        "early_stopping",
-        "length_penalty",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "target_lookbehind",
-        "is_assistant",
-        "max_matching_ngram_size",
-        "continuous_batching_config",
-        "renormalize_logits",
-        "decoder_start_token_id",
-        "synced_gpus",
-    ]
-)
+_WITHOUT_EFFECT = frozenset([
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "pad_token_id", "bos_token_id", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "compile_config", "disable_compile",
+    "low_memory", "prefill_chunk_size", "transformers_version", "early_stopping", "length_penalty", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "is_assistant",
+    "max_matching_ngram_size", "continuous_batching_config", "renormalize_logits", "decoder_start_token_id", "synced_gpus",
+])  # fmt: skip
 # Applied by transformers' logits processors.
-_PROCESSED = frozenset(
-    [
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "top_h",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "bad_words_ids",
-        "sequence_bias",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "exponential_decay_length_penalty",
-    ]
-)
+_FRACTIONS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_PROCESSED = frozenset([
+    *_FRACTIONS, "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids",
+    "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
+])  # fmt: skip
 # Values that switch a setting off; other values are refused, unless the setting is in `_PROCESSED`.
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
@@ -183,16 +139,11 @@ def _not_negative(value: Any) -> int:
     return max(int(value), 0)
 
 
+# The field of each setting, and the function that converts its values.
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "max_new_tokens": ("max_new_tokens", int),
-    "min_new_tokens": ("min_new_tokens", _not_negative),
-    "max_length": ("max_length", int),
-    "min_length": ("min_length", _not_negative),
-    "temperature": ("temperature", float),
-    "top_k": ("top_k", _not_negative),
-    "top_p": ("top_p", float),
-    "min_p": ("min_p", float),
-    "repetition_penalty": ("repetition_penalty", float),
+    **{name: (name, int) for name in ("max_new_tokens", "max_length")},
+    **{name: (name, _not_negative) for name in ("min_new_tokens", "min_length", "top_k")},
+    **{name: (name, float) for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
     "do_sample": ("do_sample", bool),
     "eos_token_id": ("stop_token_ids", _ends),
     "stop_strings": ("stop_strings", lambda value: (value,) if isinstance(value, str) else tuple(value)),
@@ -203,27 +154,22 @@ def _sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) ->
     """The fields of `Sampling` that are set; None sets nothing."""
     if isinstance(generation_kwargs, GenerationConfig):
         generation_kwargs = vars(generation_kwargs)
-    fields: dict[str, Any] = {}
-    refused: list[str] = []
-    processors: list[tuple[str, Any]] = []
-    for name, value in generation_kwargs.items():
-        if value is None or name in _WITHOUT_EFFECT or name.startswith("_"):
-            continue
-        if name in _FIELDS:
-            field, convert = _FIELDS[name]
-            fields[field] = convert(value)
-        elif name in _NEUTRAL and value == _NEUTRAL[name]:
-            continue
-        elif name in _PROCESSED:
-            processors.append((name, value))
-        else:
-            refused.append(f"{name}={value!r}")
-    if refused:
+    given = {
+        name: value
+        for name, value in generation_kwargs.items()
+        if value is not None and not name.startswith("_")
+    }
+    fields = {_FIELDS[name][0]: _FIELDS[name][1](given.pop(name)) for name in _FIELDS if name in given}
+    settings = [
+        each for each in given.items() if each[0] not in _WITHOUT_EFFECT and each not in _NEUTRAL.items()
+    ]
+    processors = tuple(each for each in settings if each[0] in _PROCESSED)
+    if refused := [f"{name}={value!r}" for name, value in settings if name not in _PROCESSED]:
         raise ValueError(
             f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. Supported are "
             f"{', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
         )
-    return {**fields, "processors": tuple(processors)} if processors else fields
+    return {**fields, "processors": processors} if processors else fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,28 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trl.generation.transformers.attention import without_autocast
-from trl.generation.transformers.cache import RolloutCache
+from trl.generation.transformers.cache import RolloutCache, without_autocast
 from trl.models.parts import decoder_of, logit_rule
 from trl.tensors.segments import Segments
-
-
-class Decoder(Protocol):
-    """Computes logits with a cache."""
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Run prompts, and return the logits `(n, V)` after the last token of each."""
-        ...
-
-    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run one token `(R,)` of each row at its position, and return logits `(R, V)`."""
-        ...
 
 
 class OwnForward:
@@ -44,6 +31,7 @@ class OwnForward:
         self._no_table = torch.zeros(1, 1, 1, 4, dtype=torch.int64, device=self.device)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Run prompts, and return the logits `(n, V)` after the last token of each."""
         segments = Segments.from_lengths(len(prompt) for prompt in prompts)
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
         self.cache.step = None
@@ -53,6 +41,7 @@ class OwnForward:
         return self.logits(hidden[lasts.to(self.device)])
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Run one token `(R,)` of each row at its position, and return logits `(R, V)`."""
         return self.logits(self._hidden(tokens, positions, self._no_table))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -70,7 +59,7 @@ class OwnForward:
 
 FUSED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles do not depend on the longest row
-MOST_COPIED_BYTES = 4 << 30
+LARGEST_COPIED = 6 << 30  # bytes of all weights; two thirds of them or more are copied
 _PACKED_FOR = 64  # rows; as fast for other numbers
 
 
@@ -243,7 +232,8 @@ class FusedDecoder(OwnForward):
 
     def __init__(self, model: Any, cache: RolloutCache, *, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, cache)
-        join = _copied_bytes(model, dtype) <= MOST_COPIED_BYTES
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        join = elements * (dtype or model.dtype).itemsize <= LARGEST_COPIED
         config = model.config
         self.layers = [FusedLayer(layer, config, dtype=dtype, join=join) for layer in self.decoder.layers]
         self.embeddings = model.get_input_embeddings()
@@ -260,18 +250,3 @@ class FusedDecoder(OwnForward):
             for number, layer in enumerate(self.layers):
                 hidden = layer(hidden, cos, sin, self.cache, number)
             return self.logits(normalised(self.decoder.norm, hidden))
-
-
-def _copied_bytes(model: Any, dtype: torch.dtype | None) -> int:
-    """The maximum size of all concatenated weights, from the shapes of the layers."""
-    config = model.config
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    joined = config.hidden_size * (heads * head_size + 2 * config.intermediate_size)
-    weight = model.get_input_embeddings().weight
-    packs = dtype is None and takes_packed(weight)
-    is_adapted = any(hasattr(module, "lora_A") for module in model.modules())
-    if packs or dtype is not None or is_adapted:
-        joined += config.hidden_size * (config.num_attention_heads * head_size + config.intermediate_size)
-    head = weight.numel() if packs else 0
-    return (config.num_hidden_layers * joined + head) * (dtype or model.dtype).itemsize

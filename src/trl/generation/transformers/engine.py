@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.generation.engine import Generated, Sampling, check_requests
-from trl.generation.transformers.attention import rollout_attention_of
-from trl.generation.transformers.cache import RolloutCache
+from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.choosing import Processors
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
@@ -30,6 +29,7 @@ from trl.models.parts import (
     logit_rule,
     prompt_learning_unsupported,
 )
+from trl.options.checks import check_at_least, check_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,8 @@ class TransformersEngine:
         autocast_dtype: torch.dtype | None = None,
         gather_zero3: bool = True,
     ) -> None:
-        if max_batch is not None and max_batch < 1:
-            raise ValueError(
-                f"max_batch must be at least 1, got {max_batch}. Use None to choose it by memory."
-            )
-        if route not in ("auto", "fused", "forward", "generate"):
-            raise ValueError(f"route must be auto, fused, forward or generate, got {route!r}.")
+        check_at_least("max_batch", max_batch, minimum=1)
+        check_one_of("route", route, ("auto", "fused", "forward", "generate"))
         self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
         self.route: Route = route
         self.max_batch, self.autocast_dtype, self.gather_zero3 = max_batch, autocast_dtype, gather_zero3
@@ -78,9 +74,7 @@ class TransformersEngine:
         self.step = 0
         self._strings: StopStrings | None = None
         self._warned: set[str] = set()
-        self._checked: tuple[Any, str | None] | None = (
-            None  # a model, and why its forward cannot use our cache
-        )
+        self._checked: Any = (None, None)  # a model, and why its forward cannot use our cache
 
     def generate(
         self,
@@ -119,9 +113,8 @@ class TransformersEngine:
             requests = Requests(
                 found, names, replace(sampling, seed=seed), context_length=length, ends=ends,
                 strings=self._stop_strings(sampling, vocabulary), device=core.device, begin=begin, limits=limits,
-                processors=Processors(core, sampling, ends) if sampling.processors else None,
+                processors=Processors(core, sampling, ends) if sampling.processors else None, listener=listener,
             )  # fmt: skip
-            requests.listener = listener
             with nullcontext() if dtype is None else torch.autocast(core.device.type, dtype=dtype):
                 self._run(model, core, requests, dtype, more_inputs)
         return requests.results()
@@ -170,8 +163,8 @@ class TransformersEngine:
         row = bytes_per_row(config, requests.longest, item, share)
         rows = self.max_batch or default_rows(row, core.device)
         if route == "generate":
-            pads = (config.pad_token_id, getattr(self.tokenizer, "pad_token_id", None))
-            pad = next((int(token) for token in pads if token is not None), 0)
+            pads = (config.pad_token_id, getattr(self.tokenizer, "pad_token_id", None), 0)
+            pad = next(int(token) for token in pads if token is not None)
             synced = not self.gather_zero3 and is_sharded(model)
             generate_with_model(
                 model, requests, max_rows=rows, pad=pad, synced=synced, more_inputs=more_inputs
@@ -189,21 +182,18 @@ class TransformersEngine:
         """
         if self.route == "generate":
             return "generate"
-        if self._checked is None or self._checked[0] is not core:
+        if self._checked[0] is not core:
             self._checked = core, forward_unsupported(model, core)
         reason = self._checked[1]
         if reason is None and is_sharded(core) and not self.gather_zero3:
             reason = "its weights stay sharded"
-        reasons: dict[Route, str | None] = {
-            "fused": reason or fused_unsupported(core),
-            "forward": reason,
-        }
-        for route, why in reasons.items():
-            if why is None and self.route in ("auto", route):
+        reasons: dict[Route, str | None] = {"fused": reason or fused_unsupported(core), "forward": reason}
+        for route in reasons if self.route == "auto" else (self.route,):
+            if (why := reasons[route]) is None:
                 return route
-            if why is not None and self.route == route:
+            if self.route != "auto":
                 raise ValueError(f"route={route!r} needs another model: {why}. Use route='auto'.")
-            if why is not None and why not in self.fallbacks:
+            if why not in self.fallbacks:
                 self.fallbacks.append(why)
         self._warn(f"{type(core).__name__} generates with its own `generate`, because {reason}.")
         return "generate"

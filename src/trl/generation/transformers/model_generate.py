@@ -6,8 +6,7 @@ runs each distinct prompt once, as does a decoder with images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from trl.collators.images import is_per_token
 from trl.generation.transformers.requests import Requests
 from trl.models.parts import causal_core, prompt_learning_unsupported
+from trl.tensors.padding import pad as pad_rows
 
 
 class MoreInputs(NamedTuple):
@@ -30,48 +30,6 @@ class MoreInputs(NamedTuple):
     names: Sequence[Hashable]
     unread: Sequence[int] = ()
     blank: int = 0
-
-
-def with_more(
-    model: Any, inputs: Mapping[str, Tensor], more: MoreInputs, batch: Sequence[int], **settings: Any
-) -> dict[str, Any]:
-    """Inputs of `model.generate`: padded prompts `(B, T)` of a `batch` of requests, with `more` inputs.
-
-    Distinct prompts (without their last tokens) are run here once, if there are copies, and the cache is copied. `settings` are
-    those of `generate`.
-    """
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    names = [more.names[request] for request in batch]
-    distinct = list(dict.fromkeys(names))
-    ends_blindly = bool(torch.isin(ids[:, -1], ids.new_tensor(list(more.unread))).any())
-    is_short = not bool(mask[:, :-1].any(dim=1).all())
-    if len(distinct) == len(batch) or ends_blindly or is_short or prompt_learning_unsupported(model):
-        return {**inputs, **_to(more.of(batch, ids.shape[1]), ids.device)}
-    firsts = [names.index(name) for name in distinct]
-    seen = _to(more.of([batch[row] for row in firsts], ids.shape[1]), ids.device)
-    given = {"input_ids": ids[firsts], "attention_mask": mask[firsts], **seen}
-    heads = {
-        name: value[:, :-1] if name in inputs or is_per_token(name, value, given) else value
-        for name, value in given.items()
-    }
-    found = model.generate(**heads, **settings, max_new_tokens=1, return_dict_in_generate=True)
-    places = {name: place for place, name in enumerate(distinct)}
-    rows = torch.tensor([places[name] for name in names], device=ids.device)
-    found.past_key_values.reorder_cache(rows)
-    _copy_offsets(model, rows)
-    return {**inputs, "past_key_values": found.past_key_values}
-
-
-def _copy_offsets(model: Any, rows: Tensor) -> None:
-    """Repeat the offset of each row's positions, which models like Qwen-VL store on the model itself."""
-    body: Any = causal_core(model).base_model
-    offsets = getattr(body, "rope_deltas", None)
-    if isinstance(offsets, Tensor):
-        body.rope_deltas = offsets[rows]
-
-
-def _to(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: value.to(device) for name, value in values.items()}
 
 
 class _OurDraws(LogitsProcessor):
@@ -106,71 +64,56 @@ def generate_with_model(
     more_inputs: MoreInputs | None = None,
 ) -> None:
     """Run requests through `model.generate`, `max_rows` at once; `synced` keeps the ranks of ZeRO-3 in step."""
-    for batch in _batches(requests, max_rows, level=prompt_learning_unsupported(model) is not None):
-        members = torch.tensor(batch, device=requests.device)
-        ours = _OurDraws(requests, members, pad, more_inputs)
-        inputs = _inputs(model, requests, members, pad)
-        longest = max(requests.limits[request] for request in members.tolist())
-        with _generation_config(model, _config(model, longest, pad)):
+    core, queue = causal_core(model), requests.queue()
+    before = core.generation_config
+    has_virtual_tokens = prompt_learning_unsupported(model) is not None
+    while queue:
+        batch = [queue.popleft()]
+        width = requests.prompt_length(batch[0])
+        # PEFT (0.21) puts virtual tokens before the padding and drops position ids: prompts of other lengths run apart.
+        while (
+            queue
+            and len(batch) < max_rows
+            and (not has_virtual_tokens or requests.prompt_length(queue[0]) == width)
+        ):
+            batch.append(queue.popleft())
+        ours = _OurDraws(requests, torch.tensor(batch, device=requests.device), pad, more_inputs)
+        longest = max(requests.limits[request] for request in batch)
+        core.generation_config = _config(
+            core, longest, pad
+        )  # what another config leaves out is taken from it
+        try:
+            inputs = _inputs(model, requests, batch, pad)
             if more_inputs is not None:
-                inputs = with_more(model, inputs, more_inputs, batch, synced_gpus=synced)
+                inputs = _with_more(model, inputs, more_inputs, batch, synced_gpus=synced)
             model.generate(
                 **inputs,
                 logits_processor=LogitsProcessorList([ours]),
                 stopping_criteria=StoppingCriteriaList([ours.all_done]),  # pyright: ignore[reportArgumentType]
                 synced_gpus=synced,
             )
+        finally:
+            core.generation_config = before
 
 
-def _batches(requests: Requests, max_rows: int, *, level: bool) -> Iterator[list[int]]:
-    """Requests that run together, at most `max_rows`; with `level`, of one prompt length.
-
-    PEFT (0.21) puts virtual tokens before the padding and drops position ids, so padding would separate prompt and virtual tokens.
-    """
-    queue = requests.queue()
-    while queue:
-        batch = [queue.popleft()]
-        width = len(requests.prompts[requests.prompt_of[batch[0]]])
-        while queue and len(batch) < max_rows:
-            if level and len(requests.prompts[requests.prompt_of[queue[0]]]) != width:
-                break
-            batch.append(queue.popleft())
-        yield batch
-
-
-@contextmanager
-def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Make `config` the model's own: `generate` takes what another config leaves out from the model's."""
-    core = causal_core(model)
-    before = core.generation_config
-    core.generation_config = config
-    try:
-        yield
-    finally:
-        core.generation_config = before
-
-
-def _config(model: Any, longest: int, pad: int) -> GenerationConfig:
+def _config(core: Any, longest: int, pad: int) -> GenerationConfig:
     """A greedy config with the model's own first tokens."""
     begin = {}
     for name in ("decoder_start_token_id", "forced_bos_token_id", "bos_token_id"):
-        own = getattr(causal_core(model).generation_config, name, None)
-        begin[name] = getattr(model.config, name, None) if own is None else own
+        own = getattr(core.generation_config, name, None)
+        begin[name] = getattr(core.config, name, None) if own is None else own
     return GenerationConfig(max_new_tokens=longest, do_sample=False, num_beams=1, pad_token_id=pad, **begin)
 
 
-def _inputs(model: Any, requests: Requests, members: Tensor, pad: int) -> dict[str, Any]:
+def _inputs(model: Any, requests: Requests, batch: Sequence[int], pad: int) -> dict[str, Any]:
     """Prompts padded on the left for decoders; for encoder-decoders, the encoder's states of each prompt."""
-    numbers = [requests.prompt_of[request] for request in members.tolist()]
+    numbers = [requests.prompt_of[request] for request in batch]
     encoder_decoder = model.config.is_encoder_decoder
     distinct = list(dict.fromkeys(numbers)) if encoder_decoder else numbers
-    prompts = [requests.prompts[number] for number in distinct]
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        place = slice(0, len(prompt)) if encoder_decoder else slice(width - len(prompt), width)
-        ids[row, place], mask[row, place] = torch.tensor(prompt), 1
+    prompts = [torch.tensor(requests.prompts[number]) for number in distinct]
+    side = "right" if encoder_decoder else "left"
+    ids = pad_rows(prompts, padding_value=pad, padding_side=side)
+    mask = pad_rows([torch.ones_like(each) for each in prompts], padding_side=side)
     inputs = {"input_ids": ids.to(requests.device), "attention_mask": mask.to(requests.device)}
     if not encoder_decoder:
         return inputs
@@ -180,3 +123,42 @@ def _inputs(model: Any, requests: Requests, members: Tensor, pad: int) -> dict[s
     encoded = model.get_encoder()(**inputs, return_dict=True)
     encoded.last_hidden_state = encoded.last_hidden_state[rows]
     return {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"][rows]}
+
+
+def _with_more(
+    model: Any, inputs: Mapping[str, Tensor], more: MoreInputs, batch: Sequence[int], **settings: Any
+) -> dict[str, Any]:
+    """Inputs of `model.generate`: padded prompts `(B, T)` of a `batch` of requests, with `more` inputs.
+
+    Distinct prompts (without their last tokens) are run here once, if there are copies, and the cache is copied. `settings` are
+    those of `generate`.
+    """
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+
+    def more_of(batch: Sequence[int]) -> dict[str, Tensor]:
+        return {name: value.to(ids.device) for name, value in more.of(batch, ids.shape[1]).items()}
+
+    names = [more.names[request] for request in batch]
+    distinct = list(dict.fromkeys(names))
+    ends_blindly = bool(torch.isin(ids[:, -1], ids.new_tensor(list(more.unread))).any())
+    is_short = not bool(mask[:, :-1].any(dim=1).all())
+    if len(distinct) == len(batch) or ends_blindly or is_short or prompt_learning_unsupported(model):
+        return {**inputs, **more_of(batch)}
+    firsts = [names.index(name) for name in distinct]
+    given = {
+        "input_ids": ids[firsts],
+        "attention_mask": mask[firsts],
+        **more_of([batch[row] for row in firsts]),
+    }
+    heads = {
+        name: value[:, :-1] if name in inputs or is_per_token(name, value, given) else value
+        for name, value in given.items()
+    }
+    found = model.generate(**heads, **settings, max_new_tokens=1, return_dict_in_generate=True)
+    rows = torch.tensor([distinct.index(name) for name in names], device=ids.device)
+    found.past_key_values.reorder_cache(rows)
+    body: Any = causal_core(model).base_model
+    offsets = getattr(body, "rope_deltas", None)  # of each row's positions, in models like Qwen-VL
+    if isinstance(offsets, Tensor):
+        body.rope_deltas = offsets[rows]
+    return {**inputs, "past_key_values": found.past_key_values}

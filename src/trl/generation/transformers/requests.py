@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trl.generation.engine import Generated, Sampling, completion_limits
-from trl.generation.transformers.choosing import Chosen, Processors, choose, penalise_
-from trl.generation.transformers.stopping import StopRule, StopStrings
+from trl.generation.transformers.choosing import Processors, choose, penalise_
+from trl.generation.transformers.stopping import StopStrings
 
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -61,7 +61,8 @@ class Requests:
 
     `prompts` are the distinct prompts in order of first appearance, `prompt_of[i]` the index of request i's prompt. `begin` are
     the tokens that an encoder-decoder's completions begin with, None for a decoder. `limits` are further maxima of new tokens of
-    each request. `processors` replace the distribution settings of `sampling`.
+    each request. `processors` replace the distribution settings of `sampling`. `listener(requests, ids)`, both `(R,)`, is called
+    with the newest tokens.
     """
 
     def __init__(
@@ -77,36 +78,39 @@ class Requests:
         begin: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         processors: Processors | None = None,
+        listener: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        self.sampling, self.processors, self.device = sampling, processors, device
+        self.sampling, self.processors, self.listener, self.device = sampling, processors, listener, device
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        self.prompts = list(numbers)
+        self.prompts, self.begin = list(numbers), begin
         self.prompt_of = [numbers[prompt] for prompt in prompts]
         starts = [len(prompt if begin is None else begin) for prompt in prompts]
         self.limits = completion_limits(starts, sampling, context_length, limits)
-        self.longest = max(self.limits)
-        self.stops = StopRule(self._tensor(self.limits), self._tensor(ends), strings)
-        self.keys = rng_stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, streams).to(
-            device
-        )
+        self.longest, self._limits = max(self.limits), self._tensor(self.limits)
+        self.ends, self.strings = self._tensor(ends), strings
+        self._may_end = None if strings is None else strings.may_end.to(device)
+        seed = fresh_seed() if sampling.seed is None else sampling.seed
+        self.keys = rng_stream_keys(seed, streams).to(device)
         minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
-        self.minima = self._tensor(minima) if max(minima) > 0 else None
-        self.begin = begin
-        self.listener: Callable[[Tensor, Tensor], None] | None = None
+        self.minima = self._tensor(minima) if max(minima) > 0 and len(self.ends) else None
         self.ids = torch.zeros(len(prompts), self.longest, dtype=torch.int64, device=device)
         self.logps: Tensor | None = None
         self.kept: Tensor | None = None
-        self._seen_by: Tensor | None = None
+        self._seen: Tensor | None = None  # bool `(N, V)`: tokens of each request's prompt and completion
         self.counts = torch.zeros(len(prompts), dtype=torch.int64, device=device)
         self.stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
 
+    def prompt_length(self, request: int) -> int:
+        """The number of tokens of a request's prompt."""
+        return len(self.prompts[self.prompt_of[request]])
+
     def queue(self) -> deque[int]:
         """Request indices: long prompts first, copies of a prompt together."""
-        key = [(-len(self.prompts[number]), number) for number in self.prompt_of]
-        return deque(sorted(range(len(key)), key=key.__getitem__))
+        order = range(len(self.prompt_of))
+        return deque(sorted(order, key=lambda each: (-self.prompt_length(each), self.prompt_of[each])))
 
     def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of each of the `requests` `(R,)` from its `logits` `(R, V)`, which are overwritten.
@@ -129,41 +133,39 @@ class Requests:
                 f"logits must be finite, got NaN or infinity for prompts[{int(requests[row])}] at completion token "
                 f"{int(counts[row])}. Look for diverged weights, or use a wider dtype than float16."
             )
-        self._write(requests, counts, drawn)
+        if self.logps is None:
+            self.logps = torch.zeros(self.ids.shape, dtype=drawn.logps.dtype, device=self.device)
+            self.kept = None if drawn.kept is None else torch.zeros_like(self.logps)
+        self.ids[requests, counts], self.logps[requests, counts] = drawn.ids, drawn.logps
+        if self.kept is not None and drawn.kept is not None:
+            self.kept[requests, counts] = drawn.kept
+        if self._seen is not None:
+            self._seen[requests, drawn.ids] = True
         if self.listener is not None:
             self.listener(requests, drawn.ids)
-        self.counts[requests] = counts + 1
-        done, stopped = self.stops.done(drawn.ids, requests, counts + 1, self.ids)
-        self.stopped[requests] = stopped
-        return drawn.ids, done
+        self.counts[requests] = counts = counts + 1
+        self.stopped[requests] = stopped = self._stopped(requests, drawn.ids, counts)
+        return drawn.ids, stopped | (counts >= self._limits[requests])
 
     def _penalise(self, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
         """Apply the repetition penalty and the minimum length, in place."""
         if self.sampling.repetition_penalty != 1.0 and self.processors is None:
-            penalise_(logits, self._seen(requests, logits.shape[1]), self.sampling.repetition_penalty)
-        if self.minima is not None and len(self.stops.ends):
+            if self._seen is None:
+                self._seen = self.stopped.new_zeros(len(self.keys), logits.shape[1])
+                for request, prompt in enumerate(self.prompt_of):
+                    self._seen[request, self._tensor(self.begin or self.prompts[prompt])] = True
+            penalise_(logits, self._seen[requests], self.sampling.repetition_penalty)
+        if self.minima is not None:
             early = (counts < self.minima[requests]).nonzero()[:, 0]
-            ends = self.stops.ends[self.stops.ends < logits.shape[1]]
-            logits[early[:, None], ends] = -torch.inf
+            logits[early[:, None], self.ends[self.ends < logits.shape[1]]] = -torch.inf
 
-    def _seen(self, requests: Tensor, vocabulary: int) -> Tensor:
-        """Bool `(R, V)`: tokens of each request's prompt and completion."""
-        if self._seen_by is None:
-            self._seen_by = torch.zeros(len(self.keys), vocabulary, dtype=torch.bool, device=self.device)
-            for request, prompt in enumerate(self.prompt_of):
-                self._seen_by[request, self._tensor(self.begin or self.prompts[prompt])] = True
-        return self._seen_by[requests]
-
-    def _write(self, requests: Tensor, counts: Tensor, drawn: Chosen) -> None:
-        if self.logps is None:
-            self.logps = torch.zeros(self.ids.shape, dtype=drawn.logps.dtype, device=self.device)
-            self.kept = None if drawn.kept is None else torch.zeros_like(self.logps)
-        self.ids[requests, counts] = drawn.ids
-        self.logps[requests, counts] = drawn.logps
-        if self.kept is not None and drawn.kept is not None:
-            self.kept[requests, counts] = drawn.kept
-        if self._seen_by is not None:
-            self._seen_by[requests, drawn.ids] = True
+    def _stopped(self, requests: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        """Bool `(R,)`: requests that end by a stop token or string with their newest tokens `ids`."""
+        stopped = torch.isin(ids, self.ends)
+        if self.strings is not None and self._may_end is not None:
+            for row in (self._may_end[ids] & ~stopped).nonzero()[:, 0].tolist():
+                stopped[row] = self.strings.ended(self.ids[requests[row], : int(counts[row])].tolist())
+        return stopped
 
     def results(self) -> list[Generated]:
         """The completions, in the order of the requests."""

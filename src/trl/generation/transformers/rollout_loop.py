@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trl.generation.transformers.cache import Moves, RolloutCache, Step
-from trl.generation.transformers.decoders import Decoder
+from trl.generation.transformers.decoders import OwnForward
 from trl.generation.transformers.requests import Requests
 
 PREFILL_TOKENS = 8192  # of prompts that are prefilled in one packed row
@@ -19,7 +19,9 @@ _REFILL_SHARE = 4  # new rows enter when a quarter of the places is free, becaus
 class RolloutLoop:
     """Runs requests through a decoder and its cache, at most `max_rows` at once."""
 
-    def __init__(self, decoder: Decoder, cache: RolloutCache, requests: Requests, *, max_rows: int) -> None:
+    def __init__(
+        self, decoder: OwnForward, cache: RolloutCache, requests: Requests, *, max_rows: int
+    ) -> None:
         self.decoder, self.cache, self.requests = decoder, cache, requests
         self.max_rows = min(max_rows, len(requests.prompt_of))
         self.queue: deque[int] = requests.queue()

@@ -26,16 +26,11 @@ class StopStrings:
             )
         self.texts, self.tokenizer = tuple(texts), tokenizer
         self.span = max(len(text.encode()) for text in texts) + _MARGIN
-        self.may_end = self._may_end(vocabulary)
-
-    def _may_end(self, vocabulary: int) -> Tensor:
-        """Bool `(V,)`: tokens that may complete a stop string, also with a part of a character."""
-        if any(text[-1].isspace() for text in self.texts):
-            return torch.ones(vocabulary, dtype=torch.bool)  # tokens decoded alone may lose a space
-        lasts = {text[-1] for text in self.texts} | {"\ufffd"}
-        tokens = [[token] for token in range(vocabulary)]
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
-        return torch.tensor([not lasts.isdisjoint(text) for text in texts])
+        lasts = {text[-1] for text in texts} | {"\ufffd"}  # the latter for a part of a character
+        found = tokenizer.batch_decode([[token] for token in range(vocabulary)], skip_special_tokens=False)
+        loses_spaces = any(text[-1].isspace() for text in texts)  # tokens decoded alone may
+        # Bool `(V,)`: tokens that may complete a stop string.
+        self.may_end = torch.tensor([loses_spaces or not lasts.isdisjoint(text) for text in found])
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether the newest of a completion's `ids` completed a stop string."""
@@ -46,25 +41,6 @@ class StopStrings:
             stop in text and (stop not in before or text.rfind(stop) + len(stop) > len(before))
             for stop in self.texts
         )
-
-
-class StopRule:
-    """Which requests end with a token: `limits` `(N,)` in tokens, stop tokens `ends` `(E,)`, stop strings."""
-
-    def __init__(self, limits: Tensor, ends: Tensor, strings: StopStrings | None) -> None:
-        self.limits, self.ends, self.strings = limits, ends, strings
-        self.may_end = None if strings is None else strings.may_end.to(limits.device)
-
-    def done(self, ids: Tensor, requests: Tensor, counts: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
-        """Bool `(R,)` twice: requests that end, and those that end by a stop token or string.
-
-        `ids` are the newest tokens, `counts` the numbers of tokens with them, `generated` `(N, T)` the tokens of all requests.
-        """
-        stopped = torch.isin(ids, self.ends) if len(self.ends) else torch.zeros_like(ids, dtype=torch.bool)
-        if self.strings is not None and self.may_end is not None:
-            for row in (self.may_end[ids] & ~stopped).nonzero()[:, 0].tolist():
-                stopped[row] = self.strings.ended(generated[requests[row], : int(counts[row])].tolist())
-        return stopped | (counts >= self.limits[requests]), stopped
 
 
 def end_tokens(given: Sequence[int] | None, model: Any) -> list[int]:
