@@ -124,7 +124,12 @@ class Step:
         self.longest = int(lengths.max())
         self.level = bool((columns == self.width - 1).all())
         self.rows = torch.arange(len(columns), device=columns.device)
-        self._windows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._biases: dict[int | None, tuple[Tensor | None, Tensor | None, bool]] = {}  # by window
+
+    def advance(self) -> None:
+        """Go to the next step of the same rows."""
+        self.columns, self.width = self.columns + 1, self.width + 1
+        self._biases.clear()
 
     @cached_property
     def per_prompt(self) -> int:
@@ -142,14 +147,6 @@ class Step:
         full = len(self.rows) == len(self.lengths) * self.per_prompt
         return None if full and bool((slots == self.rows).all()) else slots
 
-    def advance(self) -> Step:
-        """The next step of the same rows."""
-        following = Step.__new__(Step)
-        following.__dict__.update(self.__dict__)
-        following.columns, following.width, following._windows = self.columns + 1, self.width + 1, {}
-        following.__dict__.pop("own_bias", None)
-        return following
-
     @cached_property
     def prompt_bias(self) -> Tensor | None:
         if bool((self.lengths == self.longest).all()):
@@ -157,26 +154,21 @@ class Step:
         keys = torch.arange(self.longest, device=self.lengths.device)
         return visibility_bias(keys < self.lengths[:, None])[:, None, None]
 
-    @cached_property
-    def own_bias(self) -> Tensor | None:
-        if self.level:
-            return None
-        keys = torch.arange(self.width, device=self.columns.device)
-        return visibility_bias(keys <= self.columns[:, None])[:, None, None]
-
     def biases(self, window: int | None) -> tuple[Tensor | None, Tensor | None, bool]:
         """Attention biases of prompts and completions; whether the first is by row (with an active sliding window)."""
-        if not window or self.longest + self.width <= window:
-            return self.prompt_bias, self.own_bias, False
-        if window not in self._windows:
-            keys = torch.arange(self.longest, device=self.lengths.device)
-            lengths = self.lengths[self.prompt]
-            newest = lengths + self.columns
-            seen = (keys < lengths[:, None]) & (keys > newest[:, None] - window)
-            own = torch.arange(self.width, device=self.columns.device)
-            own_seen = (own <= self.columns[:, None]) & (own > self.columns[:, None] - window)
-            self._windows[window] = visibility_bias(seen), visibility_bias(own_seen)[:, None, None]
-        return *self._windows[window], True
+        window = window if window and self.longest + self.width > window else None
+        if window not in self._biases:
+            columns, own = self.columns[:, None], torch.arange(self.width, device=self.columns.device)
+            if window is None:
+                own_bias = None if self.level else visibility_bias(own <= columns)[:, None, None]
+                self._biases[window] = self.prompt_bias, own_bias, False
+            else:
+                keys = torch.arange(self.longest, device=own.device)
+                lengths = self.lengths[self.prompt][:, None]
+                seen = visibility_bias((keys < lengths) & (keys > lengths + columns - window))
+                own_seen = visibility_bias((own <= columns) & (own > columns - window))
+                self._biases[window] = seen, own_seen[:, None, None], True
+        return self._biases[window]
 
     def to_slots(self, rows: Tensor) -> Tensor:
         """`(R, ...)` by prompt, `(G, per_prompt, ...)`, padded with zeros for prompts with fewer rows."""

@@ -97,7 +97,7 @@ class RolloutLoop:
         step = self.cache.step
         logits = self.decoder.decode(self.token, self.lengths[self.prompt] + step.columns)
         self.token, done = self.requests.extend(self.request, logits)
-        self.cache.step = step.advance()
+        step.advance()
         self._finish(done)
 
     def _finish(self, done: Tensor) -> None:
