@@ -16,7 +16,7 @@ from trl.models.scoring import base as scorer_base
 from trl.objectives.group_policy import LOSS_TYPES
 from trl.objectives.group_ratios import RATIOS
 from trl.tensors import heads
-from trl.trainer.group_trainer import GroupTrainer
+from trl.trainer.online_trainer import OnlineTrainer
 
 ARCHITECTURES = ("gpt2", "opt", "gpt_neox")  # nothing of theirs is rounded to float32 on the way
 METHODS = (*LOSS_TYPES, "rloo")
@@ -80,7 +80,7 @@ def layout(draws: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     size = draws.choice([1, 3, 512])
     monkeypatch.setattr(heads, "default_chunk_size", lambda *args, **kwargs: size)
     if draws.random() < 0.3:
-        monkeypatch.setattr(GroupTrainer, "token_losses", lambda self, experience: None)
+        monkeypatch.setattr(OnlineTrainer, "token_losses", lambda self, experience: None)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -21,7 +21,7 @@ RECORDED = {
 }  # of programs of 0.4-0.26
 ONLINE = ("grpo", "rloo")
 FILES = (*(f"{name}_trainer.py" for name in (*ROWS, *ONLINE)), "base_trainer.py", "preference_trainer.py", "unpaired.py",
-         "reference_free_trainer.py", "online_trainer.py", "group_trainer.py")  # fmt: skip
+         "reference_free_trainer.py", "online_trainer.py")  # fmt: skip
 
 
 def losses_in(file: str) -> set[str]:

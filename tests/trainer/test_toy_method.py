@@ -15,8 +15,8 @@ from trl import GRPOConfig
 from trl.rollouts.columns import ADVANTAGE, REF, SCORES, TRAINED
 from trl.tensors.reduce import LossTerms, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.group_method import GroupMethod
-from trl.trainer.group_trainer import GroupTrainer
+from trl.trainer.online_method import GroupMethod
+from trl.trainer.online_trainer import OnlineTrainer
 
 
 class OnlineDPOMethod(GroupMethod):
@@ -39,7 +39,7 @@ class OnlineDPOMethod(GroupMethod):
         return (experience.per_row[ADVANTAGE] != 0).sum() // 2
 
 
-class OnlineDPOTrainer(GroupTrainer):
+class OnlineDPOTrainer(OnlineTrainer):
     _name, _tag_names = "Online DPO", ["trl", "online-dpo"]
     method_type, config_type = OnlineDPOMethod, GRPOConfig
 

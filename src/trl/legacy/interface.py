@@ -132,8 +132,8 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
         "embedding_tokenizer": lambda trainer: getattr(trainer._density, "embedding_tokenizer", None),
         "match_underlying_distribution": lambda trainer: trainer._density is not None,
     },
-    "OnlineTrainer": {name: f"rollouts.{name}" for name in ("engine", "rewards", "sampling")},
-    "GroupTrainer": {
+    "OnlineTrainer": {
+        **{name: f"rollouts.{name}" for name in ("engine", "rewards", "sampling")},
         "chat_template": "_tokenizer.chat_template",
         "eos_token_id": "_tokenizer.eos_token_id",
         "epsilon_high": "method.settings.high",

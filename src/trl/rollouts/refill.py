@@ -35,7 +35,7 @@ class Refill:
         rounds: int,
         *,
         lacks_variance: Callable[[Mapping[str, Tensor]], Tensor],
-        discard: Callable[[Experience], None],
+        discard: Callable[[Experience], object],
     ) -> None:
         self.rounds, self.lacks_variance, self.discard = rounds, lacks_variance, discard
         self.measured: dict[str, Weighted] = {}

@@ -33,7 +33,6 @@ from trl.models.policy import Policy
 from trl.models.setup import pad_token_id
 from trl.rollouts.experience import Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
-from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.sft_images import check_image_token, check_parts
 
 ROWS_KEPT = 64  # rows of the data set whose decoded images stay in memory
@@ -177,19 +176,3 @@ class _Tokens:
         kept = ids if keep is None else ids[-keep:]
         check_prompt_ids(kept, self.settings, place)
         return kept
-
-
-def images_of(sets: PromptSets, args: GroupTraining, rollout_func: Any) -> PromptImages | None:
-    """Where the images of a trainer's prompts are found; None for prompts of text.
-
-    Raises: ValueError where something else than the policy's own engine would generate.
-    """
-    if not isinstance(sets, ImagePromptSets):
-        return None
-    given = {"use_vllm=True": args.use_vllm, "a rollout_func": rollout_func is not None}
-    for name in (name for name, is_given in given.items() if is_given):
-        raise ValueError(
-            f"{name} was given with rows of images, expected the policy itself to generate, which sees them. Leave it out, or "
-            "remove the column of images to train on text."
-        )
-    return sets.images

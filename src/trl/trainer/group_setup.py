@@ -46,6 +46,11 @@ def prompt_sets(
     length = rollout_window(args, policy) if own else context_length_of(policy.model)
     limits: Any = {"context_length": length, "room": ("max_completion_length", args.max_completion_length)}
     if has_images(*datasets):
+        if args.use_vllm or not own:
+            raise ValueError(
+                f"{'use_vllm=True' if own else 'a rollout_func'} was given with rows of images, expected that the policy itself "
+                "generates. Leave it out, or remove the column of images to train on text."
+            )
         return ImagePromptSets(policy, settings, **limits)
     return PromptSets(policy.processing_class, settings, **limits)
 
@@ -120,13 +125,11 @@ def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
     return None
 
 
-def with_served_window(policy: Policy, args: GroupTraining, served: Served | None) -> Policy:
-    """The policy, bounded by the window of the server that completes for it.
+def with_served_window(policy: Policy, args: GroupTraining, served: Served) -> Policy:
+    """The policy with the context length of the server that generates for it.
 
-    Raises: ValueError where that server cannot stand for it.
+    Raises: ValueError where that server does not fit the policy.
     """
-    if served is None:
-        return policy
     check_served(served, args, policy)
     return policy._replace(context_length=served.context_length)
 

@@ -34,11 +34,10 @@ from trl.rollouts.columns import (
 )
 from trl.rollouts.experience import Experience, concatenate
 from trl.tensors.reduce import LossTerms
-from trl.trainer.group_method import Corrected, GroupMethod
-from trl.trainer.group_trainer import GroupTrainer
-from trl.trainer.group_trainer import RolloutFunc as RolloutFunc
 from trl.trainer.grpo_config import GroupTraining, GRPOConfig
-from trl.trainer.online_method import StepContext
+from trl.trainer.online_method import Corrected, GroupMethod, StepContext
+from trl.trainer.online_trainer import OnlineTrainer
+from trl.trainer.online_trainer import RolloutFunc as RolloutFunc
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -102,7 +101,7 @@ class GRPOMethod(GroupMethod):
         )
 
 
-class GRPOTrainer(GroupTrainer):
+class GRPOTrainer(OnlineTrainer):
     """Trainer of group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and what came of it.
 
     Args:
@@ -161,9 +160,8 @@ class GRPOTrainer(GroupTrainer):
         every = torch.cat(entropies), torch.cat(masks)
         chosen = self.get_high_entropy_mask(*every, 1 - self.args.top_entropy_quantile)
         parts = chosen.split([len(own) for own in entropies])
-        if (
-            self.state.global_step % self.sizes.steps < self.sizes.mini_batches
-        ):  # the first pass over the rows
+        is_first_pass = self.state.global_step % self.sizes.steps < self.sizes.mini_batches
+        if is_first_pass and self._token_counts is not None:
             rows = concatenate([batch["experience"] for batch in batches])
             self._token_counts.mask(rows, chosen, self.accelerator)
         for batch, own in zip(batches, parts, strict=True):

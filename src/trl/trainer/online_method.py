@@ -1,20 +1,39 @@
-"""The mathematics of a method that learns from its own rollouts."""
+"""The mathematics of the methods that learn from their own rollouts."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
+from trl.objectives.group_advantages import Scale, has_no_variance
+from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.inputs import RewardInputs
-from trl.rollouts.columns import SCORES, TRAINED
+from trl.rollouts.columns import (
+    CHOSEN,
+    CORRECTION,
+    LENGTH,
+    OLD,
+    REF,
+    SCORES,
+    STOPPED,
+    TOOL_OUTPUT,
+    TRAINED,
+)
 from trl.rollouts.experience import Experience
-from trl.tensors.reduce import LossTerms, Unit
+from trl.rollouts.measures import measured_groups
+from trl.rollouts.token_counts import token_advantages
+from trl.rollouts.tool_loop import tool_metrics
+from trl.tensors.reduce import LossTerms, Unit, Weighted
+from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.method import Method
+
+EQUAL_REWARDS = "frac_given_reward_zero_std"
 
 
 class StepContext(NamedTuple):
@@ -70,3 +89,108 @@ class OnlineMethod(Method):
     def divisor(self, experience: Experience) -> Tensor:
         """What these rows add to the number that an optimiser step's loss is divided by, 0-dim."""
         return experience.per_token[TRAINED].sum().long()
+
+
+class Corrected(NamedTuple):
+    """Rows with a correction of the sampler's mismatch; its means, and its extremes among these rows."""
+
+    experience: Experience
+    means: Mapping[str, Weighted]
+    extremes: Mapping[str, Tensor]
+
+
+class GroupMethod(OnlineMethod):
+    """Base of GRPO, RLOO and their variants.
+
+    `rows` are columns per row of all processes, where the `group_size` completions of a prompt follow each other; rewards are
+    NaN where no source scored a completion. A method defines `rewards_and_advantages`, `objective`, and `divisor` (by default
+    the number of rows).
+    """
+
+    reward_scale: Scale = "group"
+
+    def __init__(self, args: GroupTraining) -> None:
+        self.args = args
+        self.has_reference = args.beta != 0
+
+    @property
+    def settings(self) -> GroupOptions:
+        """The settings of the loss, as the config has them now."""
+        return self.args.group_options()
+
+    def apply_rewards(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        """With `scores` (NaN: none) and, per token, `trained`: not where there is no reward, nor, with
+        `mask_truncated_completions`, where a completion was truncated; never in the answers of tools."""
+        rows = ~scores.isnan()
+        if self.args.mask_truncated_completions:
+            rows = rows & experience.per_row[STOPPED].bool()
+        trained = rows[experience.completions.row_index]
+        if TOOL_OUTPUT in experience.per_token:
+            trained = trained & ~experience.per_token[TOOL_OUTPUT].bool()
+        return experience.with_rows(**{SCORES: scores}).with_tokens(**{TRAINED: trained})
+
+    # ---- of a rollout batch
+
+    @abstractmethod
+    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        """The reward and the advantage of each completion, `(N,)`."""
+
+    def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """The rewards of the sources `(N,)`, with the method's bounds but without its penalties."""
+        return rows[SCORES]
+
+    def lacks_variance(self, rows: Mapping[str, Tensor], group_size: int) -> Tensor:
+        """Groups with equal rewards, bool `(N / G,)`: they have no gradient."""
+        return has_no_variance(self.given_rewards(rows), group_size)
+
+    def mean_length(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Mean number of tokens of the completions that are trained on, 0-dim."""
+        return rows[LENGTH].mean()
+
+    def with_penalties(self, experience: Experience) -> Experience:
+        """With the columns per row that `rewards_and_advantages` needs beside the rewards."""
+        return experience
+
+    def corrected(self, experience: Experience, *, is_exact: bool, counted: Tensor) -> Corrected | None:
+        """Correct the mismatch between sampler and trainer; None where there is nothing to correct.
+
+        `counted` (bool `(B,)`): the rows that count in the metrics.
+        """
+        return None
+
+    def metrics(
+        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
+    ) -> dict[str, Weighted]:
+        """The documented metrics of rows of all processes, of which this process records a `share`."""
+        found = measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share)
+        return {**found, **tool_metrics(rows, share=share)}
+
+    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
+        """Metrics of the tokens of this process's rows."""
+        return {}
+
+    # ---- of a micro-batch
+
+    def tokens(self, experience: Experience, context: StepContext) -> GroupTokens:
+        """The columns of a micro-batch; a column `advantage` per token precedes that per row."""
+        columns, sequence = experience.per_token, experience.completions.row_index
+        return GroupTokens(
+            self.old_logps(experience, context),
+            token_advantages(experience),
+            columns[TRAINED],
+            sequence,
+            len(experience),
+            columns.get(REF),
+            columns.get(CORRECTION),
+            columns.get(CHOSEN),
+        )
+
+    def old_logps(self, experience: Experience, context: StepContext) -> Tensor | None:
+        """The denominator of ratios, `(K,)`; None for the policy that is being scored, in the first step on a rollout batch:
+        there dropout and the rounding of another layout are no change of the policy."""
+        return None if context.is_first else experience.per_token.get(OLD)
+
+    def divisor(self, experience: Experience) -> Tensor:
+        return torch.tensor(len(experience))

@@ -1,103 +1,168 @@
-"""What the trainers that learn from their own rollouts share: prompts, rollouts, rewards, advantages, objective."""
+"""The base of the trainers that learn from their own rollouts: prompts, rollouts, rewards, advantages, objective."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.engine import PolicyCopy
+from trl.legacy.interface import NOT_CALLED_OF_GROUPS
+from trl.models.pairs import shares_prefix
+from trl.models.parts import causal_core, check_decoder_only
+from trl.models.policy import set_up_policy
 from trl.models.reference import Reference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.switches import undisturbed, without_ddp
+from trl.options.training import config_or_default
 from trl.rewards.models import place_reward_models
 from trl.rewards.source import RewardSources
-from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS, VALUES
+from trl.rollouts.columns import ADVANTAGE, MEAN_LENGTH, OLD, REF, REWARD, SAMPLING_LOGPS, VALUES
 from trl.rollouts.experience import Experience, load_rollout_batch, save_rollout_batch
 from trl.rollouts.group_sizes import check_evaluation
-from trl.rollouts.maker import Completer, Prompts, RolloutMaker, Rows
+from trl.rollouts.maker import Completer, Prompts, RolloutMaker
+from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, extremes_of_processes, of_all_processes
 from trl.rollouts.refill import Refill
-from trl.rollouts.rollout_func import RolloutFunction
+from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
 from trl.rollouts.schedule import RolloutSizes, step_rows
+from trl.rollouts.token_counts import TokenCounts, sampled_tokens
 from trl.tensors.reduce import LossTerms, Weighted
+from trl.trainer import group_setup
 from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.evaluation_samples import ShownCompletions
+from trl.trainer.group_images import PromptImages
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.method import Outcome
-from trl.trainer.online_method import OnlineMethod, StepContext
+from trl.trainer.online_method import EQUAL_REWARDS, GroupMethod, StepContext
 
 logger = logging.getLogger(__name__)
 
+AnyDataset = Dataset | IterableDataset
+RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, and the same ones every time
 
 
 class OnlineTrainer(BaseTrainer):
     """Base of the trainers that learn from rollouts of the policy itself.
 
-    The order of a rollout batch is that of `make_rollout_batch`: `rollouts` draws prompts, completes them and scores the completions; the
-    models score their tokens, and the method gives them advantages. `sizes.steps` optimiser steps then learn from it, each from the rows
-    that `step_rows` says. A rollout batch is part of every checkpoint that is made while it lasts.
+    `make_rollout_batch` has the order of a rollout batch: `rollouts` draws prompts, completes them and scores the completions;
+    the models score their tokens, and the method gives them advantages. `sizes.steps` optimiser steps then learn from it, each
+    from the rows of `rows_of_step`. A checkpoint within these steps contains the rollout batch.
 
-    `method` is the mathematics. A subclass may override `advantages(experience)` and `objective(experience, scored)`, and sets
-    the attributes below in its constructor.
+    A method that compares the completions of a prompt names its `GroupMethod` (rewards, advantages, loss terms) as
+    `method_type`, and its `config_type`. A subclass may override `advantages(experience)` and `objective(experience, scored)`.
+    Other methods (PPO) have a constructor of their own, which sets the attributes below and ends with `begin_rollouts`.
     """
 
-    method: OnlineMethod  # type: ignore[assignment]
+    _not_called = NOT_CALLED_OF_GROUPS
+    method_type: ClassVar[type[GroupMethod]]
+    config_type: ClassVar[type[GroupTraining]]
+    args: GroupTraining
+    method: GroupMethod
     rollouts: RolloutMaker
     engine: Engine  # these three are those of `rollouts`
     sampling: Sampling
     rewards: RewardSources
     sizes: RolloutSizes
     reference: Reference | None = None
+    images: PromptImages | None = None
     shares_prefix: bool = False
     evaluation_group: int = 1  # completions of each evaluation prompt
     rows_at_once: int  # rows that are scored in one forward after a rollout
     _sets: PromptSets
+    _token_counts: TokenCounts | None = None  # None: tokens are counted when they are trained on
     _rollout_batch: Experience | None = None
     _batch_number: int = -1
     _resumed_from: str | None = None
     _random_state_of: str | None = None
 
-    # ---- the hooks of a method
-
-    def advantages(self, experience: Experience) -> Experience:
-        """With what the objective learns from; called with the whole rollout batch of this process."""
-        raise TypeError(f"{type(self).__name__} must override advantages.")
-
-    def objective(self, experience: Experience, scored: Scored) -> Sequence[LossTerms]:
-        """The terms of a micro-batch's loss."""
-        return self.method.objective(experience, scored, self.context)
-
-    def token_losses(self, experience: Experience) -> LossOf | None:
-        """The method's loss of each token; None where `objective` is overridden."""
-        kinds = type(self.method).__mro__
-        first = next(vars(kind) for kind in kinds if {"objective", "token_losses"} & vars(kind).keys())
-        if self.overridden("objective") or "token_losses" not in first:  # of another objective, perhaps
-            return None
-        return self.method.token_losses(experience, self.context)
-
-    @property
-    def context(self) -> StepContext:
-        """Of the current micro-batch."""
-        is_first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
-        return StepContext(is_first, self.sampler_is_exact)
-
-    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """What is logged of a rollout batch, or of the completions of an evaluation; these rows are a `share` of the whole."""
-        return {}
-
-    # ---- a rollout batch
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | Sequence[Any],
+        args: GroupTraining | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+    ) -> None:
+        args = config_or_default(args, self.config_type, self._tag_names[-1])
+        settle_inherited(args, "rollouts")
+        if not (own := rollout_func is None):
+            check_rollout_func(rollout_func)
+        served = group_setup.check_engine(args, own=own)
+        assert args.num_generations is not None
+        self.sizes = replace(args.rollout_sizes(), group=args.num_generations)
+        self.evaluation_group = args.num_generations_eval or args.num_generations
+        policy = set_up_policy(model, args, processing_class, peft_config)
+        if served is not None:
+            policy = group_setup.with_served_window(policy, args, served)
+        check_decoder_only(causal_core(policy.model))
+        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
+        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        sampling = group_setup.sampling_of(args, policy)
+        rewards = group_setup.reward_sources(reward_funcs, reward_processing_classes, args, policy)
+        sets = train_dataset, eval_dataset
+        tool_loop = group_setup.tool_completer(tools, args, policy, *sets, rollout_func=rollout_func)
+        schemas = tool_loop.schemas if tool_loop else None
+        self._sets = group_setup.prompt_sets(args, policy, *sets, tools=schemas, own=own)
+        self.images = getattr(self._sets, "images", None)
+        self.reference = group_setup.reference_of(args, policy, model)
+        self._shown = ShownCompletions()
+        self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
+        self.method, self.rows_at_once = self.method_type(args), args.per_device_train_batch_size
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=list,  # type: ignore[arg-type]
+            train_dataset=group_setup.training_prompts(self._sets, train_dataset, args),  # type: ignore[arg-type]
+            eval_dataset=self._sets.every(eval_dataset),
+            processing_class=policy.processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        completer: Completer | None = self.images or tool_loop
+        if rollout_func is not None:
+            limits = {"context_length": self._sets.context_length}
+            completer = RolloutFunction(
+                rollout_func, self, vocabulary=self._sets.settings.vocabulary, **limits
+            )
+        refill = Refill(
+            args.max_resampling_rounds,
+            lacks_variance=partial(self.method.lacks_variance, group_size=self.sizes.group),
+            discard=partial(self._count_sampled, is_discarded=True),
+        )
+        self.begin_rollouts(
+            group_setup.engine_of(args, self.model, policy, self.accelerator, own=own, served=served),
+            sampling,
+            rewards,
+            shuffle=bool(args.shuffle_dataset),
+            completer=completer,
+            refill=refill if args.dynamic_sampling else None,
+        )
+        self.settle_reference()
 
     def begin_rollouts(
         self,
@@ -113,6 +178,8 @@ class OnlineTrainer(BaseTrainer):
 
         Raises: ValueError for a reward function with an argument that no column gives.
         """
+        self._extremes = {"train": ClippedExtremes(), "eval": ClippedExtremes()}
+        self._largest = EvaluationExtremes()
         rows: Any = self.train_dataset
         assert isinstance(rows, (Dataset, RowStream))
         self.rollouts = RolloutMaker(
@@ -135,10 +202,105 @@ class OnlineTrainer(BaseTrainer):
                 rewards.check_columns([name for name in columns if name in each.column_names])
         place_reward_models(rewards.models, self.accelerator)
 
+    # ---- the hooks of a method
+
+    def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
+        """With what the objective learns from; called with the whole rollout batch of this process.
+
+        These are rewards and advantages in groups over all processes, the mean length, and corrections of the sampler's
+        mismatch. `group_size` is given in evaluations.
+        """
+        experience = self.method.with_penalties(experience)
+        rows = self._rows_of_all(experience, is_evaluation=group_size is not None)
+        rewards, advantages = self.method.rewards_and_advantages(rows, group_size or self.sizes.group)
+        count = len(experience)
+        first = self.args.process_index * count
+        own = torch.arange(first, first + count).clamp(max=len(rewards) - 1)
+        length = self.method.mean_length(rows).expand(count).clone()
+        columns = {REWARD: rewards[own], ADVANTAGE: advantages[own], MEAN_LENGTH: length}
+        experience = experience.with_rows(**columns)
+        counted = torch.arange(count) < (count if group_size is None else self.own_rows())
+        found = self.method.corrected(experience, is_exact=self.sampler_is_exact, counted=counted)
+        if found is None:
+            return experience
+        self._add_measured(
+            "train" if group_size is None else "eval",
+            {**found.means, **extremes_of_processes(found.extremes)},
+        )
+        return found.experience
+
+    def _rows_of_all(self, experience: Experience, *, is_evaluation: bool) -> dict[str, Tensor]:
+        """The columns per row of all processes, without the rows that accelerate repeats to fill an evaluation batch."""
+        rows, state = of_all_processes(experience, self.accelerator), self.accelerator.gradient_state
+        if not (
+            is_evaluation and self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
+        ):
+            return rows
+        return {name: column[: state.remainder] for name, column in rows.items()}
+
+    def objective(self, experience: Experience, scored: Scored) -> Sequence[LossTerms]:
+        """The terms of a micro-batch's loss."""
+        return self.method.objective(experience, scored, self.context)
+
+    def token_losses(self, experience: Experience) -> LossOf | None:
+        """The method's loss of each token; None where `objective` is overridden."""
+        kinds = type(self.method).__mro__
+        first = next(vars(kind) for kind in kinds if {"objective", "token_losses"} & vars(kind).keys())
+        if self.overridden("objective") or "token_losses" not in first:  # of another objective, perhaps
+            return None
+        return self.method.token_losses(experience, self.context)
+
+    @property
+    def context(self) -> StepContext:
+        """Of the current micro-batch."""
+        is_first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
+        return StepContext(is_first, self.sampler_is_exact)
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """What is logged of a rollout batch, or of the completions of an evaluation; these rows are a `share` of the whole."""
+        found = self.method.token_metrics(experience)
+        rows = self._rows_of_all(experience, is_evaluation=False)
+        found |= self.method.metrics(rows, self.rewards.names, self.sizes.group, share=share)
+        if self._token_counts is not None and EQUAL_REWARDS in found and found[EQUAL_REWARDS].mean == 1:
+            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)
+        return found
+
+    # ---- a rollout batch
+
     def make_rollout_batch(self, number: int) -> Experience:
-        """Rollout batch `number` of this run: completions by the present policy, and what is to be learned of them."""
+        """Rollout batch `number` of this run: completions by the present policy, with what is to be learned of them.
+
+        Its metrics are recorded, and its tokens counted once, however often they are learned from.
+        """
         self.rollouts.follow(self.model_wrapped, self.state)
-        return self.advantages(self.scored(self.rollouts.make(number), learning=True))
+        experience = self.advantages(self.scored(self.rollouts.make(number), learning=True))
+        if self.rollouts.refill is not None:
+            self._sums["train"].add_all(self.rollouts.refill.measured)
+        if self._token_counts is not None:
+            self._token_counts.warn_untrained(self._count_sampled(experience))
+            if self.args.log_completions:
+                advantages = experience.per_row[ADVANTAGE]
+                self._shown.gather(experience, self.rollouts.texts, self.rewards.names, advantages=advantages)
+        self._record_rollouts(experience)
+        return experience
+
+    def _record_rollouts(self, experience: Experience) -> None:
+        self._sums["train"].add_all(self.rollout_metrics(experience, share=1 / self.args.world_size))
+
+    def _count_sampled(self, experience: Experience, *, is_discarded: bool = False) -> dict[str, int]:
+        """Count the tokens of this process's rows, which are learned from or discarded; all processes must call it.
+
+        Returns how many completion tokens of all processes went where.
+        """
+        assert self._token_counts is not None
+        self._tokens_seen = self._tokens_seen + sampled_tokens(experience).to(self.args.device)
+        advantages = torch.zeros(len(experience.completions.values)) if is_discarded else None
+        return self._token_counts.add(experience, self.accelerator, advantages)
+
+    def count_seen(self, batch: Mapping[str, Any]) -> None:
+        """Count a batch's tokens, unless they were counted when they were sampled."""
+        if self._token_counts is None:
+            super().count_seen(batch)
 
     def scored(self, experience: Experience, *, learning: bool) -> Experience:
         """With the log-probs and values of the completions' tokens that the method needs, `rows_at_once` rows at a time."""
@@ -168,11 +330,9 @@ class OnlineTrainer(BaseTrainer):
         with self.accelerator.autocast():
             if OLD in columns:
                 scored = self.scorer.score(policy, batch, options)
-                found = (
-                    {OLD: scored.logps}
-                    if scored.values is None
-                    else {OLD: scored.logps, VALUES: scored.values}
-                )
+                found = {OLD: scored.logps}
+                if scored.values is not None:
+                    found[VALUES] = scored.values
             elif VALUES in columns:
                 assert isinstance(self.scorer, PolicyValueScorer)
                 found[VALUES] = self.scorer.score_values(policy, batch)
@@ -186,10 +346,10 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def sampler_is_exact(self) -> bool:
-        """Whether the sampler's log-probs are those of the scoring forward, up to rounding: then nobody asks again.
+        """Whether the sampler's log-probs are those of the scoring forward, up to rounding.
 
-        Lower precision, distributions that are cut or bent, and models that turn long rows by other angles than short ones
-        (a cache holds keys of when they were short) are scored again.
+        They are not in lower precision, with truncated distributions, and for models whose rotary angles depend on the length
+        (the cache holds keys of shorter rows).
         """
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
         plain = self.accelerator.mixed_precision == "no" and not self.scorer.stretched_rotaries
@@ -220,6 +380,7 @@ class OnlineTrainer(BaseTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The micro-batches of one optimiser step and their count; the first step of a rollout batch makes it."""
+        self._step_started, self._turns = time.monotonic(), 0
         turns = [turn for _, turn in zip(range(num_batches), epoch_iterator, strict=False)]
         if not turns:
             return [], None
@@ -227,17 +388,26 @@ class OnlineTrainer(BaseTrainer):
             self._load_rng_state(self._resumed_from)
             self._resumed_from = None
         number, step = divmod(self.state.global_step, self.sizes.steps)
-        is_new = self._rollout_batch is None or self._batch_number != number
-        if is_new:
+        if self._rollout_batch is None or self._batch_number != number:
             self._rollout_batch, self._batch_number = self.make_rollout_batch(number), number
-        assert self._rollout_batch is not None
+        elif self.method.repeats_metrics:
+            self._record_rollouts(self._rollout_batch)
         rows = self.rows_of_step(step)
-        if is_new or self.method.repeats_metrics:
-            self._sums["train"].add_all(
-                self.rollout_metrics(self._rollout_batch, share=1 / self.args.world_size)
-            )
         batches = [self.micro_batch(self._rollout_batch.take(own)) for own in rows[: len(turns)]]
         return super().get_batch_samples(iter(batches), len(batches), device)
+
+    _step_started, _turns = 0.0, 0
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One micro-batch, forward and backward; the last of a step records how long the step took."""
+        loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[arg-type]
+        self._turns += 1
+        if self._turns == self.sizes.micro_batches and self._token_counts is not None:
+            seconds = torch.tensor(time.monotonic() - self._step_started)
+            self.record("step_time", Weighted(seconds, torch.ones(())))
+        return loss
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """Which of this process's rows of the rollout batch each micro-batch of one of its optimiser steps learns from."""
@@ -250,6 +420,8 @@ class OnlineTrainer(BaseTrainer):
 
     def batch_of(self, experience: Experience) -> dict[str, Any]:
         """What the models are given of some rows, whose scored tokens are the completions', in order."""
+        if self.images is not None:
+            return self.images.batch(experience)
         return experience.as_batch(prefix_sharing=self.shares_prefix)
 
     def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
@@ -263,6 +435,28 @@ class OnlineTrainer(BaseTrainer):
         terms = self.objective(experience, scored)
         predictions, labels = scored.logps.detach(), scored.positions.sequence
         return Outcome(terms, predictions, labels, scored.aux_loss, local=scored.total)
+
+    def _record(self, found: Outcome, own: Tensor) -> None:
+        for terms in found.terms:
+            self._extremes[self.mode].add(terms.metrics)
+        super()._record(found, own)
+
+    def _add_measured(self, mode: str, metrics: Mapping[str, Weighted]) -> None:
+        """Record metrics of a batch of completions: in an evaluation, extremes are those of all of its batches."""
+        self._sums[mode].add_all(self._largest.rest(metrics) if mode == "eval" else metrics)
+
+    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """With the extremes of what was clipped."""
+        mode = "eval" if self._extremes["eval"] else "train"
+        of_batches = {**self._largest.drain(), **self._extremes[mode].drain(self.accelerator)}
+        return {**super().derived_metrics(means), **of_batches}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; with a training loss where tokens went and, with `log_completions`, completions."""
+        counts = self._token_counts if self.ends_window(logs) else None
+        super().log(logs if counts is None else {**logs, **counts.logged()}, start_time)
+        if counts is not None and self.args.log_completions:
+            self._shown.show(self)
 
     # ---- evaluation
 
@@ -292,6 +486,7 @@ class OnlineTrainer(BaseTrainer):
         """The same of the rows that `predict` is given."""
         return self.get_eval_dataloader(test_dataset)
 
+    @torch.no_grad()
     def prediction_step(
         self,
         model: nn.Module,
@@ -299,39 +494,72 @@ class OnlineTrainer(BaseTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Complete a batch of prompts and record what is logged of rollouts; there is no loss."""
+        """Complete a batch of prompts, judge it as in training, and record its metrics and its loss."""
+        experience = self.advantages(self.evaluation_rollout(inputs), group_size=self.evaluation_group)
+        rows, share = self._rows_of_all(experience, is_evaluation=True), 1 / self.args.world_size
+        self._add_measured(
+            "eval", self.method.metrics(rows, self.rewards.names, self.evaluation_group, share=share)
+        )
         own = min(self.own_rows(), len(inputs))
-        rows = inputs[: max(own, 1)]  # a process without a row of its own runs one for the collectives
-        whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        streams = evaluation_streams(columns.pop("row"))
-        experience = self.evaluation_rollout(columns, streams)
+        experience = experience.take(torch.arange(max(own, 1)))
+        batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]
+        found = self.outcome(model, batch)  # a process without a row of its own runs one for the collectives
         if own:
-            self._sums["eval"].add_all(self.rollout_metrics(experience, share=own / len(whole)))
+            self._sums["eval"].add_all(self.method.token_metrics(experience))
+            self._record(found, self.count_units(batch))
+        else:
+            self._extremes["eval"].add(found.terms[0].metrics, counted=False)
         return None, None, None
 
-    def evaluation_rollout(self, rows: Rows, streams: Sequence[int]) -> Experience:
-        """Completions of evaluation prompts, with their scores and what the models say of their tokens."""
+    def evaluation_rollout(self, inputs: Sequence[Mapping[str, Any]]) -> Experience:
+        """Completions of numbered rows of prompts, with their scores and their tokens' log-probs."""
+        columns = {name: [row[name] for row in inputs] for name in inputs[0]}
+        streams = [_EVALUATION_SEED * 2**32 + row for row in columns.pop("row")]
         self.rollouts.follow(self.model_wrapped, self.state)
-        return self.scored(self.rollouts.roll_out(rows, streams=streams, training=False), learning=False)
+        return self.scored(self.rollouts.roll_out(columns, streams=streams, training=False), learning=False)
+
+    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
+        """Forget an earlier evaluation that was interrupted."""
+        super().begin_evaluation(dataloader, prefix)
+        self._extremes["eval"].load_state({})
+        self._largest.drain()
 
     # ---- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too."""
+        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too.
+
+        A run counts its tokens, and what is clipped, from 0.
+        """
+        if getattr(self.args, "beta", 0) and self.reference is None:
+            raise ValueError(
+                f"beta={self.args.beta} needs a reference policy, and the trainer was built with beta=0. Set beta in the config "
+                "before the trainer is built."
+            )
         self._rollout_batch, self._batch_number = None, -1
         self._resumed_from = self._random_state_of = None
+        for part in (self._token_counts, *self._extremes.values()):
+            if part is not None:
+                part.load_state({})
+        self._largest.drain()
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def method_state(self) -> dict[str, Any]:
+        """What was clipped since the last log, and where the run's tokens went."""
+        tokens = {} if self._token_counts is None else self._token_counts.state()
+        return {**super().method_state(), "extremes": self._extremes["train"].state(), "tokens": tokens}
+
+    def load_method_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from `method_state`."""
+        super().load_method_state(state)
+        self._extremes["train"].load_state(state.get("extremes", {}))
+        if self._token_counts is not None:
+            self._token_counts.load_state(state.get("tokens", {}))
+
     def _rollout_facts(self) -> dict[str, Any]:
-        """By which a saved rollout batch is known to be the one that this run is in."""
-        number = self.state.global_step // self.sizes.steps
-        return {
-            "window": number,
-            "rows": self.sizes.rows,
-            "steps": self.sizes.steps,
-            "seed": self.order_seed,
-        }
+        """What identifies the rollout batch that this run is in."""
+        number, sizes = self.state.global_step // self.sizes.steps, self.sizes
+        return {"window": number, "rows": sizes.rows, "steps": sizes.steps, "seed": self.order_seed}
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -348,7 +576,7 @@ class OnlineTrainer(BaseTrainer):
         self._forget_copies()
 
     def _forget_copies(self) -> None:
-        """After weights were loaded, which not all ways of doing so let an engine with a copy of them notice."""
+        """Make an engine with a copy of the policy load it again."""
         if isinstance(self.rollouts.engine, PolicyCopy):
             self.rollouts.engine.forget()
 
@@ -366,8 +594,8 @@ class OnlineTrainer(BaseTrainer):
         self._batch_number = self.state.global_step // self.sizes.steps
         if self._rollout_batch is None:
             logger.warning(
-                "%s holds no rollouts that fit this run's batch size and steps, expected them in the middle of a batch of "
-                "rollouts: it is made anew by the policy of the checkpoint, so the run differs from one that was not stopped. Resume with the settings it was saved with.",
+                "%s holds no rollouts that fit this run's batch size and steps. They are sampled again by the checkpoint's policy, "
+                "so the run differs from one that was not stopped. Resume with the settings it was saved with.",
                 checkpoint,
             )
 
@@ -376,11 +604,6 @@ class OnlineTrainer(BaseTrainer):
             return  # done before the rollout
         super()._load_rng_state(checkpoint)
         self._random_state_of = checkpoint
-
-
-def evaluation_streams(rows: Sequence[int]) -> list[int]:
-    """Random streams for numbered rows of an evaluation."""
-    return [_EVALUATION_SEED * 2**32 + row for row in rows]
 
 
 class _Numbered(torch.utils.data.Dataset):

@@ -24,10 +24,9 @@ from trl.rollouts.columns import OLD, REF, SCORES, TRAINED
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.group_method import EQUAL_REWARDS, GroupMethod
-from trl.trainer.group_trainer import AnyDataset, GroupTrainer, RolloutFunc
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.online_method import StepContext
+from trl.trainer.online_method import EQUAL_REWARDS, GroupMethod, StepContext
+from trl.trainer.online_trainer import AnyDataset, OnlineTrainer, RolloutFunc
 from trl.trainer.rloo_config import RLOOConfig
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -87,7 +86,7 @@ def _log_ratios(experience: Experience) -> Tensor:
     return k1(experience.per_token[OLD], experience.per_token[REF])
 
 
-class RLOOTrainer(GroupTrainer):
+class RLOOTrainer(OnlineTrainer):
     """Trainer of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
     Args:

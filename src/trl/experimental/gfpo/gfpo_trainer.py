@@ -18,9 +18,9 @@ from trl.rollouts.columns import FILTERED, LENGTH, SCORES
 from trl.rollouts.experience import Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.group_method import GroupMethod
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
+from trl.trainer.online_method import GroupMethod
 
 
 class GFPOMethod(GRPOMethod):

@@ -24,10 +24,9 @@ from trl.rollouts.replay import GroupBuffer
 from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups
 from trl.tensors.reduce import Weighted
-from trl.trainer.group_method import GroupMethod
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
-from trl.trainer.online_method import StepContext
+from trl.trainer.online_method import GroupMethod, StepContext
 
 
 class ReplayMethod(GRPOMethod):
@@ -63,7 +62,6 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     args: GRPOWithReplayBufferConfig
     method_type: ClassVar[type[GroupMethod]] = ReplayMethod
     config_type: ClassVar[type[GroupTraining]] = GRPOWithReplayBufferConfig
-    _generated: Experience | None = None
 
     def __init__(
         self,
@@ -79,9 +77,9 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         self.replay_buffer = ReplayBuffer(args.replay_buffer_size)
 
     def make_rollout_batch(self, number: int) -> Experience:
-        """A rollout batch whose groups without a difference in reward are earlier ones, as far as there are any."""
+        """A rollout batch whose groups with equal rewards are replaced by earlier ones; its metrics are those of the new ones."""
         found = super().make_rollout_batch(number)
-        self._generated = found = found.with_rows(**{REPLAYED: torch.zeros(len(found), dtype=torch.bool)})
+        found = found.with_rows(**{REPLAYED: torch.zeros(len(found), dtype=torch.bool)})
         if not self.buffer.size:
             return found
         every = self._of_all_processes(found)
@@ -124,11 +122,6 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
             "replay/replaced_groups": Weighted(count / groups * share, share),
             "replay/buffer_groups": Weighted(len(self.buffer) * share, share),
         }
-
-    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """The documented numbers of what the policy generated, not of what took its place."""
-        generated, self._generated = self._generated, None
-        return super().rollout_metrics(experience if generated is None else generated, share=share)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -20,10 +20,9 @@ from trl.objectives.perception import perception_loss
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
-from trl.trainer.group_method import GroupMethod
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
-from trl.trainer.online_method import StepContext
+from trl.trainer.online_method import GroupMethod, StepContext
 
 _MASKS, _EVALUATION_MASKS = 0x9A90, 0x9A91  # random streams of their own
 

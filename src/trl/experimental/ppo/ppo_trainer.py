@@ -43,6 +43,7 @@ from trl.experimental.ppo.setup import (
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
+from trl.legacy.interface import NotCalled
 from trl.models.loading import load_saved_weights
 from trl.models.pairs import shares_prefix
 from trl.models.parts import causal_core, embedded_tokens
@@ -104,7 +105,8 @@ class PPOTrainer(OnlineTrainer):
         "title": "Fine-Tuning Language Models from Human Preferences",
         "id": "1909.08593",
     }
-    args: PPOConfig
+    _not_called: ClassVar[NotCalled] = {}
+    args: PPOConfig  # type: ignore[assignment]
     scorer: PolicyValueScorer
     method: PPOMethod  # type: ignore[assignment]
 
@@ -166,7 +168,8 @@ class PPOTrainer(OnlineTrainer):
         check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
         self.method = PPOMethod(args, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
         self.rows_at_once = args.local_rollout_forward_batch_size
-        super().__init__(
+        BaseTrainer.__init__(
+            self,
             model=parts.model,
             args=args,
             data_collator=data_collator or list,
@@ -192,7 +195,7 @@ class PPOTrainer(OnlineTrainer):
 
     # ---- a rollout batch
 
-    def advantages(self, experience: Experience) -> Experience:
+    def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
         """Whitened advantages and returns, from rewards with the KL penalty on every token."""
         self._check_kl(experience)
         return self.method.estimated(experience, self.accelerator)
@@ -222,6 +225,21 @@ class PPOTrainer(OnlineTrainer):
             ends = (experience.completions.values == eos).sum()
             found["val/num_eos_tokens"] = Weighted(ends, torch.tensor(share))  # summed over processes
         return found
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[None, None, None]:
+        """Complete a batch of prompts and record the metrics of rollouts; there is no loss."""
+        own = min(self.own_rows(), len(inputs))
+        experience = self.evaluation_rollout(inputs[: max(own, 1)])  # at least one row for the collectives
+        if own:
+            whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
+            self._sums["eval"].add_all(self.rollout_metrics(experience, share=own / len(whole)))
+        return None, None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with `eps`, `lr` and `episode` beside a training loss."""
