@@ -42,7 +42,7 @@ def test_from_the_command_line():
     assert args.generation_kwargs == {"min_new_tokens": 2}
     line = "--output_dir o --use_cpu --reward_clip_range -1 2.5 --normalize_advantages"
     (args,) = TrlParser(RLOOConfig).parse_args_and_config(line.split())
-    assert args.reward_bounds == (-1.0, 2.5) and args.normalize_advantages
+    assert args.reward_clip_range == [-1.0, 2.5] and args.normalize_advantages
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_loss_gets_its_settings():
     assert (options.loss_type, options.importance_sampling_level) == ("cispo", "sequence")
     assert (options.epsilon, options.high, options.beta) == (0.2, 5.0, 0.1)
     assert config(RLOOConfig, epsilon=0.1).group_options().high == 0.1
-    assert config(RLOOConfig, reward_clip_range=(-0.5, 0.75)).reward_bounds == (-0.5, 0.75)
+    assert config(RLOOConfig, reward_clip_range=(-0.5, 0.75)).reward_clip_range == [-0.5, 0.75]
     assert config(RLOOConfig).reward_bounds is None
 
 

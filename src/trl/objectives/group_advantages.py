@@ -7,7 +7,7 @@ another. NaN is no opinion: such a completion counts in no mean, and its advanta
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,11 +84,6 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     )  # not the rounding of a mean, which Adam enlarges
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "group_relative": group_relative,
-    "leave_one_out": leave_one_out,
-}
-
 SCALES: dict[str, Callable[[Tensor, GroupMoments], Tensor | None]] = {
     "group": lambda rewards, found: found.std,
     "batch": lambda rewards, found: batch_deviation(rewards),
@@ -115,26 +110,6 @@ def normalized(advantages: Tensor, known: Tensor | None = None) -> Tensor:
     if len(inside) < 2:
         return torch.where(known, 0.0, advantages)
     return torch.where(known, (advantages - inside.mean()) / (inside.std() + SMALLEST_STD), advantages)
-
-
-def penalized(rewards: Tensor, kl: Tensor, *, beta: float) -> Tensor:
-    """`rewards - beta * kl`, with the divergence from the reference of each whole completion in nats; all `(N,)`.
-
-    Source: Ahmadian et al. 2024 (arXiv:2402.14740).
-
-    >>> penalized(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), beta=0.1)
-    tensor([0.9500, 2.1000])
-    """
-    return rewards if beta == 0 else rewards - beta * kl.to(rewards.dtype)
-
-
-def clipped_rewards(rewards: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """Rewards cut to the range `bounds`; None cuts nothing, NaN stays.
-
-    >>> clipped_rewards(torch.tensor([-3.0, 0.5, float("nan")]), (-1.0, 1.0))
-    tensor([-1.0000,  0.5000,     nan])
-    """
-    return rewards if bounds is None else rewards.clamp(*bounds)
 
 
 def has_no_variance(rewards: Tensor, group_size: int) -> Tensor:
@@ -181,21 +156,6 @@ def reward_statistics(rewards: Tensor, group_size: int, *, scale: Scale = "group
         "reward_std": weighted(std, known),
         "frac_reward_zero_std": weighted((std <= _SAME).to(rewards.dtype), known),
     }
-
-
-def check_group_size(group_size: int, name: str = "num_generations") -> None:
-    """Raise ValueError for groups of fewer than two."""
-    if group_size < 2:
-        raise ValueError(
-            f"{name} must be >= 2, got {group_size}. A completion is judged against the others of its prompt: 2 is the "
-            "least, 8 is usual."
-        )
-
-
-def check_scale(scale: str) -> None:
-    """Raise ValueError for a scale that `SCALES` does not know."""
-    assert set(SCALES) == set(get_args(Scale))
-    lookup(SCALES, scale, "scale_rewards")
 
 
 def _known(rewards: Tensor, advantages: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Everything per token is flat, `(K,)`, with the row of each token in `sequence`; 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -24,7 +23,6 @@ from trl.objectives.group_ratios import (
 )
 from trl.objectives.kl import k3
 from trl.objectives.policy_gradient import check_shapes
-from trl.objectives.tables import lookup
 from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 
@@ -33,10 +31,7 @@ Divisor = Literal["rows", "tokens", "rollout_tokens", "longest"]
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """The settings of `group_policy_loss`, under the names of the configs; `epsilon_high` None is `epsilon`.
-
-    Raises ValueError for unknown names, numbers out of range, and combinations that cannot work.
-    """
+    """The settings of `group_policy_loss`, under the names of the configs, which check them; `epsilon_high` None is `epsilon`."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -51,39 +46,6 @@ class GroupOptions:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        lookup(LOSS_TYPES, self.loss_type, "loss_type")
-        lookup(RATIOS, self.importance_sampling_level, "importance_sampling_level")
-        check_epsilons(self.epsilon, self.epsilon_high)
-        if not self.beta >= 0:
-            raise ValueError(
-                f"beta must be >= 0, got {self.beta}. Use 0 to train without a reference policy."
-            )
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"{name} must be > 0, got {getattr(self, name)}. The paper uses 1.0 and 1.05."
-                )
-        for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be a number >= 0, got {getattr(self, name)}. The defaults are 2 and 3 where the advantage is "
-                    "positive, 3 and 2 elsewhere; k 1 and lambda 0 are plain importance sampling."
-                )
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
-        if self.delta is not None and not self.delta >= 1:
-            raise ValueError(
-                f"delta must be >= 1 or None, got {self.delta}. It bounds the ratio where the advantage is negative, which "
-                "starts at 1: take one above 1 + epsilon_high; the paper uses 4."
-            )
-        if self.loss_type == "luspo" and self.importance_sampling_level == "token":
-            raise ValueError(
-                "loss_type='luspo' is a loss of whole sequences, got importance_sampling_level='token'. Set "
-                "importance_sampling_level='sequence'."
-            )
 
     @property
     def high(self) -> float:
@@ -118,12 +80,11 @@ def soft_gated(ratios: Tensor, logps: Tensor, advantages: Tensor, options: Group
     tau is `sapo_temperature_pos` where A > 0, else `sapo_temperature_neg`. At r = 1 its slope is that of r.
     Source: Gao et al. 2025 (arXiv:2511.20347).
     """
-    rising = soft_gate(ratios, options.sapo_temperature_pos)
-    falling = soft_gate(ratios, options.sapo_temperature_neg)
-    return -advantages * torch.where(advantages > 0, rising, falling)
+    tau = _by_sign(advantages, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    return -advantages * soft_gate(ratios, tau)
 
 
-def soft_gate(ratios: Tensor, temperature: float) -> Tensor:
+def soft_gate(ratios: Tensor, temperature: float | Tensor) -> Tensor:
     """`sigmoid(tau (r - 1)) 4 / tau`, any shape.
 
     >>> soft_gate(torch.tensor([0.0, 1.0]), 2.0)
@@ -143,20 +104,19 @@ def gamma_weighted(ratios: Tensor, logps: Tensor, advantages: Tensor, options: G
 
 
 def gamma_weights(ratios: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
-    """What `gamma_weighted` weighs each token with, `(K,)`, detached."""
-    ratios = ratios.detach()
-    rising = gamma_kernel(ratios, options.vespo_k_pos, options.vespo_lambda_pos)
-    falling = gamma_kernel(ratios, options.vespo_k_neg, options.vespo_lambda_neg)
-    return torch.where(advantages > 0, rising, falling)
+    """The weight of each token in `gamma_weighted`, `(K,)`, detached; ratios from 0 on.
 
-
-def gamma_kernel(ratios: Tensor, k: float, decay: float) -> Tensor:
-    """`W^k exp(decay (1 - W))`, any shape; W from 0 on.
-
-    >>> gamma_kernel(torch.tensor([0.0, 1.0, 2.0]), 2.0, 3.0)
+    >>> gamma_weights(torch.tensor([0.0, 1.0, 2.0]), torch.ones(3), GroupOptions())
     tensor([0.0000, 1.0000, 0.1991])
     """
-    return torch.exp(torch.xlogy(torch.full_like(ratios, k), ratios) + decay * (1 - ratios))
+    ratios = ratios.detach()
+    k = _by_sign(advantages, options.vespo_k_pos, options.vespo_k_neg)
+    decay = _by_sign(advantages, options.vespo_lambda_pos, options.vespo_lambda_neg)
+    return torch.exp(torch.xlogy(k, ratios) + decay * (1 - ratios))
+
+
+def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+    return torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(other))
 
 
 _UNITS: dict[Divisor, Unit] = {
@@ -326,7 +286,7 @@ def divisor_share(
     >>> divisor_share("dapo", torch.ones(7), 2, rollout_tokens=60, rollout_rows=20)
     tensor(6., dtype=torch.float64)
     """
-    over = lookup(LOSS_TYPES, loss_type, "loss_type").over
+    over = LOSS_TYPES[loss_type].over
     trained = (mask != 0).sum()
     wide = torch.float32 if mask.device.type == "mps" else torch.float64
     of_batch = torch.as_tensor(rollout_tokens, dtype=wide, device=mask.device) * rows / rollout_rows
@@ -341,13 +301,12 @@ def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
     """The entropy that the `top` share of the trained tokens reach, 0-dim; of all tokens that are given, so give a whole batch.
 
     `chosen` is then `entropies >= threshold`. It lies below the quantile by a rounding error, as positions that share their
-    context have one entropy, up to how they were batched, and are chosen together or not at all. Raises ValueError for a share out of [0, 1].
+    context have one entropy, up to how they were batched, and are chosen together or not at all.
     Source: Wang et al. 2025 (arXiv:2506.01939).
 
     >>> entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1, 1, 1, 0]), 0.5)
     tensor(2.0000)
     """
-    check_quantile(top)
     known = entropies.detach()[mask != 0].to(torch.promote_types(entropies.dtype, torch.float32))
     if not len(known):
         return entropies.new_zeros(())
@@ -398,22 +357,6 @@ def _clip_shares(
         "clip_ratio/high_mean": weighted(high, mask),
         "clip_ratio/region_mean": weighted(low | high, mask),
     }
-
-
-def check_epsilons(epsilon: float, epsilon_high: float | None) -> None:
-    """Raise ValueError for a range that clips everything, or nothing of a side."""
-    for name, value in (("epsilon", epsilon), ("epsilon_high", epsilon_high)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be > 0, got {value}. PPO uses 0.2, GSPO 3e-4 and 4e-4.")
-
-
-def check_quantile(top: float) -> None:
-    """Raise ValueError for a share of the tokens out of [0, 1]."""
-    if not 0 <= top <= 1:
-        raise ValueError(
-            f"top_entropy_quantile must be in [0, 1], got {top}. It is the share of tokens that are trained; 1 trains all, the "
-            "paper uses 0.2."
-        )
 
 
 def _bounded(ratios: Tensor, options: GroupOptions) -> Tensor:

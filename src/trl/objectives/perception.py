@@ -18,21 +18,11 @@ from trl.tensors.reduce import LossTerms, weighted, where_counted
 
 @dataclass(frozen=True, slots=True)
 class PerceptionOptions:
-    """The weights of the terms, under the names of the config.
-
-    Raises: ValueError for a weight below 0.
-    """
+    """The weights of the terms, under the names of the config, which checks them."""
 
     perception_loss_weight: float = 0.1
     der_loss_weight1: float = 0.03
     der_loss_weight2: float = 0.03
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"{name} must be >= 0, got {getattr(self, name)}. Use 0 to leave the term out."
-                )
 
     @property
     def needs_entropies(self) -> bool:

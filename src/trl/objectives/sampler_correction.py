@@ -12,27 +12,11 @@ from torch import Tensor
 
 from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.objectives.policy_gradient import check_shapes
-from trl.objectives.tables import lookup
 from trl.tensors.reduce import Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 from trl.tensors.statistics import cap_exp
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
-
-class CorrectionKind(NamedTuple):
-    """Whether the ratio is that of whole sequences, and what becomes of one above the cap: cut to it, or 0."""
-
-    of_sequences: bool
-    masks: bool
-
-
-CORRECTIONS: dict[str, CorrectionKind] = {
-    "token_truncate": CorrectionKind(of_sequences=False, masks=False),
-    "token_mask": CorrectionKind(of_sequences=False, masks=True),
-    "sequence_truncate": CorrectionKind(of_sequences=True, masks=False),
-    "sequence_mask": CorrectionKind(of_sequences=True, masks=True),
-}
 
 
 class Correction(NamedTuple):
@@ -56,31 +40,29 @@ def correction(
     sequence: Tensor,
     count: int,
     *,
-    mode: str = "sequence_mask",
+    mode: CorrectionMode = "sequence_mask",
     cap: float = 3.0,
 ) -> Correction:
     """The ratio `p / p_sampler` of each token, or of each of `count` sequences (a product), kept within `cap`.
 
-    `logps` are the trainer's for the weights that sampled. Raises ValueError for an unknown mode or a cap that is not
-    positive. Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (truncation);
+    `logps` are the trainer's for the weights that sampled; `mode` says whose ratio it is, and whether one above the cap is cut
+    to it or set to 0. Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (truncation);
     Liu et al. 2025, When speed kills stability (masking).
 
     >>> new, old = torch.log(torch.tensor([0.6, 0.4])), torch.log(torch.tensor([0.5, 0.1]))
     >>> correction(new, old, torch.ones(2), torch.tensor([0, 0]), 1, mode="token_truncate", cap=2.0).factors
     tensor([1.2000, 2.0000])
     """
-    kind = lookup(CORRECTIONS, mode, "vllm_importance_sampling_mode")
-    check_cap(cap)
     check_shapes(mask, logps=logps, sampling_logps=sampling_logps, sequence=sequence)
     log_ratios, trained = where_counted(logps - sampling_logps, mask), mask != 0
     counted = trained
-    if kind.of_sequences:
+    if mode.startswith("sequence"):
         ratios = sum_by_sequence(log_ratios, sequence, count).to(logps.dtype)
         counted = torch.bincount(sequence[trained], minlength=count) > 0
-        ratios = _within(cap_exp(ratios, LARGEST_LOG_RATIO), cap, kind)
+        ratios = _within(cap_exp(ratios, LARGEST_LOG_RATIO), cap, mode)
         factors = ratios[sequence]
     else:
-        factors = ratios = _within(cap_exp(log_ratios, LARGEST_LOG_RATIO), cap, kind)
+        factors = ratios = _within(cap_exp(log_ratios, LARGEST_LOG_RATIO), cap, mode)
     factors = torch.where(trained, factors, 1.0)
     return Correction(factors, ratios, counted, log_ratios.abs())
 
@@ -106,13 +88,5 @@ def correction_extremes(found: Correction, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def check_cap(cap: float) -> None:
-    """Raise ValueError for a cap that is not positive."""
-    if not cap > 0:
-        raise ValueError(
-            f"vllm_importance_sampling_cap must be > 0, got {cap}. 3.0 is the default; a large one cuts nothing."
-        )
-
-
-def _within(ratios: Tensor, cap: float, kind: CorrectionKind) -> Tensor:
-    return torch.where(ratios > cap, 0.0, ratios) if kind.masks else ratios.clamp(max=cap)
+def _within(ratios: Tensor, cap: float, mode: CorrectionMode) -> Tensor:
+    return torch.where(ratios > cap, 0.0, ratios) if mode.endswith("mask") else ratios.clamp(max=cap)

@@ -1,14 +1,15 @@
 """Configuration of group relative policy optimisation."""
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from transformers import TrainingArguments
 
-from trl.objectives.group_advantages import check_scale
+from trl.objectives.group_advantages import SCALES
 from trl.objectives.group_policy import LOSS_TYPES, GroupOptions
 from trl.objectives.group_ratios import RatioLevel
-from trl.objectives.sampler_correction import CORRECTIONS
+from trl.objectives.sampler_correction import CorrectionMode
+from trl.objectives.tables import lookup
 from trl.options.checks import check_at_least, warn_caller
 from trl.options.docs import documented
 from trl.options.generation import Generation
@@ -100,7 +101,6 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
         super().check()
         hint = "A completion is judged against the others of its prompt: 2 is the least, 8 is usual."
         check_at_least("num_generations", self.num_generations, minimum=2, optional=False, hint=hint)
-        self.group_options()
         if self.sync_ref_model and self.beta == 0:
             warn_caller(
                 "sync_ref_model=True has no effect with beta=0.0, which needs no reference. Set beta > 0, or leave it "
@@ -125,10 +125,7 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
         )
 
     def group_options(self) -> GroupOptions:
-        """The settings that the loss takes.
-
-        Raises: ValueError for numbers out of range.
-        """
+        """The settings that the loss takes."""
         return GroupOptions(epsilon=self.epsilon, epsilon_high=self.epsilon_high, beta=self.beta)
 
 
@@ -202,7 +199,7 @@ class GRPOConfig(GroupTraining):
         "sequence_mask",
         "Ratio of each token or of the sequence; above the cap it is cut to the cap ('token_truncate', "
         "'sequence_truncate') or set to 0 ('token_mask', 'sequence_mask').",
-        choices=tuple(CORRECTIONS),
+        choices=get_args(CorrectionMode),
     )
     vllm_importance_sampling_cap: float = option(3.0, "Largest such ratio.", "(0, inf]")
     use_liger_loss: bool | None = shared("use_liger_loss")
@@ -220,7 +217,7 @@ class GRPOConfig(GroupTraining):
             )
             self.importance_sampling_level = "sequence"
         super().check()
-        check_scale(self.scale_rewards)
+        lookup(SCALES, self.scale_rewards, "scale_rewards")
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
                 "loss_type='dr_grpo' divides by max_completion_length, got None. Set it to the longest completion, in tokens."
@@ -265,8 +262,5 @@ class GRPOConfig(GroupTraining):
             )
 
     def group_options(self) -> GroupOptions:
-        """The settings that the loss takes.
-
-        Raises: ValueError for unknown names, numbers out of range, and combinations that cannot work.
-        """
+        """The settings that the loss takes."""
         return GroupOptions(**{item.name: getattr(self, item.name) for item in fields(GroupOptions)})

@@ -73,7 +73,8 @@ class GRPOMethod(GroupMethod):
         mask = experience.per_token[TRAINED] & counted[row]
         sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(SAMPLING_KEPT, 0.0)
         sampling = sampling.to(old.dtype)
-        mode, cap = self.args.vllm_importance_sampling_mode, self.args.vllm_importance_sampling_cap
+        mode: Any = self.args.vllm_importance_sampling_mode
+        cap = self.args.vllm_importance_sampling_cap
         found = correction(old, sampling, mask, row, len(experience), mode=mode, cap=cap)
         columns = {OLD: sampling} if self.has_sequence_weights else {CORRECTION: found.factors}
         measured = correction_metrics(found, mask), correction_extremes(found, mask)

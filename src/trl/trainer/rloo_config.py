@@ -55,9 +55,3 @@ class RLOOConfig(GroupTraining):
                 f"reward_clip_range must be a smallest and a larger largest reward, or None, got {given}. Use None for no limits."
             )
         self.reward_clip_range = [float(bound) for bound in given]
-
-    @property
-    def reward_bounds(self) -> tuple[float, float] | None:
-        """`reward_clip_range` as `clipped_rewards` takes it."""
-        given = self.reward_clip_range
-        return None if given is None else (given[0], given[1])

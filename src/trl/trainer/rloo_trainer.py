@@ -11,13 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl._lazy import attach
 from trl.legacy import RLOO_ARGUMENTS, move_arguments
 from trl.models.scoring.causal import Scored
-from trl.objectives.group_advantages import (
-    clipped_rewards,
-    leave_one_out,
-    normalized,
-    penalized,
-    reward_statistics,
-)
+from trl.objectives.group_advantages import leave_one_out, normalized, reward_statistics
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
 from trl.rollouts.columns import OLD, REF, SCORES, TRAINED
@@ -53,14 +47,15 @@ class RLOOMethod(GroupMethod):
     def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
         rewards = self.given_rewards(rows)
         if self.has_reference:
-            rewards = penalized(rewards, rows[KL], beta=self.args.beta)
+            rewards = rewards - self.args.beta * rows[KL].to(rewards.dtype)
         advantages = leave_one_out(rewards, group_size)
         if self.args.normalize_advantages:
             advantages = normalized(advantages, ~rewards.isnan())
         return rewards, advantages
 
     def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
-        return clipped_rewards(rows[SCORES], self.args.reward_bounds)
+        bounds = self.args.reward_clip_range
+        return rows[SCORES] if bounds is None else rows[SCORES].clamp(*bounds)
 
     def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
         tokens = self.tokens(experience, context)

@@ -42,13 +42,6 @@ class PAPOConfig(GRPOConfig):
         0.03, "Weight (eta 2) of the policy's entropy with masked images, which is minimised; >= 0."
     )
 
-    def check(self) -> None:
-        super().check()
-        self.perception_options()
-
     def perception_options(self) -> PerceptionOptions:
-        """The weights of what is added to GRPO's loss.
-
-        Raises: ValueError for a weight below 0.
-        """
+        """The weights of the terms that are added to GRPO's loss."""
         return PerceptionOptions(self.perception_loss_weight, self.der_loss_weight1, self.der_loss_weight2)
