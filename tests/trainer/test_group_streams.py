@@ -98,8 +98,8 @@ def bad_later():
 @pytest.mark.parametrize(
     ("data", "settings", "words"),
     [
-        (stream(), {"max_steps": -1}, "a stream of unknown length, and max_steps is -1.*Set max_steps"),
-        (stream(), {"dynamic_sampling": True}, "a stream, but dynamic_sampling=True draws from all rows"),
+        (stream(), {"max_steps": -1}, "a stream.* got max_steps=-1"),
+        (stream(), {"dynamic_sampling": True}, "a stream.* got dynamic_sampling=True"),
         (IterableDataset.from_generator(lambda: iter([{"input_ids": []}])), {}, "row 0, column 'input_ids': a prompt without"),
         (IterableDataset.from_generator(lambda: iter([{"text": "a"}])), {}, r"columns \['text'\], expected 'prompt'"),
         (stream(), {"reward_funcs": lambda missing, **_: [0.0]}, "missing"),

@@ -75,7 +75,7 @@ def test_the_loss_gets_its_settings():
     assert (options.epsilon, options.high, options.beta) == (0.2, 5.0, 0.1)
     assert config(RLOOConfig, epsilon=0.1).group_options().high == 0.1
     assert config(RLOOConfig, reward_clip_range=(-0.5, 0.75)).reward_clip_range == [-0.5, 0.75]
-    assert config(RLOOConfig).reward_bounds is None
+    assert config(RLOOConfig).reward_clip_range is None
 
 
 # What GRPO and RLOO share of it stands in test_group_bad_input.py.

@@ -270,7 +270,7 @@ def other_form():
         ({"data": TOKENS}, ValueError, "prompts without messages"),
         ({"data": TWICE}, ValueError, "a column 'tools'"),
         ({"given": {"rollout_func": print}}, ValueError, "with a rollout_func"),
-        ({"ds3_gather_for_generation": False}, ValueError, "ds3_gather_for_generation=False with tools"),
+        ({"ds3_gather_for_generation": False}, ValueError, "ds3_gather_for_generation=False"),
         ({"max_tool_calling_iterations": 0}, ValueError, "max_tool_calling_iterations must be a whole number >= 1"),
         ({"tool_deadline": 0.0}, ValueError, "tool_deadline must be > 0"),
     ],

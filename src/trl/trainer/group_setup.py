@@ -1,4 +1,4 @@
-"""What a trainer of groups is made of, put together and checked before the first step."""
+"""The parts of a trainer of groups, put together and checked before the first step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from trl.trainer.grpo_config import GroupTraining
 def prompt_sets(
     args: GroupTraining, policy: Policy, *datasets: Any, tools: Any = None, own: bool = True
 ) -> PromptSets:
-    """How data sets are prepared; with images where one of `datasets` (or of dicts of them) has some. `tools` are the schemas
-    that prompts show, `own` says whether the run's own engine completes them.
+    """The preparation of data sets; with images where one of `datasets` (or of dicts of them) has some.
 
-    Raises: ImportError, TypeError or ValueError for what rows with images cannot be trained with.
+    `tools` are the schemas that prompts show; `own` is False for a rollout_func.
+
+    Raises: ImportError, TypeError or ValueError for settings and models that cannot train on rows with images.
     """
     settings = PromptPreparation(
         vocabulary=embedded_tokens(policy.model),
@@ -58,35 +59,31 @@ def prompt_sets(
 def training_prompts(sets: PromptSets, dataset: Any, args: GroupTraining) -> Dataset | RowStream:
     """The rows that a trainer of groups draws its prompts from.
 
-    Raises: TypeError or ValueError for what is no data set of prompts, and for a stream with settings that need its length.
+    Raises: TypeError or ValueError for no data set of prompts, and for a stream with settings that need its length.
     """
     if not isinstance(dataset, IterableDataset):
         return sets(dataset, "train")
-    if args.max_steps <= 0:
+    if args.max_steps <= 0 or args.dynamic_sampling:
+        given = "dynamic_sampling=True" if args.dynamic_sampling else f"max_steps={args.max_steps}"
         raise ValueError(
-            f"train dataset is a stream of unknown length, and max_steps is {args.max_steps}, expected the number of optimiser "
-            "steps. Set max_steps, or load the data set without streaming."
-        )
-    if args.dynamic_sampling:
-        raise ValueError(
-            "train dataset is a stream, but dynamic_sampling=True draws from all rows at random. Load the data set without "
-            "streaming, or leave dynamic_sampling out."
+            f"train dataset is a stream, which needs max_steps > 0 and dynamic_sampling=False, got {given}. Change it, or load "
+            "the data set without streaming."
         )
     seed = args.seed if args.data_seed is None else args.data_seed
     return sets.stream(dataset, shuffle_seed=seed if args.shuffle_dataset else None)
 
 
 def rollout_window(args: GroupTraining, policy: Policy) -> int | None:
-    """The most tokens of prompt and completion: the model's, or vLLM's where that has fewer; None where nobody says."""
+    """The most tokens of prompt and completion, of the model and vLLM; None for no limit."""
     given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
     found = given, policy.context_length
     return context_length_of(policy.model, min((each for each in found if each is not None), default=None))
 
 
 def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
-    """How completions are drawn: until the tokenizer's end token or one of the model's own.
+    """The sampling of completions, which end with the tokenizer's end token or one of the model's own.
 
-    Raises: ValueError for settings that always take the likeliest token.
+    Raises: ValueError for greedy sampling.
     """
     ends = set(end_tokens(None, causal_core(policy.model)))
     if policy.tokenizer.eos_token_id is not None:
@@ -106,16 +103,16 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
         sampling.refuse_processors("vLLM")
     if sampling.greedy:
         raise ValueError(
-            f"generation_kwargs={args.generation_kwargs} always takes the likeliest token, expected do_sample=True and a "
-            "temperature > 0: completions of a prompt that are all the same teach nothing. Leave it out."
+            f"generation_kwargs={args.generation_kwargs} samples greedily, so that all completions of a prompt are equal. Leave it "
+            "out: do_sample=True and a temperature > 0 are needed."
         )
     return sampling
 
 
 def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
-    """The vLLM server of a run, which answers; None for runs without one, and where the run's `own` engine does not generate.
+    """The running vLLM server of a run; None without one, and with a rollout_func (not `own`).
 
-    Raises: ImportError where vLLM is to run here and is missing, and what `served_of` raises.
+    Raises: ImportError for vLLM in this process that is not installed, and the errors of `served_of`.
     """
     if not args.use_vllm or not own:
         return None
@@ -143,8 +140,7 @@ def engine_of(
     own: bool = True,
     served: Served | None = None,
 ) -> Engine:
-    """What generates: the policy itself, or vLLM if that is asked for, in the server that was found; always the policy where it
-    is not its `own` rollouts that are learned from."""
+    """The engine: vLLM in the server that was found or in this process, or the policy itself (with a rollout_func always)."""
     if served is not None:
         return VLLMServerEngine(
             model,
@@ -169,7 +165,7 @@ def engine_of(
 
 
 def reference_of(args: GroupTraining, policy: Policy, model: Any) -> Reference | None:
-    """What the divergence is measured from: the policy as it is now, or the base of its adapter; None for beta = 0."""
+    """The reference: a copy of the policy, or the base of its adapter; None for beta = 0."""
     if args.beta == 0:
         return None
     return make_reference(
@@ -184,9 +180,9 @@ def reference_of(args: GroupTraining, policy: Policy, model: Any) -> Reference |
 def reward_sources(
     reward_funcs: Any, processing_classes: Any, args: GroupTraining, policy: Policy
 ) -> RewardSources:
-    """Where rewards come from.
+    """The reward sources.
 
-    Raises: ValueError where there is no source, and for a judge that would not see all completions of a prompt.
+    Raises: ValueError without any, and for a judge that would not see all completions of a prompt.
     """
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     if not given or any(each is None for each in given):
@@ -218,27 +214,21 @@ def tool_completer(
 ) -> ToolLoop | None:
     """The tools of a run on some data sets (or dicts of them); None for none.
 
-    Raises: TypeError or ValueError, before the first step, for functions that cannot be tools, a chat template that does not
-    carry them, and settings that do not go with them.
+    Raises: TypeError or ValueError for functions that cannot be tools, a chat template without tools, and settings that do not
+    go with them.
     """
-    if tools is None or (isinstance(tools, (list, tuple)) and not tools):
+    if not tools:
         warn_unread(args, TOOL_SETTINGS, "without tools. Pass tools to the trainer, or leave it out")
         return None
     found = tools_of(tools)
-    if has_images(*datasets):
+    unsupported = {
+        "images in the data set": has_images(*datasets),
+        "a rollout_func, which generates itself": rollout_func is not None,
+        "ds3_gather_for_generation=False without vLLM": not (args.ds3_gather_for_generation or args.use_vllm),
+    }
+    if given := [name for name, is_given in unsupported.items() if is_given]:
         raise ValueError(
-            f"tools={list(found)} with images in the data set, expected prompts of text alone: what follows an answer is generated "
-            "without them. Leave one of them out."
-        )
-    if rollout_func is not None:
-        raise ValueError(
-            f"tools={list(found)} with a rollout_func, expected one of them: the function generates, so that nobody answers calls. "
-            "Call the tools in it, or leave it out."
-        )
-    if not (args.ds3_gather_for_generation or args.use_vllm):
-        raise ValueError(
-            "ds3_gather_for_generation=False with tools, expected True: processes go on with different numbers of rows, which "
-            "sharded weights do not take. Leave it out, or generate with vLLM."
+            f"tools={list(found)} cannot be combined with {', '.join(given)}. Leave one of them out."
         )
     return ToolLoop(
         policy.processing_class,

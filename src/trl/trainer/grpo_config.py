@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from trl.objectives.group_advantages import SCALES
 from trl.objectives.group_policy import LOSS_TYPES, GroupOptions
-from trl.objectives.group_ratios import RatioLevel
+from trl.objectives.group_ratios import RATIOS, RatioLevel
 from trl.objectives.sampler_correction import CorrectionMode
 from trl.objectives.tables import lookup
 from trl.options.checks import check_at_least, warn_caller
@@ -216,8 +216,10 @@ class GRPOConfig(GroupTraining):
                 "loss_type='luspo' reads ratios of whole sequences: importance_sampling_level='sequence' is used."
             )
             self.importance_sampling_level = "sequence"
-        super().check()
+        lookup(LOSS_TYPES, self.loss_type, "loss_type")
+        lookup(RATIOS, self.importance_sampling_level, "importance_sampling_level")
         lookup(SCALES, self.scale_rewards, "scale_rewards")
+        super().check()
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
                 "loss_type='dr_grpo' divides by max_completion_length, got None. Set it to the longest completion, in tokens."
