@@ -54,12 +54,12 @@ def checkpoint_weights(model):
 
 def sharded(model, how, param_dtype=None):
     if how == "zero3":
-        from trl.models.distributed import frozen_engine
+        from trl.models.distributed import _frozen_engine
 
         config = {**DEEPSPEED, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
         del config["train_batch_size"], config["gradient_clipping"]
         zero = {**config["zero_optimization"], "stage3_param_persistence_threshold": PERSISTENT}
-        engine = frozen_engine(model, {**config, "zero_optimization": zero})
+        engine = _frozen_engine(model, {**config, "zero_optimization": zero})
         for parameter in model.parameters():  # as DeepSpeed does for what trains
             if parameter.ds_numel <= PERSISTENT:
                 parameter.ds_persist = True

@@ -172,7 +172,7 @@ def test_data_that_cannot_be_told_apart_is_refused() -> None:
         density().fit(only, sample_size=10, seed=0, batch_size=4)
     with pytest.raises(ValueError, match="prompt_sample_size must be >= 1, got 0"):
         density().fit(rows(), sample_size=0, seed=0, batch_size=4)
-    with pytest.raises(ValueError, match="expected 'embedding_input_ids'"):
+    with pytest.raises(ValueError, match="expected 'embedding_input_ids' too"):
         sample_prompts(rows().remove_columns("embedding_input_ids"), sample_size=10, seed=0)
     with pytest.raises(ValueError, match=r"embeddings have shape \(1, 3\), expected \(B, 2\)"):
         fit_classifier(torch.ones(1, 2), torch.zeros(1, 2)).probability(torch.zeros(1, 3))

@@ -1,7 +1,6 @@
 """Models under DeepSpeed, FSDP and DDP: preparing frozen models, gathering sharded weights, unwrapping to generate."""
 
 import copy
-import itertools
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ def prepare_deepspeed(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     Under ZeRO-3 its weights are sharded like the policy's. Below stage 3 there is no optimiser to shard, so it runs
     at stage 0.
     """
-    return frozen_engine(model, deepspeed_config(accelerator.state))
+    return _frozen_engine(model, deepspeed_config(accelerator.state))
 
 
 def prepare_frozen_deepspeed(
@@ -47,7 +46,7 @@ def prepare_frozen_deepspeed(
         "fp16": {"enabled": fp16},
         "bf16": {"enabled": bf16},
     }
-    return frozen_engine(model, config)
+    return _frozen_engine(model, config)
 
 
 def deepspeed_config(state: Any) -> dict[str, Any]:
@@ -60,34 +59,24 @@ def deepspeed_config(state: Any) -> dict[str, Any]:
     return copy.deepcopy(plugin.deepspeed_config)
 
 
-def frozen_engine(model: nn.Module, config: dict[str, Any]) -> nn.Module:
+def _frozen_engine(model: nn.Module, config: dict[str, Any]) -> nn.Module:
     """A frozen model under DeepSpeed, without the optimiser of `config`."""
     import deepspeed
 
     config.pop("optimizer", None)
     config.pop("scheduler", None)
-    stage = config["zero_optimization"]["stage"]
-    if stage != 3:
+    if config["zero_optimization"]["stage"] != 3:
         config["zero_optimization"] = {"stage": 0}
-    else:
-        config["zero_optimization"].update(_zero3_buckets(model))
+    elif hidden := getattr(getattr(model, "config", None), "hidden_size", 0):
+        # Bucket sizes in elements, by DeepSpeed's own rule for transformers (its "auto" values).
+        config["zero_optimization"] |= {
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_param_persistence_threshold": 10 * hidden,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine
-
-
-def _zero3_buckets(model: nn.Module) -> dict[str, float]:
-    """Bucket sizes in elements, from the hidden size, by DeepSpeed's own rule for transformers (its "auto" values)."""
-    config: Any = getattr(model, "config", None)
-    sizes: list[int] = getattr(config, "hidden_sizes", None) or [getattr(config, "hidden_size", 0)]
-    hidden = max(sizes)
-    if not hidden:
-        return {}
-    return {
-        "reduce_bucket_size": hidden * hidden,
-        "stage3_param_persistence_threshold": 10 * hidden,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-    }
 
 
 def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
@@ -184,11 +173,12 @@ def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) ->
 
     All ranks must enter it together. What was gathered before stays so.
     """
+    # ZeRO-3's persistent and already gathered parameters are whole.
     parameters = {
         parameter: None
         for module in modules
         for parameter in module.parameters()
-        if _is_partitioned(parameter)
+        if getattr(getattr(parameter, "ds_status", None), "name", None) == "NOT_AVAILABLE"
     }
     own = [unit for unit in units if _is_resharded(unit)]
     with torch.no_grad(), gathered_parameters(parameters):
@@ -208,12 +198,6 @@ def whole_shape(parameter: Tensor, unit: Any | None = None) -> Tensor:
     if unit is not None and dtype.is_floating_point and isinstance(parameter, nn.Parameter):
         dtype = unit._get_fsdp_state()._mp_policy.param_dtype or dtype  # gathered in it (torch 2.13)
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-
-def _is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 has a part of it only; persistent and already gathered ones are whole."""
-    status = getattr(parameter, "ds_status", None)
-    return status is not None and status.name == "NOT_AVAILABLE"
 
 
 def _is_resharded(unit: nn.Module) -> bool:
@@ -320,7 +304,8 @@ def _parameter_offload(model: Any) -> Any | None:
 def get_all_parameters(sub_module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Named parameters of a module, and those that DeepSpeed registered as used by it from outside."""
     external: Any = getattr(sub_module, "ds_external_parameters", tuple)
-    return itertools.chain(sub_module.named_parameters(recurse=recurse), external())
+    yield from sub_module.named_parameters(recurse=recurse)
+    yield from external()
 
 
 def iter_params(module: nn.Module, recurse: bool = False) -> list[nn.Parameter]:

@@ -1,13 +1,11 @@
 """Models and tokenizers from a name or a path: dtype, architecture, special tokens."""
 
 import logging
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import (
     AutoConfig,
@@ -27,7 +25,6 @@ from trl.models.quantization import get_kbit_device_map, resolve_dtype
 logger = logging.getLogger(__name__)
 
 _CONFIG_KEYS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
-_SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def create_model_from_path(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -40,53 +37,50 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     process's device unless `device_map` says otherwise. A folder that holds a PEFT adapter loads as its base model
     with the adapter on top, ready to be trained further.
 
-    Raises `FileNotFoundError` where there is no such model, no safetensors weights or no way to the Hub, `ValueError` for a
-    `dtype` or `device_map` that cannot work, and for missing weights.
+    Raises `FileNotFoundError` where there is no such model, no safetensors weights or no way to the Hub, `ValueError` for an
+    unknown `dtype` and for missing weights.
     """
-    kwargs["dtype"] = _requested_dtype(kwargs)
-    _check_device_map(kwargs.get("device_map"))
+    older = kwargs.pop("torch_dtype", None)
+    kwargs["dtype"] = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
     _check_local_path(model_id)
     with loading_from_hub(model_id, "model"):
-        return _load(model_id, architecture, kwargs)
-
-
-def _load(model_id: str, architecture: Any | None, kwargs: dict[str, Any]) -> PreTrainedModel:
-    adapter = _adapter_base(model_id, kwargs)
-    if adapter is not None:
-        return _load_adapter(model_id, adapter, architecture, kwargs)
-
-    allows_missing = kwargs.pop("allow_missing_weights", False)
-    elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
-    if not elsewhere and Path(model_id).is_dir() and not Path(model_id, "config.json").is_file():
-        raise FileNotFoundError(f"'{model_id}' has no config.json. Give a folder that a model was saved in.")
-    model_class: Any = architecture or _architecture_of(_load_config(model_id, kwargs), model_id, kwargs)
-    if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
-        kwargs["device_map"] = get_kbit_device_map()
-    kwargs.setdefault("use_safetensors", True)
-    if kwargs["use_safetensors"]:
-        _check_safetensors(model_id)
-    try:
-        model, info = model_class.from_pretrained(model_id, output_loading_info=True, **kwargs)
-    except OSError as error:
-        if model_id in str(error):
+        folder = Path(model_id)
+        has_config = (folder / "config.json").is_file()
+        if (folder / "adapter_config.json").is_file() and not has_config:
+            return _load_adapter(model_id, architecture, kwargs)
+        elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
+        if folder.is_dir() and not (has_config or elsewhere):
+            raise FileNotFoundError(
+                f"'{model_id}' has no config.json. Give a folder that a model was saved in."
+            )
+        allows_missing = kwargs.pop("allow_missing_weights", False)
+        if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
+            kwargs["device_map"] = get_kbit_device_map()
+        try:
+            model_class = architecture or _architecture_of(model_id, kwargs)
+            if kwargs.setdefault("use_safetensors", True) and folder.is_dir():
+                _check_safetensors(folder)
+            model, info = model_class.from_pretrained(model_id, output_loading_info=True, **kwargs)
+        except FileNotFoundError:
             raise
-        raise FileNotFoundError(
-            f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path."
-        ) from error
-    if not allows_missing:
-        _check_whole(model, info["missing_keys"], model_id)
-    return model
+        except OSError as error:
+            raise FileNotFoundError(
+                f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path."
+            ) from error
+        if not allows_missing:
+            _check_whole(model, info["missing_keys"], model_id)
+        return model
 
 
 def _check_whole(model: PreTrainedModel, missing: Iterable[str], model_id: str) -> None:
     """Raise ValueError for weights that a model's files lack, other than those of a classification head."""
-    of_decoder = f"{model.base_model_prefix}."
     has_new_head = "Classification" in type(model).__name__
+    of_decoder = f"{model.base_model_prefix}."
     lacking = sorted(name for name in missing if not has_new_head or name.startswith(of_decoder))
     if lacking:
         raise ValueError(
-            f"the files of '{model_id}' lack {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}"
-            f"{', ...' if lacking[3:] else ''}), which would start at random. Use a whole checkpoint, or allow it with "
+            f"the files of '{model_id}' lack {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), "
+            "which would start at random. Use a whole checkpoint, or allow it with "
             "model_init_kwargs={'allow_missing_weights': True}."
         )
 
@@ -157,32 +151,18 @@ def apply_special_tokens(
     """
     tokenizer: Any = text_tokenizer(processing_class)
     for field, token in (("eos_token", eos_token), ("pad_token", pad_token)):
-        if token is not None:
-            _check_in_vocabulary(tokenizer, field, token)
-            setattr(tokenizer, field, token)
+        if token is None:
+            continue
+        if token not in tokenizer.get_vocab():
+            raise ValueError(
+                f"{field} {token!r} is not in the vocabulary of '{tokenizer.name_or_path}' ({len(tokenizer)} tokens). Choose "
+                "one that is, or add it with `tokenizer.add_special_tokens` and resize the model's embeddings."
+            )
+        setattr(tokenizer, field, token)
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("The tokenizer has no pad token: padding with its eos token %r.", tokenizer.eos_token)
     return tokenizer
-
-
-def _requested_dtype(kwargs: dict[str, Any]) -> str | torch.dtype:
-    """`dtype`, or `torch_dtype`, its name in older programs, which is removed from `kwargs`."""
-    older = kwargs.pop("torch_dtype", None)
-    if older is None:
-        return resolve_dtype(kwargs.get("dtype"))
-    if kwargs.get("dtype") is not None and resolve_dtype(kwargs["dtype"]) != resolve_dtype(older):
-        raise ValueError(f"dtype={kwargs['dtype']!r} and torch_dtype={older!r} disagree. Give `dtype` alone.")
-    return resolve_dtype(older)
-
-
-def _check_device_map(device_map: Any) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1 and isinstance(device_map, str) and device_map in _SPREADING_DEVICE_MAPS:
-        raise ValueError(
-            f"device_map={device_map!r} spreads one model over every device and cannot be used by {processes} processes "
-            "at once. Leave device_map out: each process then holds the model on its own device."
-        )
 
 
 def _check_local_path(model_id: str) -> None:
@@ -194,19 +174,10 @@ def _check_local_path(model_id: str) -> None:
         )
 
 
-def _load_config(model_id: str, kwargs: dict[str, Any]) -> PretrainedConfig:
-    given = kwargs.get("config")
-    if isinstance(given, PretrainedConfig):
-        return given
-    try:
-        return AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
-    except OSError as error:
-        raise FileNotFoundError(
-            f"No config.json could be read for '{model_id}' ({_first_line(error)}). Check the name or path."
-        ) from error
-
-
-def _architecture_of(config: PretrainedConfig, model_id: str, kwargs: dict[str, Any]) -> Any:
+def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
+    config = kwargs.get("config")
+    if not isinstance(config, PretrainedConfig):
+        config = AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
     names = config.architectures or []
     if not names or (kwargs.get("trust_remote_code") and getattr(config, "auto_map", None)):
         return AutoModelForCausalLM
@@ -219,52 +190,31 @@ def _architecture_of(config: PretrainedConfig, model_id: str, kwargs: dict[str, 
     return architecture
 
 
-def _check_safetensors(model_id: str) -> None:
-    folder = Path(model_id)
-    if not folder.is_dir() or any(folder.rglob("*.safetensors")):
+def _check_safetensors(folder: Path) -> None:
+    if any(folder.rglob("*.safetensors")):
         return
     pickles = sorted(
         path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
-    found = f"only pickled weights ({', '.join(pickles)})" if pickles else "no weights"
     raise FileNotFoundError(
-        f"'{model_id}' holds {found}; weights load from safetensors. Convert them once with "
-        "`AutoModelForCausalLM.from_pretrained(path, use_safetensors=False).save_pretrained(path)` if you trust "
-        "their source."
+        f"'{folder}' holds {', '.join(pickles) or 'no weights'}, expected safetensors. If you trust pickled weights, convert "
+        "them with `AutoModelForCausalLM.from_pretrained(path, use_safetensors=False).save_pretrained(path)`."
     )
 
 
-def _adapter_base(model_id: str, kwargs: dict[str, Any]) -> str | None:
-    """The base model's name where `model_id` is a folder with a PEFT adapter and no model of its own."""
-    folder = Path(model_id)
-    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
-        return None
+def _load_adapter(model_id: str, architecture: Any | None, kwargs: dict[str, Any]) -> Any:
+    """The base model of a folder with a PEFT adapter and no model of its own, with the adapter on top."""
     require_peft()
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
 
-    return PeftConfig.from_pretrained(model_id).base_model_name_or_path
-
-
-def _load_adapter(model_id: str, base: str, architecture: Any | None, kwargs: dict[str, Any]) -> Any:
-    from peft import PeftModel
-
+    base = PeftConfig.from_pretrained(model_id).base_model_name_or_path
     if not base:
         raise ValueError(
-            f"The adapter in '{model_id}' does not say which base model it belongs to. Load the base model, wrap it "
-            "with `PeftModel.from_pretrained(base, path, is_trainable=True)` and pass the result."
+            f"The adapter in '{model_id}' does not name its base model. Load the base, wrap it with "
+            "`PeftModel.from_pretrained(base, path, is_trainable=True)` and pass the result."
         )
     return PeftModel.from_pretrained(
         create_model_from_path(base, architecture, **kwargs), model_id, is_trainable=True
-    )
-
-
-def _check_in_vocabulary(tokenizer: Any, field: str, token: str) -> None:
-    if token in tokenizer.get_vocab():
-        return
-    name = tokenizer.name_or_path or type(tokenizer).__name__
-    raise ValueError(
-        f"{field} {token!r} is not in the vocabulary of '{name}' ({len(tokenizer)} tokens). Choose a token that is, "
-        "or add it with `tokenizer.add_special_tokens` and resize the model's embeddings."
     )
 
 
@@ -272,12 +222,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-@contextmanager
-def suppress_from_pretrained_warning(logger: logging.Logger) -> Iterator[None]:
+def suppress_from_pretrained_warning(logger: logging.Logger) -> AbstractContextManager[None]:
     """A block in which `logger` drops transformers' report of newly initialised weights, such as a new score head's."""
+    return without_records(logger, lambda message: "newly initialized" in message)
+
+
+@contextmanager
+def without_records(logger: logging.Logger, dropped: Callable[[str], bool]) -> Iterator[None]:
+    """A block in which `logger` drops some messages."""
 
     def keeps(record: logging.LogRecord) -> bool:
-        return "newly initialized" not in record.getMessage()
+        return not dropped(record.getMessage())
 
     logger.addFilter(keeps)
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 CLASSIFIER_FILE = "prompt_classifier.safetensors"
-STREAM_ROWS_PER_SAMPLE = 16  # how many rows of a stream are read for each prompt of the sample
+STREAM_ROWS_PER_SAMPLE = 16  # rows of a stream that are read for each prompt of the sample
 
 
 class EmbeddingFunction(Protocol):
@@ -47,57 +47,17 @@ class PromptClassifier:
         logits = embeddings.double() @ coefficients + intercept
         return logits.sigmoid().to(torch.promote_types(embeddings.dtype, torch.float32))
 
-    def save(self, folder: str | Path) -> None:
-        """Write it into a checkpoint, without losing a bit."""
-        save_file(
-            {"coefficients": self.coefficients, "intercept": self.intercept}, Path(folder) / CLASSIFIER_FILE
-        )
-
-    @classmethod
-    def load(cls, folder: str | Path) -> PromptClassifier:
-        """Read it from a checkpoint.
-
-        Raises: FileNotFoundError for a checkpoint of a run without it.
-        """
-        path = Path(folder) / CLASSIFIER_FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing, expected in a checkpoint of a run with embedding_func. Resume from such a one, or "
-                "start the run anew."
-            )
-        return cls(**load_file(path))
-
 
 def fit_classifier(desirable: Tensor, undesirable: Tensor) -> PromptClassifier:
     """The classifier between the embeddings of two kinds of prompts, `(N, H)` and `(M, H)`; both kinds weigh the same.
 
-    The same numbers give the same bits.
-
-    Raises: ImportError without scikit-learn; ValueError where a kind has no row or an embedding is not finite.
+    The same numbers give the same bits. Raises: ImportError without scikit-learn.
     Source: Jung et al. 2024, BCO, underlying distribution matching (arXiv:2404.04656).
     """
-    regression = _logistic_regression()
-    check_sample(desirable, undesirable)
     values = torch.cat([desirable, undesirable]).double().cpu().numpy()
     kinds = np.repeat([1, 0], [len(desirable), len(undesirable)])
-    fitted = regression(class_weight="balanced", max_iter=1000).fit(values, kinds)
-    return PromptClassifier(torch.from_numpy(fitted.coef_[0].copy()), torch.tensor(float(fitted.intercept_[0]), dtype=torch.float64))  # fmt: skip
-
-
-def check_sample(desirable: Tensor, undesirable: Tensor) -> None:
-    """Raise ValueError where a kind of prompts has no row, or an embedding is not finite."""
-    for name, embeddings in (("desirable", desirable), ("undesirable", undesirable)):
-        if not len(embeddings):
-            raise ValueError(
-                f"no {name} prompt, expected at least one of each kind to tell them apart. Leave embedding_func out, or "
-                "add such rows."
-            )
-        finite = embeddings.isfinite().all(dim=1)
-        if not finite.all():
-            raise ValueError(
-                f"the embedding of {name} prompt {int((~finite).nonzero()[0])} of the sample is not finite. Check "
-                "embedding_func and its model's precision."
-            )
+    fitted = _logistic_regression()(class_weight="balanced", max_iter=1000).fit(values, kinds)
+    return PromptClassifier(torch.from_numpy(fitted.coef_[0].copy()), torch.from_numpy(fitted.intercept_)[0])
 
 
 def _logistic_regression() -> Any:
@@ -105,8 +65,7 @@ def _logistic_regression() -> Any:
         from sklearn.linear_model import LogisticRegression
     except ImportError as error:
         raise ImportError(
-            "embedding_func needs scikit-learn, which is not installed. Run `pip install trl[bco]`, or leave "
-            "embedding_func out."
+            "embedding_func needs scikit-learn. Run `pip install trl[bco]`, or leave embedding_func out."
         ) from error
     return LogisticRegression
 
@@ -132,14 +91,10 @@ class PromptDensity:
             )
         if self.embedding_tokenizer is None:
             raise ValueError(
-                "embedding_func without embedding_tokenizer, expected both. Give the tokenizer that belongs to the "
-                "embedding model."
+                "embedding_func without embedding_tokenizer, expected both. Give the model's tokenizer."
             )
         if self.embedding_tokenizer.pad_token_id is None:
-            raise ValueError(
-                "embedding_tokenizer has no pad token, expected one to pad prompts with. Set "
-                "embedding_tokenizer.pad_token, for example to its eos_token."
-            )
+            raise ValueError("embedding_tokenizer has no pad token. Set it, for example to its eos_token.")
         _logistic_regression()
 
     def embed(self, prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
@@ -147,21 +102,21 @@ class PromptDensity:
 
         Raises: TypeError or ValueError where embedding_func returns anything else.
         """
-        padded = self.embedding_tokenizer.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt")  # fmt: skip
-        ids, mask = padded["input_ids"].to(device), padded["attention_mask"].to(device)  # type: ignore[union-attr]
+        padded: Any = self.embedding_tokenizer.pad(
+            {"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt"
+        )
         with torch.no_grad():
-            embeddings = self.embedding_func(input_ids=ids, attention_mask=mask)
-        if not isinstance(embeddings, Tensor):
-            raise TypeError(
-                f"embedding_func returned a {type(embeddings).__name__}, expected a tensor (B, H). Return the pooled "
-                "hidden states."
+            found: Any = self.embedding_func(
+                input_ids=padded["input_ids"].to(device), attention_mask=padded["attention_mask"].to(device)
             )
-        if embeddings.ndim != 2 or len(embeddings) != len(prompts):
+        if not isinstance(found, Tensor):
+            raise TypeError(f"embedding_func returned a {type(found).__name__}, expected a tensor (B, H).")
+        if found.ndim != 2 or len(found) != len(prompts):
             raise ValueError(
-                f"embedding_func returned shape {tuple(embeddings.shape)} for {len(prompts)} prompts, expected "
+                f"embedding_func returned shape {tuple(found.shape)} for {len(prompts)} prompts, expected "
                 f"({len(prompts)}, H). Pool over the tokens of each prompt."
             )
-        return embeddings
+        return found
 
     def fit(
         self, dataset: Dataset | IterableDataset, *, sample_size: int, seed: int, batch_size: int
@@ -171,11 +126,23 @@ class PromptDensity:
         `dataset` has `embedding_input_ids` and `label`; of a stream the first rows are taken. Every process embeds its
         share in batches of `batch_size`, as many batches as the others.
 
-        Raises: ValueError as `fit_classifier` does.
+        Raises: ValueError where a kind of prompts has no row, or an embedding is not finite.
         """
         sample = sample_prompts(dataset, sample_size=sample_size, seed=seed)
-        embeddings = [self._embed_shared(prompts, batch_size) for prompts in sample]
-        check_sample(*embeddings)  # on every process, so that none waits for one that raised
+        embeddings = []
+        for name, prompts in zip(("desirable", "undesirable"), sample, strict=True):
+            if not prompts:
+                raise ValueError(
+                    f"no {name} prompt, expected at least one of each kind to tell them apart. Leave embedding_func out, or "
+                    "add such rows."
+                )
+            embeddings.append(self._embed_shared(prompts, batch_size))
+            finite = embeddings[-1].isfinite().all(dim=1)
+            if not finite.all():
+                raise ValueError(
+                    f"the embedding of {name} prompt {int((~finite).nonzero()[0])} of the sample is not finite. Check "
+                    "embedding_func and its model's precision."
+                )
         fitted = [fit_classifier(*embeddings) if PartialState().is_main_process else None]
         self.classifier = broadcast_object_list(fitted)[0]
         assert self.classifier is not None
@@ -183,8 +150,6 @@ class PromptDensity:
 
     def _embed_shared(self, prompts: list[list[int]], batch_size: int) -> Tensor:
         """Embeddings of all prompts, each made on one process; short shares are filled with a prompt that is cut off."""
-        if not prompts:
-            return torch.zeros(0, 0)
         state = PartialState()
         share = -(-len(prompts) // state.num_processes)
         start = state.process_index * share
@@ -200,13 +165,18 @@ class PromptDensity:
         return self.classifier.probability(self.embed(prompts, device))
 
     def save(self, folder: str | Path) -> None:
-        """Write the classifier into a checkpoint (call it on the main process)."""
+        """Write the classifier into a checkpoint, bit for bit (call it on the main process)."""
         assert self.classifier is not None
-        self.classifier.save(folder)
+        save_file(vars(self.classifier), Path(folder) / CLASSIFIER_FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Load the classifier of a checkpoint."""
-        self.classifier = PromptClassifier.load(folder)
+        """Load the classifier of a checkpoint. Raises FileNotFoundError for a checkpoint of a run without it."""
+        path = Path(folder) / CLASSIFIER_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing, expected in a checkpoint of a run with embedding_func. Start the run anew."
+            )
+        self.classifier = PromptClassifier(**load_file(path))
 
 
 def sample_prompts(
@@ -223,8 +193,8 @@ def sample_prompts(
         dataset = Dataset.from_list(rows)
     if "embedding_input_ids" not in dataset.column_names:
         raise ValueError(
-            f"the rows have {dataset.column_names}, expected 'embedding_input_ids', the prompt under the "
-            "embedding_tokenizer. Let the trainer prepare the rows, or add that column."
+            f"the rows have {dataset.column_names}, expected 'embedding_input_ids' too: the prompt under the "
+            "embedding_tokenizer. Let the trainer prepare the rows."
         )
     labels = np.asarray(dataset.with_format("numpy")["label"][:])
     random = np.random.default_rng(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import os
 from collections.abc import Sequence
@@ -58,22 +57,18 @@ def check_given(model: Any, init_kwargs: dict[str, Any] | None) -> PreTrainedMod
     _check_weights(core)
     if init_kwargs:
         raise ValueError(
-            f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Load it with these "
-            "arguments yourself, or pass its name or path."
+            f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Pass its name or path."
         )
     return core
 
 
 def _check_head(core: PreTrainedModel) -> None:
     """Raise TypeError for a bare decoder, and for one with a classifier on top."""
-    if core.can_generate() or core.get_output_embeddings() is not None:
-        return
-    if "labels" in inspect.signature(type(core).forward).parameters and not hasattr(core, "num_labels"):
-        return
-    raise TypeError(
-        f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
-        "model. Load it with AutoModelForCausalLM."
-    )
+    if not core.can_generate() and core.get_output_embeddings() is None:
+        raise TypeError(
+            f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
+            "model. Load it with AutoModelForCausalLM."
+        )
 
 
 def _check_weights(core: PreTrainedModel) -> None:
@@ -99,10 +94,9 @@ def check_processing_class(processing_class: Any) -> None:
                 "holds no tokenizer files. Save one there with tokenizer.save_pretrained, or pass processing_class."
             )
         return
-    given = repr(processing_class) if isinstance(processing_class, str) else "name"
     raise TypeError(
-        f"processing_class must be a tokenizer or processor of transformers, got {type(processing_class).__name__}. "
-        f"Load one with AutoTokenizer.from_pretrained({given})."
+        f"processing_class must be a tokenizer or processor of transformers, got {type(processing_class).__name__}. Load "
+        "one with AutoTokenizer.from_pretrained(name)."
     )
 
 
@@ -137,16 +131,15 @@ def take_chat_template(
         ) from error
     if added and hasattr(peft_config, "trainable_token_indices") and not peft_config.trainable_token_indices:
         peft_config = copy.copy(peft_config)
-        table = (
-            model.get_input_embeddings()
-        )  # PEFT finds it by the last part of its name (`embed_tokens`, `wte`, ...)
+        # PEFT finds the table by the last part of its name (`embed_tokens`, `wte`, ...).
+        table = model.get_input_embeddings()
         name = next(name for name, module in model.named_modules() if module is table)
         peft_config.trainable_token_indices = {name.rpartition(".")[2]: added}
         logger.warning("chat_template_path added %d tokens: they are trained beside the adapter.", len(added))
     elif added and (peft_config is not None or is_peft_model(model)):
         logger.warning(
-            "chat_template_path added %d tokens, whose embeddings this adapter does not train: they stay at the mean "
-            "of the others. Add them before the adapter is made, with trainable_token_indices.",
+            "chat_template_path added %d tokens, whose embeddings this adapter does not train. Add them before the adapter "
+            "is made, with trainable_token_indices.",
             len(added),
         )
     return model, peft_config
@@ -160,29 +153,21 @@ def check_positions(model: Any, lengths: Sequence[int] | np.ndarray, *, dataset_
     table, limit = table_of_positions(model), _positions(model)
     if table is not None:
         check_table(lengths, table, dataset_name=dataset_name)
-    elif limit is not None and (found := _beyond(lengths, limit, dataset_name)):
-        logger.warning(
-            "%s. The model was not trained on these positions: set max_length=%d to truncate.", found, limit
-        )
+    elif limit is not None and np.max(lengths, initial=0) > limit:
+        logger.warning("%s", _too_long(lengths, limit, dataset_name))
 
 
 def check_table(lengths: Sequence[int] | np.ndarray, table: int, *, dataset_name: str) -> None:
     """Raise ValueError for sequences with more tokens than a table of positions has rows."""
-    found = _beyond(lengths, table, dataset_name)
-    if found:
-        raise ValueError(
-            f"{found}, expected at most {table}: each position has a vector of its own. Set max_length={table}, or less."
-        )
+    if np.max(lengths, initial=0) > table:
+        raise ValueError(_too_long(lengths, table, dataset_name))
 
 
-def _beyond(lengths: Sequence[int] | np.ndarray, limit: int, dataset_name: str) -> str | None:
-    """A description of the sequences longer than `limit`; None if there are none."""
+def _too_long(lengths: Sequence[int] | np.ndarray, limit: int, dataset_name: str) -> str:
     longer = int((np.asarray(lengths) > limit).sum())
-    if not longer:
-        return None
     return (
         f"{dataset_name} dataset: {longer} of {len(lengths)} sequences are longer than the {limit} positions of the model "
-        f"(max_position_embeddings), the longest has {int(np.max(lengths))} tokens"
+        f"(max_position_embeddings), the longest has {int(np.max(lengths))} tokens. Set max_length={limit}, or less."
     )
 
 
@@ -229,7 +214,14 @@ def load_classifier(
     Raises: ValueError for another number of classes, TypeError for a model of another kind, and what `check_given` raises.
     """
     if not isinstance(model, (str, os.PathLike)):
-        _check_kind(check_given(model, init_kwargs), kind)
+        core = check_given(model, init_kwargs)
+        name, advice = type(core).__name__, f"Load it with {kind.auto.__name__}, num_labels={kind.labels}."
+        if head_of(core) is None or kind.unlike in name:
+            raise TypeError(f"model is a {name}, expected {kind.words}. {advice}")
+        if core.config.num_labels != kind.labels:
+            raise ValueError(
+                f"model has num_labels={core.config.num_labels}, expected {kind.labels} for {kind.words}. {advice}"
+            )
         return model
     kwargs = {"num_labels": kind.labels, **(init_kwargs or {})}
     if kwargs["num_labels"] != kind.labels:
@@ -240,27 +232,12 @@ def load_classifier(
     return create_model_from_path(os.fspath(model), kind.auto, **kwargs)
 
 
-def _check_kind(core: PreTrainedModel, kind: ClassifierKind) -> None:
-    name, advice = type(core).__name__, f"Load it with {kind.auto.__name__}, num_labels={kind.labels}."
-    if head_of(core) is None or kind.unlike in name:
-        raise TypeError(f"model is a {name}, expected {kind.words}. {advice}")
-    if core.config.num_labels != kind.labels:
-        raise ValueError(
-            f"model has num_labels={core.config.num_labels}, expected {kind.labels} for {kind.words}. {advice}"
-        )
-
-
 def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: ClassifierKind) -> None:
     """Set the padding token in the model's config, by which its own forward finds the ends of padded rows once it is saved."""
     core = causal_core(model)
     pad = tokenizer.pad_token_id
     if pad is None:
-        logger.warning(
-            "The tokenizer has no padding and no end-of-sequence token, so the saved %s takes one row at a time. Set "
-            "pad_token.",
-            type(core).__name__,
-        )
-        return
+        return  # the saved model takes one row at a time
     for config in (core.config, core.config.get_text_config()):
         config.pad_token_id = pad
     if kind is REWARD_MODEL and pad == tokenizer.eos_token_id:

@@ -27,7 +27,7 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file
 
 from trl.data.hub import loading_from_hub
-from trl.models.loading import create_model_from_path
+from trl.models.loading import create_model_from_path, without_records
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, merge_adapter, prepare_model_for_kbit_training, require_peft
 from trl.models.quantization import is_quantized
@@ -118,7 +118,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         if isinstance(given, str | os.PathLike):
             path = os.fspath(given)
             with loading_from_hub(path, "model"):
-                with _expected_value_head():
+                with without_records(
+                    logging.getLogger("transformers.modeling_utils"), _lists_value_heads_alone
+                ):
                     model = create_model_from_path(path, cls.transformers_parent_class, **kwargs)
                 weights = load_value_head(path, pickled=pickled, **kwargs)
         elif isinstance(given, PreTrainedModel) or is_peft_model(given):
@@ -406,18 +408,7 @@ def _read(file: str) -> dict[str, Tensor]:
         return {key: weights.get_tensor(key) for key in weights.keys() if key.startswith(PREFIX)}  # noqa: SIM118
 
 
-@contextmanager
-def _expected_value_head() -> Iterator[None]:
-    """Drop transformers' loading report if it lists nothing but the value head."""
-    reports = logging.getLogger("transformers.modeling_utils")
-
-    def keeps(record: logging.LogRecord) -> bool:
-        pattern = r"^(\S+)\s+\|.*(?:UNEXPECTED|MISSING|MISMATCH|CONVERSION)"
-        rows = re.findall(pattern, record.getMessage(), re.MULTILINE)
-        return not rows or any(not name.startswith(PREFIX) for name in rows)
-
-    reports.addFilter(keeps)
-    try:
-        yield
-    finally:
-        reports.removeFilter(keeps)
+def _lists_value_heads_alone(message: str) -> bool:
+    """Whether transformers' loading report lists nothing but the value head."""
+    rows = re.findall(r"^(\S+)\s+\|.*(?:UNEXPECTED|MISSING|MISMATCH|CONVERSION)", message, re.MULTILINE)
+    return bool(rows) and all(name.startswith(PREFIX) for name in rows)

@@ -31,27 +31,10 @@ PACKED_ATTENTION = "trl_packed"
 
 # Decoders in which tokens interact through this attention alone, so that a packed row gives the logits of padded rows
 # (tests/models/packed/test_attention.py: to 1e-12 in float64, mixtures of experts to 1e-5 in float32).
-PACKED_MODEL_TYPES = frozenset(
-    [
-        "llama",
-        "qwen2",
-        "qwen3",
-        "mistral",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "cohere",
-        "olmo2",
-        "granite",
-        "gpt2",
-        "gpt_neox",
-        "opt",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-    ]
-)
+PACKED_MODEL_TYPES = frozenset([
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "cohere", "olmo2", "granite", "gpt2",
+    "gpt_neox", "opt", "mixtral", "qwen2_moe", "qwen3_moe",
+])  # fmt: skip
 # Attention whose window or cap the implementation the user chose handles itself, over position_ids.
 FLASH_ATTENTION_VARIANTS = {
     "flash_attention_2",
@@ -91,13 +74,14 @@ class _Plan:
     segments: Segments
     calls: tuple[_Call, ...]
     masks: dict[tuple[int, int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
+    bounds: dict[str, Any]  # of the variable-length kernel
 
     @classmethod
     def of(cls, table: Tensor) -> _Plan:
         plan = _PLANS.get(table)
         if plan is None:
             segments = Segments.from_table(table)
-            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {})
+            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {}, {})
         return plan
 
     def mask(
@@ -128,7 +112,6 @@ def _calls(segments: Segments) -> list[_Call]:
 
 
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_VARLEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packed_attention(
@@ -163,7 +146,7 @@ def packed_attention(
     window = _binding_window(plan.segments, sliding_window or getattr(module, "sliding_window", None))
     query, key, value = _in_autocast_dtype(query, key, value)
     if _takes_variable_length(query, dropout, softcap):
-        return _variable_length(query, key, value, attention_mask, plan, scaling, window), None
+        return _variable_length(query, key, value, plan, scaling, window), None
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and (softcap is not None or query.device.type != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
@@ -246,9 +229,8 @@ def _binding_window(segments: Segments, window: int | None) -> int | None:
 
 def _takes_variable_length(query: Tensor, dropout: float, softcap: float | None) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if not (query.is_cuda and half and dropout == 0.0 and softcap is None and query.shape[-1] <= 256):
-        return False
-    return _variable_length_kernel() is not None
+    plain = dropout == 0.0 and softcap is None and query.shape[-1] <= 256
+    return query.is_cuda and half and plain and _variable_length_kernel() is not None
 
 
 @cache
@@ -258,23 +240,19 @@ def _variable_length_kernel() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return (
-        varlen_attn
-        if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-        else None
-    )
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"window_size", "enable_gqa"} <= known.keys() else None
 
 
 def _variable_length(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, plan: _Plan, scaling: float | None,
-    window: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None, window: int | None
+) -> Tensor:
     """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch."""
     kernel = _variable_length_kernel()
     assert kernel is not None
-    bounds = _VARLEN.get(table)
-    if bounds is None:
-        bounds = _VARLEN[table] = _variable_length_bounds(plan, query.device)
+    if not plan.bounds:
+        plan.bounds.update(_variable_length_bounds(plan.segments, query.device))
+    bounds = plan.bounds
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     if bounds["gather"] is not None:
         key, value = key[bounds["gather"]], value[bounds["gather"]]
@@ -287,8 +265,7 @@ def _variable_length(
     return output[None]
 
 
-def _variable_length_bounds(plan: _Plan, device: torch.device) -> dict[str, Any]:
-    segments = plan.segments
+def _variable_length_bounds(segments: Segments, device: torch.device) -> dict[str, Any]:
     lengths = torch.tensor(segments.length)
     seen = lengths + torch.tensor(segments.prefix_length)
     gather = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,24 +23,11 @@ ROW_KEYS = frozenset(
     ["rows", "sequences", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens"]
 )
 # Columns of the layout; all other keys of a batch are given to the model.
-_LAYOUT_KEYS = frozenset(
-    [
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "labels",
-        "segment_table",
-        "scored_source",
-        "scored_target",
-        "scored_sequence",
-        "filler",
-        "completion_mask",
-        "assistant_masks",
-        "seq_lengths",
-        "num_items_in_batch",
-        "return_loss",
-    ]
-)
+_SCORED = ("scored_source", "scored_target", "scored_sequence")
+_LAYOUT_KEYS = ROW_KEYS | {
+    "input_ids", "attention_mask", "position_ids", "labels", "segment_table", *_SCORED, "filler",
+    "completion_mask", "assistant_masks", "seq_lengths", "num_items_in_batch", "return_loss",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,59 +122,42 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
     """
     own = {name: value[: len(value) // of * kept] for name, value in batch.items() if name in ROW_KEYS}
     rest = {name: value for name, value in batch.items() if name not in ROW_KEYS}
-    if "sequences" not in batch:
-        return {**own, **_first_sequences(rest, kept, of=of, several="rows" in batch)}
-    row = _without_filler(rest)
-    end = [*_segments(row).start, row["input_ids"].shape[1]][int(own["sequences"].sum())]
-    return {**own, **{name: value[:, :end] for name, value in row.items()}}
+    if is_packed(rest):
+        rest = _without_filler(rest)
+        segments = _segments(rest)
+        every, leaves = list(segments), _leaves(segments)
+        starts = [every[leaf][2] if every[leaf][3] else every[leaf][0] for leaf in leaves]
+        starts.append(segments.total)
+        if "sequences" in batch:
+            rest = _cut(rest, starts[int(own["sequences"].sum())])
+        elif len(leaves) == of or ("rows" in batch and len(leaves) % of == 0):
+            rest = _cut(rest, starts[len(leaves) // of * kept])
+    elif rest.get("pixel_values") is None:
+        rest = {name: value[: len(value) // of * kept] for name, value in rest.items()}
+    else:
+        rest["labels"] = rest["labels"].clone()
+        rest["labels"][len(rest["labels"]) // of * kept :] = IGNORED
+    return {**own, **rest}
 
 
-def _first_sequences(batch: dict[str, Any], kept: int, *, of: int, several: bool) -> dict[str, Any]:
-    """The sequences of the first `kept` of `of` rows; `several`: a row of a packed batch may have more than one."""
-    if not is_packed(batch):
-        if batch.get("pixel_values") is None:
-            return {name: value[: len(value) // of * kept] for name, value in batch.items()}
-        labels = batch["labels"].clone()
-        labels[len(labels) // of * kept :] = IGNORED
-        return {**batch, "labels": labels}
-    batch = _without_filler(batch)
-    segments = _segments(batch)
-    prompts, first = segments.prefix_start, segments.start
-    starts = [prompts[leaf] if segments.prefix_length[leaf] else first[leaf] for leaf in _leaves(segments)]
-    if kept == of or len(starts) % of or (len(starts) != of and not several):
-        return batch
-    end = starts[len(starts) // of * kept]
-    if "segment_table" not in batch:
-        return {name: value[:, :end] for name, value in batch.items()}
-    return _cut_prefix_groups(batch, end)
-
-
-def _cut_prefix_groups(batch: dict[str, Any], end: int) -> dict[str, Any]:
-    """A packed row of prefix groups without those that begin at position `end` or later."""
-    table = batch["segment_table"]
-    cut = {
-        name: value[:, :end]
-        for name, value in batch.items()
-        if name in ("input_ids", "position_ids", "labels")
-    }
-    cut["segment_table"] = table[:, :, table[0, 0, :, 0] < end]
-    scored = [name for name in ("scored_source", "scored_target", "scored_sequence") if name in batch]
-    if scored:
-        kept = batch["scored_source"] < end
-        cut.update({name: batch[name][kept] for name in scored})
-    return {**batch, **cut}
+def _cut(batch: Mapping[str, Any], end: int) -> dict[str, Any]:
+    """A packed row without the segments that begin at token `end` or later."""
+    shape, cut = batch["input_ids"].shape, dict(batch)
+    for name, value in batch.items():
+        if name == "segment_table":
+            cut[name] = value[:, :, value[0, 0, :, 0] < end]
+        elif name in _SCORED:
+            cut[name] = value[batch["scored_source"] < end]
+        elif isinstance(value, Tensor) and value.shape[:2] == shape:
+            cut[name] = value[:, :end]
+    return cut
 
 
 def _without_filler(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A packed row without the tokens at its end that only round its length up."""
     row = dict(batch)
     filler = row.pop("filler", None)
-    if filler is None:
-        return row
-    end = row["input_ids"].shape[1] - int(filler.sum())
-    if "segment_table" in row:
-        return _cut_prefix_groups(row, end)
-    return {name: value[:, :end] for name, value in row.items()}
+    return row if filler is None else _cut(row, row["input_ids"].shape[1] - int(filler.sum()))
 
 
 def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = True) -> ModelBatch:
@@ -206,15 +177,17 @@ def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = 
     inputs = {"input_ids": input_ids, "position_ids": positions, **_extras(batch)}
     if with_table:
         inputs["attention_mask"] = segments.to_table()
-    lengths = torch.tensor(segments.length) + torch.tensor(segments.prefix_length)
-    own = torch.tensor(segments.length)
-    real = int(count_tokens(batch))
-    numbers, ends = _sequences(segments, real=real)
+    own, real = torch.tensor(segments.length), int(count_tokens(batch))
+    lengths = own + torch.tensor(segments.prefix_length)
+    # Sequences are counted as `padded_rows` makes rows: a prompt counts as part of its first branch.
+    leaves = torch.tensor(_leaves(segments))
+    ends = torch.tensor(segments.start)[leaves] + own[leaves] - 1
+    numbers = torch.searchsorted(leaves, torch.arange(len(segments)))
     sequence = torch.repeat_interleave(numbers, own).to(device).view(1, -1)
     if not shifted:
         scored = labelled_positions(labels, sequence)
     elif "scored_source" in batch:
-        scored = ScoredPositions(*(batch[f"scored_{name}"] for name in ("source", "target", "sequence")))
+        scored = ScoredPositions(*(batch[name] for name in _SCORED))
     else:
         scored = _positions(labels, sequence, positions=positions)
     return ModelBatch(
@@ -222,7 +195,7 @@ def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = 
         scored=scored,
         real_tokens=torch.arange(real, device=device),
         sequence_lengths=torch.repeat_interleave(lengths, own).to(device),
-        sequence_ends=ends.to(device),
+        sequence_ends=ends[ends < real].to(device),  # filler ends none
     )
 
 
@@ -249,11 +222,7 @@ def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int, shifted: bool =
 
 
 def _extras(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in batch.items()
-        if name not in _LAYOUT_KEYS | ROW_KEYS and value is not None
-    }
+    return {name: x for name, x in batch.items() if name not in _LAYOUT_KEYS and x is not None}
 
 
 def _segments(batch: Mapping[str, Any]) -> Segments:
@@ -265,14 +234,13 @@ def _segments(batch: Mapping[str, Any]) -> Segments:
             f"a packed batch has position_ids of shape (1, N), got {tuple(positions.shape)}. "
             "Give an attention_mask with padded rows, or one row of concatenated sequences."
         )
-    starts = (positions[0] == 0).nonzero()[:, 0].tolist()
-    total = positions.shape[1]
-    if not starts or starts[0] != 0:
+    starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), positions.shape[1]]
+    if starts[0] != 0:
         raise ValueError(
             "position_ids of a packed batch must begin with 0 and restart at 0 with each sequence, "
             f"got {positions[0, :8].tolist()}... ."
         )
-    return Segments.from_lengths(end - start for start, end in zip(starts, [*starts[1:], total], strict=True))
+    return Segments.from_lengths(end - start for start, end in pairwise(starts))
 
 
 def _leaves(segments: Segments) -> list[int]:
@@ -281,29 +249,17 @@ def _leaves(segments: Segments) -> list[int]:
     return [number for number, (start, _, _, prefix) in enumerate(segments) if prefix or start not in prompts]
 
 
-def _sequences(segments: Segments, *, real: int) -> tuple[Tensor, Tensor]:
-    """Each segment's sequence, counted as `padded_rows` makes rows, and where each sequence ends in the row.
-
-    A prompt counts as part of its first branch; segments behind the `real` tokens are filler and end no sequence.
-    """
-    leaves = torch.tensor(_leaves(segments))
-    ends = torch.tensor(segments.start)[leaves] + torch.tensor(segments.length)[leaves] - 1
-    return torch.searchsorted(leaves, torch.arange(len(segments))), ends[ends < real]
-
-
 def _without_padding(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Segments]:
     """Real tokens of padded rows as one row."""
-    input_ids, labels, mask = batch["input_ids"], batch.get("labels"), _row_mask(batch)
-    lengths = mask.sum(dim=1).tolist()
+    labels, mask = batch.get("labels"), _row_mask(batch)
     keep = mask.flatten().nonzero()[:, 0]
-    segments = Segments.from_lengths(length for length in lengths if length)
-    if not len(segments):
+    if not len(keep):
         raise ValueError(
             "a batch must have a real token, got an attention_mask of zeros. Leave out empty rows."
         )
-    if labels is not None:
-        labels = labels.flatten()[keep][None]
-    return input_ids.flatten()[keep][None], labels, segments
+    segments = Segments.from_lengths(length for length in mask.sum(dim=1).tolist() if length)
+    labels = None if labels is None else labels.flatten()[keep][None]
+    return batch["input_ids"].flatten()[keep][None], labels, segments
 
 
 def _row_mask(batch: Mapping[str, Any]) -> Tensor:
@@ -321,8 +277,11 @@ def _row_mask(batch: Mapping[str, Any]) -> Tensor:
             "set their labels to -100 to read but not train them."
         )
     positions = batch.get("position_ids")
-    counted = positions is None or positions.ndim != 2 or positions == mask.cumsum(dim=1) - 1
-    if counted is not True and not (counted | ~mask.bool()).all():
+    if (
+        positions is not None
+        and positions.ndim == 2
+        and ((positions != mask.cumsum(dim=1) - 1) & mask.bool()).any()
+    ):
         raise ValueError(
             "position_ids must count each row's real tokens from 0 where there is an attention_mask. Leave "
             "attention_mask out for one row of packed sequences, position_ids out for padded rows."

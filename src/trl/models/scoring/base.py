@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ class ScorerBase:
 
     def padded(self, batch: Mapping[str, Any]) -> ModelBatch:
         """The batch as padded rows, whatever layout the model takes."""
-        return padded_batch(batch, pad_token_id=self.pad_token_id)
+        return padded_batch(batch, pad_token_id=self.pad_token_id) if self.packed else self.lay_out(batch)
 
     def padded_inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """A batch of either layout as padded `input_ids`, `attention_mask` and `labels`, each `(B, T)`."""
@@ -77,31 +77,23 @@ class ScorerBase:
 
     def uncompiled(self, model: nn.Module) -> nn.Module:
         """The module without `torch.compile`, which cannot trace a replaced forward; warns once."""
-        inner = getattr(model, "_orig_mod", None)
-        in_place = [
-            each for each in (model, self.core) if getattr(each, "_compiled_call_impl", None) is not None
-        ]
-        if not isinstance(inner, nn.Module) and not in_place:
-            return model
+        inner: Any = getattr(model, "_orig_mod", model)
+        in_place = [each for each in (model, self.core) if getattr(each, "_compiled_call_impl", None)]
         for each in in_place:
             each._compiled_call_impl = None  # type: ignore[assignment]
-        said = "it runs uncompiled (torch_compile has no effect), because the scoring forward stands in for its own"
-        if said not in self.fallbacks:
-            self.fallbacks.append(said)
-            logger.warning("%s: %s.", type(self.core).__name__, said)
-        return inner if isinstance(inner, nn.Module) else model
+        reason = "it runs uncompiled (torch_compile has no effect): the scoring forward replaces its own"
+        if (in_place or inner is not model) and reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            logger.warning("%s: %s.", type(self.core).__name__, reason)
+        return inner
 
     @contextmanager
     def embedded(self, batch: ModelBatch) -> Iterator[None]:
         """A block with rotary angles of each row by itself and, if `neftune_alpha` is set, noise on the embeddings.
 
-        NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length.
+        transformers takes the angles from the longest row of a call, so a row's loss would depend on the others. NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length.
         """
-        alpha = self.neftune_alpha
-        if not alpha or not self.core.training:
-            with rotated_by_row(self.stretched_rotaries, batch):
-                yield
-            return
+        alpha = (self.neftune_alpha or 0.0) if self.core.training else 0.0
 
         def add_noise(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
             lengths = batch.sequence_lengths.view(embedded.shape[:-1]).clamp(min=1)
@@ -109,29 +101,17 @@ class ScorerBase:
             size = torch.where(batch.sequence_lengths.view_as(lengths) > 0, size, 0.0).to(embedded.dtype)
             return embedded + torch.empty_like(embedded).uniform_(-1, 1) * size[..., None]
 
-        handle = self.core.get_input_embeddings().register_forward_hook(add_noise)
-        try:
-            with rotated_by_row(self.stretched_rotaries, batch):
-                yield
-        finally:
-            handle.remove()
+        with ExitStack() as block:
+            if alpha:
+                block.enter_context(self.core.get_input_embeddings().register_forward_hook(add_noise))
+            for module in self.stretched_rotaries:
+                block.enter_context(replaced_forward(module, _by_row(module, batch)))
+            yield
 
 
 def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a wrapper (PEFT) gives to a model's forward, without None and `return_dict`."""
     return {name: value for name, value in inputs.items() if value is not None and name != "return_dict"}
-
-
-@contextmanager
-def rotated_by_row(rotaries: Iterable[Any], rows: ModelBatch) -> Iterator[None]:
-    """A block in which these rotary embeddings compute the angles of each padded row by itself.
-
-    transformers uses the longest position of a call for all of its rows, so a row's loss would depend on the others.
-    """
-    with ExitStack() as replaced:
-        for module in rotaries:
-            replaced.enter_context(replaced_forward(module, _by_row(module, rows)))
-        yield
 
 
 def _by_row(module: Any, rows: ModelBatch) -> Any:

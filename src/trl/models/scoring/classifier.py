@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,10 +21,7 @@ from trl.models.scoring.base import ScorerBase, given_inputs
 from trl.tensors.softmax_rows import LogitRule
 
 _HEAD_NAMES = ("score", "classifier")
-_FINAL_NORMS = (
-    "norm",
-    "final_layer_norm",
-)  # Llama and its kin; GPT-NeoX and OPT. GPT-2 reshapes behind its own.
+_FINAL_NORMS = ("norm", "final_layer_norm")  # of Llama and its kin; of GPT-NeoX and OPT
 _OF_TOKENS = ("labels", "scored_source", "scored_target", "scored_sequence")
 
 
@@ -45,7 +41,12 @@ class ClassificationScorer(ScorerBase):
         _check_classifier(core)
         if reason := prompt_learning_unsupported(model):
             raise ValueError(f"{reason}, which classifiers do not support. Use LoRA, or train all weights.")
-        reason = _head_unsupported(core)
+        head, reason = (
+            head_of(core),
+            f"it has no classification head under the names {' or '.join(_HEAD_NAMES)}",
+        )
+        if head is not None:
+            reason = logits_unsupported(core, [core.base_model], head, LogitRule())
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
 
     def score(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -53,7 +54,9 @@ class ClassificationScorer(ScorerBase):
 
         Raises: ValueError where a row has no real token.
         """
-        _check_rows(batch)
+        mask = batch.get("attention_mask")
+        if mask is not None and (empty := (mask.sum(dim=1) == 0).nonzero()[:, 0].tolist()):
+            raise ValueError(f"every row must have a real token, got none in rows {empty}. Leave them out.")
         laid_out = self.lay_out({name: value for name, value in batch.items() if name not in _OF_TOKENS})
         if self.uses_head:
             return self._through_head(model, laid_out, laid_out.sequence_ends)
@@ -116,20 +119,21 @@ class ClassificationScorer(ScorerBase):
         """The model's own logits: `(B, C)`, or `(B, T, C)` of the rows' own tokens."""
         with self.embedded(rows):
             logits = model(**rows.inputs).logits
-        return logits if logits.ndim == 2 else logits[:, -rows.inputs["input_ids"].shape[1] :]
+        return logits if logits.ndim == 2 else logits[:, -rows.width :]
 
     def _own_sequence_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
         """The model's own logits `(B, C)` of padded rows.
 
-        Many models find a row's end as its last token that is not the pad token, so rows are padded with a token that ends
-        no row.
+        Decoders among such models find a row's end as its last token that is not the pad token. Raises ValueError for a row
+        that ends with that token.
         """
-        mask = rows.inputs["attention_mask"]
-        last = set(rows.inputs["input_ids"].flatten()[rows.sequence_ends].tolist())
-        filler = next(token for token in (self.pad_token_id, *range(len(last) + 1)) if token not in last)
-        ids = rows.inputs["input_ids"].masked_fill(mask == 0, filler)
-        with _padding_is(self.core, filler):
-            logits = self._own_logits(model, replace(rows, inputs={**rows.inputs, "input_ids": ids}))
+        ends = rows.inputs["input_ids"].flatten()[rows.sequence_ends]
+        if (ends == self.core.config.get_text_config().pad_token_id).any():
+            raise ValueError(
+                f"a row ends with the padding token, behind which {type(self.core).__name__} reads no token. Set pad_token "
+                "to one that no row ends with."
+            )
+        logits = self._own_logits(model, rows)
         return logits if logits.ndim == 2 else logits.flatten(0, 1)[rows.sequence_ends]
 
 
@@ -148,13 +152,6 @@ def head_of(core: PreTrainedModel) -> nn.Module | None:
     return next((head for head in heads if isinstance(head, nn.Module)), None)
 
 
-def _head_unsupported(core: PreTrainedModel) -> str | None:
-    head = head_of(core)
-    if head is None:
-        return f"it has no classification head under the names {' or '.join(_HEAD_NAMES)}"
-    return logits_unsupported(core, [core.base_model], head, LogitRule())
-
-
 @contextmanager
 def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
     """A block in which the decoder's last norm computes these flattened positions `(K,)` only; False where none is known.
@@ -169,23 +166,3 @@ def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
     whole = norm.forward
     with replaced_forward(norm, lambda states: whole(states.flatten(0, 1)[positions][None])):
         yield True
-
-
-def _check_rows(batch: Mapping[str, Any]) -> None:
-    mask = batch.get("attention_mask")
-    if mask is not None and (empty := (mask.sum(dim=1) == 0).nonzero()[:, 0].tolist()):
-        raise ValueError(
-            f"every row must have a real token to be scored at its end, got none in rows {empty}. Leave empty rows out."
-        )
-
-
-@contextmanager
-def _padding_is(core: PreTrainedModel, token: int) -> Iterator[None]:
-    """Let the model's config call another token padding for a while."""
-    config = core.config.get_text_config()
-    before = config.pad_token_id
-    config.pad_token_id = token
-    try:
-        yield
-    finally:
-        config.pad_token_id = before

@@ -14,8 +14,6 @@ from trl.models.parts import logits_unsupported
 from trl.models.scoring.causal import Scorer
 from trl.tensors.softmax_rows import LogitRule
 
-_KEYS = ("input_ids", "attention_mask", "decoder_labels", "decoder_prompt")
-
 
 class Seq2SeqScorer(Scorer):
     """`Scorer` of an encoder-decoder; rows are always padded.
@@ -35,13 +33,20 @@ class Seq2SeqScorer(Scorer):
     def _set_up_head(self, core: PreTrainedModel) -> str | None:
         _check_encoder_decoder(core)
         scaled = getattr(core.config, "scale_decoder_outputs", False)  # T5, where the embeddings are the head
-        self.rule = LogitRule(scale=core.config.d_model**-0.5 if scaled else 1.0)
-        return _head_unsupported(core, self.rule)
+        self.core, self.rule = core, LogitRule(scale=core.config.d_model**-0.5 if scaled else 1.0)
+        head, encoder, decoder = core.get_output_embeddings(), core.get_encoder(), core.get_decoder()
+        if head is None or encoder in (None, core) or decoder in (None, core):
+            return "it exposes no encoder, decoder and output head"
+        ids = torch.zeros(1, 3, dtype=torch.int64, device=core.device)
+        return logits_unsupported(
+            core, [encoder, decoder], head, self.rule, bias=self.bias, decoder_input_ids=ids
+        )
 
     @property
     def bias(self) -> Tensor | None:
         """The bias `(V,)` that BART-like models add to their head's products."""
-        return _logits_bias(self.core)
+        bias = getattr(self.core, "final_logits_bias", None)
+        return None if bias is None else bias[0]
 
     def hidden_states(self, inputs: dict[str, Any], rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
         """The decoder's last hidden states `(S, T, H)`."""
@@ -64,9 +69,13 @@ class Seq2SeqScorer(Scorer):
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
         """The batch as inputs of the model; labels are never shifted, the decoder's inputs are.
 
-        Raises: ValueError for a batch without its keys, or noise on the embeddings.
+        Raises: ValueError for noise on the embeddings.
         """
-        self._check(batch)
+        if self.neftune_alpha:
+            raise ValueError(
+                f"neftune_noise_alpha must be None for the encoder-decoder {type(self.core).__name__}, got "
+                f"{self.neftune_alpha}. Its noise is defined for decoders alone."
+            )
         labels = batch["decoder_labels"]
         rows, width = labels.shape
         sequence = torch.arange(rows, device=labels.device)[:, None].expand(rows, width)
@@ -82,23 +91,6 @@ class Seq2SeqScorer(Scorer):
             sequence_ends=sequence[:, 0] * width + lengths - 1,
             prompts=batch["decoder_prompt"],
         )
-
-    def padded(self, batch: Mapping[str, Any]) -> ModelBatch:
-        """The batch, which is padded."""
-        return self.lay_out(batch)
-
-    def _check(self, batch: Mapping[str, Any]) -> None:
-        missing = [name for name in _KEYS if batch.get(name) is None]
-        if missing:
-            raise ValueError(
-                f"a batch for an encoder-decoder must have {', '.join(_KEYS)}, got none of {', '.join(missing)}. "
-                "Make it with trl.collators.seq2seq.seq2seq_batch."
-            )
-        if self.neftune_alpha:
-            raise ValueError(
-                f"neftune_noise_alpha must be None for the encoder-decoder {type(self.core).__name__}, got "
-                f"{self.neftune_alpha}. Its noise is defined for decoders alone."
-            )
 
 
 def language_scorer(model: Any, *, pad_token_id: int = 0, packed: bool | None = None) -> Scorer:
@@ -119,20 +111,6 @@ def _check_encoder_decoder(core: PreTrainedModel) -> None:
             f"the config of {type(core).__name__} must have a decoder_start_token_id, got None. Set it to the token that "
             "every completion begins with (T5: the pad token)."
         )
-
-
-def _head_unsupported(core: Any, rule: LogitRule) -> str | None:
-    head, encoder, decoder = core.get_output_embeddings(), core.get_encoder(), core.get_decoder()
-    if head is None or encoder in (None, core) or decoder in (None, core):
-        return "it exposes no encoder, decoder and output head"
-    ids = torch.zeros(1, 3, dtype=torch.int64, device=core.device)
-    bias = _logits_bias(core)
-    return logits_unsupported(core, [encoder, decoder], head, rule, bias=bias, decoder_input_ids=ids)
-
-
-def _logits_bias(core: Any) -> Tensor | None:
-    bias = getattr(core, "final_logits_bias", None)
-    return None if bias is None else bias[0]
 
 
 def _shifted_right(core: Any, labels: Tensor, *, pad_token_id: int) -> Tensor:
