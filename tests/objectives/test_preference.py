@@ -331,6 +331,8 @@ def test_unknown_names_list_the_known_ones():
     ("losses", "weights", "options", "message"),
     [
         ([], None, {}, "loss_type must name at least 1 loss"),
+        (["sigmoid"], [math.nan], {}, "must be finite numbers"),
+        (["sigmoid"], None, {"f_divergence": "kl"}, "unknown f_divergence_type 'kl'"),
         (["sigmoid", "ipo"], [1.0], {}, r"one weight per loss_type \(2\), got 1"),
         (["ipo"], None, {"beta": 0.0}, "beta must be > 0 for loss_type 'ipo', got 0"),
         (["sppo_hard"], None, {"beta": 0.0}, "beta must be > 0 for loss_type 'sppo_hard'"),

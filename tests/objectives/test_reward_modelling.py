@@ -83,8 +83,6 @@ def test_errors():
         bradley_terry(tensor([1.0, 2.0]), tensor([1.0]))
     with pytest.raises(ValueError, match="Take one score at the end"):
         bradley_terry(tensor([1.0]), tensor([1.0]), margin=tensor([[1.0]]))
-    with pytest.raises(ValueError, match=r"center_rewards_coefficient must be >= 0, got -0\.1"):
-        bradley_terry(tensor([1.0]), tensor([1.0]), center_coefficient=-0.1)
     with pytest.raises(ValueError, match=r"got \(2,\) for logits of \(3, 2\)"):
         step_classification(torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64))
 

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid, relu, softplus
 
 from trl.objectives.language_modelling import nll
 from trl.objectives.pairs import (
+    F_DIVERGENCES,
     PairOptions,
     PairScores,
     StepStatistics,
@@ -192,6 +193,7 @@ def check_losses(losses: Sequence[str], loss_weights: Sequence[float] | None, op
         raise ValueError("loss_type must name at least 1 loss, got none. The default is 'sigmoid'.")
     for name in losses:
         lookup(PAIR_LOSSES, name, "loss_type")
+    lookup(F_DIVERGENCES, options.f_divergence, "f_divergence_type")
     check_loss_weights(loss_weights, losses)
     elsewhere = [name for name in losses if name not in ON_MARGIN]
     if options.f_divergence != "reverse_kl" and elsewhere:

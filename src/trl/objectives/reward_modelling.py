@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from trl.tensors.reduce import LossTerms, Weighted, weighted
+from trl.tensors.reduce import LossTerms, weighted
 
 IGNORED = -100
 """Label of a position that is not the end of a step."""
@@ -18,43 +18,29 @@ def bradley_terry(
     """`-log sigmoid(r_c - r_r - margin) + coefficient (r_c + r_r)^2` of the rewards of each pair, with the metrics.
 
     `chosen`, `rejected` and `margin` (by how much the chosen one should win) are `(B,)`. The second part keeps rewards
-    near 0, which the first leaves free. Raises ValueError for shapes that differ and for a negative coefficient.
+    near 0, which the first leaves free. Raises ValueError for shapes that differ.
     Source: Ouyang et al. 2022, eq. 1 (arXiv:2203.02155); margin: Touvron et al. 2023, eq. 2 (arXiv:2307.09288);
     centering: Eisenstein et al. 2023 (arXiv:2312.09244).
 
     >>> bradley_terry(torch.tensor([1.0]), torch.tensor([0.0]), margin=torch.tensor([1.0])).values
     tensor([0.6931])
     """
-    _check_pair(chosen, rejected, margin, center_coefficient)
-    gap = chosen - rejected
-    values = softplus(-gap if margin is None else margin - gap)
-    if center_coefficient:
-        values = values + center_coefficient * (chosen + rejected).square()
-    return LossTerms(values, torch.ones_like(values), "pair", _metrics(chosen, rejected))
-
-
-def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Weighted]:
-    """Accuracy and margin per pair; the mean reward per completion."""
-    return {
-        "mean_reward": weighted(torch.cat([chosen, rejected])),
-        "accuracy": weighted(chosen > rejected),
-        "margin": weighted(chosen - rejected),
-    }
-
-
-def _check_pair(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | None, center_coefficient: float | None
-) -> None:
     shapes = [tuple(t.shape) for t in (chosen, rejected, margin) if t is not None]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ValueError(
             f"rewards and margins of pairs must have one shape (B,), got {shapes}. "
             "Take one score at the end of each completion."
         )
-    if center_coefficient is not None and not center_coefficient >= 0:
-        raise ValueError(
-            f"center_rewards_coefficient must be >= 0, got {center_coefficient}. Use None to leave it out."
-        )
+    gap = chosen - rejected
+    values = softplus(-gap if margin is None else margin - gap)
+    if center_coefficient:
+        values = values + center_coefficient * (chosen + rejected).square()
+    metrics = {
+        "mean_reward": weighted(torch.cat([chosen, rejected])),
+        "accuracy": weighted(chosen > rejected),
+        "margin": weighted(gap),
+    }
+    return LossTerms(values, torch.ones_like(values), "pair", metrics)
 
 
 def step_classification(logits: Tensor, labels: Tensor) -> LossTerms:

@@ -1,7 +1,7 @@
 """Losses of learning from single completions that are marked desirable or not: KTO and BCO.
 
 What a completion is compared with, KTO's KL estimate and BCO's running mean reward, belongs to the whole optimiser step
-(or run), not to the batch at hand: it is given from outside, and the functions that sum it up per batch are here.
+(or run), not to the batch at hand: it is given from outside.
 In the formulas `s` is the sigmoid and `x` a completion's log-ratio of policy over reference.
 """
 
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from trl.objectives.pairs import check_beta, is_finite
-from trl.objectives.tables import lookup
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 
 
@@ -48,16 +46,10 @@ class UnpairedScores:
 # KTO -------------------------------------------------------------------------------------------------------
 
 
-def kl_sum(logps: Tensor, ref_logps: Tensor) -> Weighted:
-    """Sum and count of the log-ratios of mismatched completions, `(B,)`: of another row's completion after a prompt.
-
-    Added up over the step, its mean is KTO's KL estimate (`kl_estimate`).
-    """
-    return weighted(logps - ref_logps)
-
-
 def kl_estimate(total: Weighted) -> Tensor:
-    """KTO's point of comparison from the step's `kl_sum`: its mean, at least 0; 0-dim, in nats, detached.
+    """KTO's point of comparison: the mean log-ratio of mismatched completions, at least 0; 0-dim, in nats, detached.
+
+    `total` sums the step's log-ratios of another row's completion after a prompt.
 
     Source: Ethayarajh et al. 2024, KTO, the reference point z_0 (arXiv:2402.01306).
 
@@ -87,46 +79,27 @@ def apo_zero_unpaired(ratios: Tensor, desirable: Tensor, *, beta: float, kl: Ten
 KTO_LOSSES: dict[str, Callable[..., Tensor]] = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
 
 
-@dataclass(frozen=True, slots=True)
-class KTOOptions:
-    """Settings of KTO. `beta` >= 0; the two weights >= 0 scale the losses of each kind. Raises ValueError otherwise."""
-
-    loss_type: str = "kto"
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        lookup(KTO_LOSSES, self.loss_type, "loss_type")
-        check_beta(self.beta)
-        for name in ("desirable_weight", "undesirable_weight"):
-            value = getattr(self, name)
-            if not (is_finite(value) and value >= 0):
-                raise ValueError(
-                    f"{name} must be >= 0, got {value!r}. Use 0 to leave that kind out of the loss."
-                )
-
-
-def kto_terms(scores: UnpairedScores, options: KTOOptions, *, kl: Tensor) -> LossTerms:
+def kto_terms(
+    scores: UnpairedScores,
+    *,
+    kl: Tensor,
+    beta: float = 0.1,
+    loss_type: str = "kto",
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> LossTerms:
     """KTO's loss per completion, with the metrics; `kl` 0-dim is the step's `kl_estimate`; APO takes 0 for it.
 
     The weights of the two kinds scale values, not counts: the mean is over all completions.
     """
-    kl = kl.detach() if options.loss_type == "kto" else torch.zeros_like(kl)
-    losses = KTO_LOSSES[options.loss_type](scores.ratios, scores.desirable, beta=options.beta, kl=kl)
-    values = torch.where(
-        scores.desirable, options.desirable_weight * losses, options.undesirable_weight * losses
-    )
-    metrics = unpaired_metrics(scores, options.beta) | {"kl": weighted(kl.reshape(1))}
+    kl = kl.detach() if loss_type == "kto" else torch.zeros_like(kl)
+    losses = KTO_LOSSES[loss_type](scores.ratios, scores.desirable, beta=beta, kl=kl)
+    values = torch.where(scores.desirable, desirable_weight * losses, undesirable_weight * losses)
+    metrics = unpaired_metrics(scores, beta) | {"kl": weighted(kl.reshape(1))}
     return LossTerms(values, torch.ones_like(values), "sequence", metrics)
 
 
 # BCO -------------------------------------------------------------------------------------------------------
-
-
-def reward_sum(scores: UnpairedScores, beta: float) -> Weighted:
-    """Sum and count of the rewards `beta x`: added up, its mean is what BCO's running delta moves to."""
-    return weighted(beta * scores.ratios)
 
 
 def bco(ratios: Tensor, desirable: Tensor, *, beta: float, delta: Tensor) -> Tensor:
@@ -144,9 +117,8 @@ def bco_terms(
     """BCO's loss per completion, with the metrics.
 
     `delta` 0-dim is the running mean reward; `undesirable_weights` `(B,)`, as `udm_weights` gives them, scale the values
-    of undesirable completions (others are not read). Raises ValueError for beta < 0.
+    of undesirable completions (others are not read).
     """
-    check_beta(beta)
     delta = delta.detach()
     values = bco(scores.ratios, scores.desirable, beta=beta, delta=delta)
     if undesirable_weights is not None:

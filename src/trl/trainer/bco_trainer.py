@@ -22,9 +22,9 @@ from trl.legacy.interface import call_with
 from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
 from trl.models.pairs import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
-from trl.objectives.unpaired import UnpairedScores, bco_terms, reward_sum, udm_weights
+from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
 from trl.reporting.step_scores import Processes, RunningMean
-from trl.tensors.reduce import LossTerms
+from trl.tensors.reduce import LossTerms, weighted
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.method import CONTEXT, Context, Outcome, Step
 from trl.trainer.row_loaders import holding
@@ -49,7 +49,8 @@ class BCOMethod(UnpairedMethod):
         sums = []
         for batch in batches:
             step.add_reference(batch)
-            sums.append(reward_sum(self.scores(batch, step.score(self.learned(batch))), self.args.beta))
+            scores = self.scores(batch, step.score(self.learned(batch)))
+            sums.append(weighted(self.args.beta * scores.ratios))
         self._rewards.add(step.processes.sum(sums))
         return ["counted"] * len(batches)
 
@@ -59,7 +60,7 @@ class BCOMethod(UnpairedMethod):
 
     def count_rewards(self, scores: UnpairedScores, processes: Processes) -> None:
         """Let the rewards of completions move delta. All processes must call it."""
-        self._rewards.add(processes.sum([reward_sum(scores, self.args.beta)]))
+        self._rewards.add(processes.sum([weighted(self.args.beta * scores.ratios)]))
 
     def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
         """Losses against delta, which evaluations do not move."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.objectives.pairs import require_beta
-from trl.objectives.reference_free import CPO_LOSSES, ReferenceFreeOptions
+from trl.objectives.pairs import PairOptions, require_beta
+from trl.objectives.reference_free import CPO_LOSSES
 from trl.options.checks import warn_caller
 from trl.options.docs import documented
 from trl.options.groups import option, same
@@ -58,7 +58,6 @@ class CPOConfig(PromptFirstOptions):
             if self.cpo_alpha not in (0.0, 1.0):
                 _warn_ignored("cpo_alpha", self.cpo_alpha, "alphapo", "Use 'simpo' with alpha and cpo_alpha.")
             self.loss_type, self.cpo_alpha = "simpo", 0.0
-        self.options()  # checks the settings of the loss
         if self.loss_type == "ipo" and self.beta == 0:
             raise ValueError(
                 "beta must be > 0 for loss_type 'ipo', got 0. Its inverse is the gap that ipo aims at."
@@ -70,9 +69,9 @@ class CPOConfig(PromptFirstOptions):
         if self.simpo_gamma != 0.5 and self.loss_type != "simpo":
             _warn_ignored("simpo_gamma", self.simpo_gamma, self.loss_type, "Use loss_type='simpo'.")
 
-    def options(self) -> ReferenceFreeOptions:
+    def options(self) -> PairOptions:
         """The settings that the losses take."""
-        return ReferenceFreeOptions(self.beta, self.label_smoothing, self.simpo_gamma, self.alpha)
+        return PairOptions(self.beta, self.label_smoothing, simpo_gamma=self.simpo_gamma, alpha=self.alpha)
 
 
 def _warn_ignored(name: str, value: float, loss_type: str, remedy: str) -> None:

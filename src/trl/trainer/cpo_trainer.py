@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trl.legacy import CPO_ARGUMENTS, LegacyArgument
 from trl.objectives.pairs import PairScores, power_ratio
-from trl.objectives.reference_free import PER_TOKEN, cpo_nll_coefficient, cpo_terms
+from trl.objectives.reference_free import PER_TOKEN, cpo_terms
 from trl.tensors.reduce import LossTerms
 from trl.trainer.cpo_config import CPOConfig
 from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
@@ -26,7 +26,7 @@ class CPOMethod(ReferenceFreeMethod):
 
     @property
     def nll_coefficient(self) -> float:
-        return cpo_nll_coefficient(self.args.loss_type, self.args.cpo_alpha)
+        return self.args.cpo_alpha
 
     def loss(self, scores: PairScores) -> LossTerms:
         return cpo_terms(scores, self.args.loss_type, self.args.options())

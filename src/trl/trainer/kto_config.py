@@ -1,11 +1,12 @@
 """Configuration of Kahneman-Tversky optimisation."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import TrainingArguments
 
 from trl.objectives.pairs import require_beta
-from trl.objectives.unpaired import KTO_LOSSES, KTOOptions
+from trl.objectives.unpaired import KTO_LOSSES
 from trl.options.docs import documented
 from trl.options.groups import option, same
 from trl.options.preference import PromptFirstOptions, ReferencePolicy
@@ -40,12 +41,9 @@ class KTOConfig(ReferencePolicy, PromptFirstOptions):
 
     def check(self) -> None:
         super().check()
-        self.kto_options()
         require_beta(self.beta, self.loss_type)
 
-    def kto_options(self) -> KTOOptions:
-        """The settings that the loss takes.
-
-        Raises: ValueError for an unknown loss_type, a beta or a weight below 0.
-        """
-        return KTOOptions(self.loss_type, self.beta, self.desirable_weight, self.undesirable_weight)
+    def loss_options(self) -> dict[str, Any]:
+        """The settings that `kto_terms` takes."""
+        names = ("loss_type", "beta", "desirable_weight", "undesirable_weight")
+        return {name: getattr(self, name) for name in names}

@@ -12,8 +12,8 @@ from trl.collators.unpaired import single_completions
 from trl.legacy import KTO_ARGUMENTS, LegacyArgument
 from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
 from trl.models.pairs import row_count
-from trl.objectives.unpaired import UnpairedScores, kl_estimate, kl_sum, kto_terms
-from trl.tensors.reduce import LossTerms, Weighted
+from trl.objectives.unpaired import UnpairedScores, kl_estimate, kto_terms
+from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.method import Step
@@ -44,7 +44,7 @@ class KTOMethod(UnpairedMethod):
     def _kl_sum(self, batch: Mapping[str, Any], step: Step) -> Weighted:
         step.add_reference(batch)
         logps = self.mismatched_logps(batch, step)
-        return kl_sum(logps, batch["ref_kl_logps"].to(logps))
+        return weighted(logps - batch["ref_kl_logps"].to(logps))
 
     def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
         """Losses against the KL of the step or, in an evaluation, of the batch (of all processes)."""
@@ -56,7 +56,7 @@ class KTOMethod(UnpairedMethod):
             if not step.training:
                 own = step.processes.sum([Weighted(*(part * step.is_counted for part in own))])
             kl = kl_estimate(own)
-        return kto_terms(scores, self.args.kto_options(), kl=kl)
+        return kto_terms(scores, kl=kl, **self.args.loss_options())
 
 
 class KTOTrainer(UnpairedTrainer):
@@ -140,8 +140,8 @@ class KTOTrainer(UnpairedTrainer):
         kl = scores.logps.new_zeros(())
         if self.mismatched:
             assert policy_KL_logps is not None and reference_KL_logps is not None
-            kl = kl_estimate(kl_sum(policy_KL_logps, reference_KL_logps))
-        losses = kto_terms(scores, self.args.kto_options(), kl=kl).values
+            kl = kl_estimate(weighted(policy_KL_logps - reference_KL_logps))
+        losses = kto_terms(scores, kl=kl, **self.args.loss_options()).values
         return losses, *rewards_by_kind(scores, self.args.beta), kl
 
     def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
