@@ -44,5 +44,5 @@ def test_greedy_tokens_are_the_most_likely_of_the_mixture(models):
 
 
 def test_a_coefficient_outside_its_range_is_an_error(models):
-    with pytest.raises(ValueError, match=r"mixture_coef must be in \[0, 1\], got 1.5"):
+    with pytest.raises(ValueError, match="mixture_coef must be in"):
         mixture(models, 1.5)

@@ -140,7 +140,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused():
         prepare_peft_model(prompt, lora(), trainer_args())
     gptq = trained()
     gptq.base_model.model.quantization_method = "gptq"
-    with pytest.raises(ValueError, match=r"Cannot merge LORA layers.*or load the base unquantised"):
+    with pytest.raises(ValueError, match="Cannot merge LORA layers"):
         prepare_peft_model(gptq, lora(), trainer_args())
 
 
@@ -203,7 +203,7 @@ def test_quantization_config_fields():
     assert get_quantization_config(model_args(load_in_4bit=True)).bnb_4bit_compute_dtype == torch.bfloat16
     assert get_quantization_config(model_args(load_in_8bit=True)).load_in_8bit
     assert get_quantization_config(model_args()) is None
-    with pytest.raises(ValueError, match="one at most"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         get_quantization_config(model_args(load_in_4bit=True, load_in_8bit=True))
 
 

@@ -137,7 +137,7 @@ def test_a_run_that_goes_wrong_goes_on_from_its_last_good_state(tmp_path):
 
 def test_states_that_do_not_fit_are_named(tmp_path):
     trainer = new_trainer()
-    with pytest.raises(FileNotFoundError, match="holds no state"):
+    with pytest.raises(FileNotFoundError, match="is missing"):
         trainer.load_state(tmp_path)
     trainer.save_state(tmp_path / "state")
     with pytest.raises(ValueError, match="was saved with an lr_scheduler, and the trainer has none"):

@@ -267,7 +267,7 @@ def test_a_pickled_head_is_not_loaded_and_said(tmp_path, caplog):
     config["base_model_name_or_path"] = str(tmp_path / "base")
     (tmp_path / "old" / "adapter_config.json").write_text(json.dumps(config))
     Causal.from_pretrained(str(tmp_path / "old"))
-    assert "pickled weights (pytorch_model.bin)" in caplog.text
+    assert "pickled weights" in caplog.text
     caplog.clear()
     read = Causal.from_pretrained(str(tmp_path / "old"), pickled_value_head=True)
     assert torch.equal(read.v_head.summary.weight, head["v_head.summary.weight"])

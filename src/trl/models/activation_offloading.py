@@ -69,9 +69,7 @@ class OffloadActivations(saved_tensors_hooks):
         max_fwd_stash_size: int = 5,
     ) -> None:
         if max_fwd_stash_size < 1:
-            raise ValueError(
-                f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}. Use use_streams=False to copy without overlap."
-            )
+            raise ValueError(f"max_fwd_stash_size must be >= 1, got {max_fwd_stash_size}.")
         self.use_pin_memory = use_pin_memory and torch.accelerator.is_available()
         self.use_streams = use_streams
         self.min_offload_size = min_offload_size
@@ -89,11 +87,8 @@ class OffloadActivations(saved_tensors_hooks):
     def update_model_params(self, model: torch.nn.Module) -> None:
         """Remember which storages are `model`'s parameters; entering the context looks again."""
         self._model = weakref.ref(model)
-        self._parameters = {
-            parameter.untyped_storage()._cdata
-            for parameter in model.parameters()
-            if type(parameter.data) is Tensor
-        }
+        plain = [parameter for parameter in model.parameters() if type(parameter.data) is Tensor]
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in plain}
 
     def __enter__(self) -> None:
         model = self._model() if self._model is not None else None
@@ -142,9 +137,7 @@ class OffloadActivations(saved_tensors_hooks):
             return
         entry.departure = self._copy_aside(entry.host, device_bytes, entry.device)
         self._leaving.append(entry)
-        while (
-            len(self._leaving) > self.max_fwd_stash_size
-        ):  # free memory; its next use is ordered after the copy
+        while len(self._leaving) > self.max_fwd_stash_size:  # its next use is ordered after the copy
             gone = self._leaving.popleft()
             self._current_stream(gone.device).wait_event(gone.departure)
             gone.departure = gone.device_bytes = None
@@ -234,8 +227,7 @@ def get_act_offloading_ctx_manager(
         _save_in_place(head)
     elif warn_if_no_head:
         logger.warning(
-            "%s has no output head that could be found (get_output_embeddings, lm_head, score, classifier), so its "
-            "activations are offloaded too: slower, same gradients.",
+            "%s has no output head that is known, so its activations are offloaded too: slower, same gradients.",
             type(model).__name__,
         )
     return context

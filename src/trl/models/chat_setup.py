@@ -67,8 +67,7 @@ def clone_chat_template(
         source: Any = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if source.chat_template is None:
         raise ValueError(
-            f"The tokenizer in '{source_tokenizer_path}' has no chat template to clone. Give one that has, for "
-            "example that of an instruction-tuned model."
+            f"The tokenizer in '{source_tokenizer_path}' has no chat template to clone. Give one that has."
         )
     vocabulary_before = len(tokenizer)
     tokenizer.chat_template = source.chat_template
@@ -93,13 +92,11 @@ def setup_chat_format(
     Raises `ValueError` for an unknown format and for a tokenizer that has a template already.
     """
     if format not in CHAT_FORMATS:
-        raise ValueError(
-            f"format must be one of {sorted(CHAT_FORMATS)}, got {format!r}. Choose one of these."
-        )
+        raise ValueError(f"format must be one of {sorted(CHAT_FORMATS)}, got {format!r}.")
     if tokenizer.chat_template is not None:
         raise ValueError(
-            "The tokenizer has a chat template already, and replacing it would orphan what the model learnt in it. "
-            "Leave out setup_chat_format, or set `tokenizer.chat_template = None` first."
+            "The tokenizer has a chat template already. Leave out setup_chat_format, or set "
+            "`tokenizer.chat_template = None` first."
         )
     tokens = CHAT_FORMATS[format]()
     before = set(tokenizer.get_vocab().values())

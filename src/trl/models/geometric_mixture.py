@@ -37,9 +37,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
     ) -> None:
         super().__init__()
         if not 0 <= mixture_coef <= 1:
-            raise ValueError(
-                f"mixture_coef must be in [0, 1], got {mixture_coef}. Use 0 for the policy alone, 1 for the reference."
-            )
+            raise ValueError(f"mixture_coef must be in [0, 1] (0: the policy alone), got {mixture_coef}.")
         self.model = model
         self.ref_model = ref_model
         self.config = causal_core(model).config
@@ -74,9 +72,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
         self._policy()._validate_model_kwargs(model_kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("model", "ref_model"):
-            return super().__getattr__(name)
-        return getattr(self._policy(), name)
+        return super().__getattr__(name) if name in ("model", "ref_model") else getattr(self._policy(), name)
 
     def _policy(self) -> Any:
         return causal_core(self.model)

@@ -108,16 +108,13 @@ def merged_base(model: Any) -> PreTrainedModel:
         kind = model.active_peft_config.peft_type
         raise ValueError(f"adapters of type {getattr(kind, 'value', kind)} cannot be merged into the base")
     for module in model.modules():
-        if isinstance(
-            module, ModulesToSaveWrapper
-        ):  # whole modules replace the base's: PEFT may hold them in float32
+        if isinstance(module, ModulesToSaveWrapper):  # they replace the base's, and may be in float32
             for name in module.active_adapters:
                 module.modules_to_save[name].to(next(module.original_module.parameters()).dtype)
     try:
         return model.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError) as error:  # RuntimeError: layers without a merge
-        reason = str(error).strip() or type(error).__name__
-        raise ValueError(f"peft cannot merge that adapter into the base ({reason})") from error
+        raise ValueError(f"peft cannot merge that adapter into the base ({error!r})") from error
 
 
 def merge_adapter(model: Any) -> PreTrainedModel:
@@ -128,8 +125,7 @@ def merge_adapter(model: Any) -> PreTrainedModel:
         base = merged_base(model)
     except ValueError as error:
         raise ValueError(
-            f"{given}, and {error}. Leave peft_config out to train the adapter that is there, pass the base model alone, or load "
-            "the base unquantised."
+            f"{given}, and {error}. Leave peft_config out to train that adapter, or pass the base model alone, unquantised."
         ) from error
     logger.warning(
         "%s: the adapter is merged into the base%s, and a new one is trained on top. The new adapter belongs to the merged base, "
@@ -153,11 +149,9 @@ def prepare_model_for_kbit_training(
     from peft import prepare_model_for_kbit_training as prepare
 
     model = prepare(model, use_gradient_checkpointing=False)
-    return (
+    if use_gradient_checkpointing:
         enable_gradient_checkpointing(model, gradient_checkpointing_kwargs)
-        if use_gradient_checkpointing
-        else model
-    )
+    return model
 
 
 def peft_module_casting_to_bf16(model: Any) -> None:
@@ -175,12 +169,7 @@ def peft_module_casting_to_bf16(model: Any) -> None:
                     parameter.data = parameter.data.to(torch.bfloat16)
         elif isinstance(module, torch.nn.LayerNorm) or "norm" in name.rpartition(".")[2]:
             module.to(torch.float32)
-        elif _is_plain_float32(module) and any(part in name for part in _EMBEDDINGS_AND_HEADS):
-            module.to(torch.bfloat16)
-
-
-def _is_plain_float32(module: torch.nn.Module) -> bool:
-    if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-        return False
-    weight = getattr(module, "weight", None)
-    return type(weight) is torch.nn.Parameter and weight.dtype == torch.float32
+        elif isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            is_plain = type(module.weight) is torch.nn.Parameter and module.weight.dtype == torch.float32
+            if is_plain and any(part in name for part in _EMBEDDINGS_AND_HEADS):
+                module.to(torch.bfloat16)

@@ -30,15 +30,11 @@ def get_quantization_config(model_args: Any) -> "BitsAndBytesConfig | None":
     arXiv:2305.14314); `bnb_4bit_quant_storage` defaults to that dtype too, so that FSDP can shard the weights.
     """
     if model_args.load_in_4bit and model_args.load_in_8bit:
-        raise ValueError(
-            "load_in_4bit and load_in_8bit are both set, one at most is allowed. Unset one of them."
-        )
+        raise ValueError("load_in_4bit and load_in_8bit cannot be combined; set one.")
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     if find_spec("bitsandbytes") is None:
-        raise ImportError(
-            "4-bit and 8-bit loading need bitsandbytes. Install it with `pip install trl[quantization]`."
-        )
+        raise ImportError("4-bit and 8-bit loading need bitsandbytes: `pip install trl[quantization]`.")
     from transformers import BitsAndBytesConfig
 
     if model_args.load_in_8bit:

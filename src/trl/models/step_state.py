@@ -75,18 +75,13 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
         folder = _replaced(folder)
     file = folder / _FILE
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no state of a step-level trainer ({_FILE} is missing). Give a folder that save_state wrote."
-        )
+        raise FileNotFoundError(f"{file} is missing. Give a folder that save_state wrote.")
     if found := faults(folder, needed={}):
-        raise CheckpointError(
-            f"{folder} is not whole: {listed(found)}. Load another state, or start from the model."
-        )
+        raise CheckpointError(f"{folder} is not whole: {listed(found)}. Load another state.")
     state = json.loads(file.read_text(encoding="utf-8"))
     if state["processes"] != accelerator.num_processes:
         raise ValueError(
-            f"{folder} was saved by {state['processes']} processes, this run has {accelerator.num_processes}. Launch as many: "
-            "each has random streams and queries of its own."
+            f"{folder} was saved by {state['processes']} processes, this run has {accelerator.num_processes}. Launch as many."
         )
     has_schedule = (folder / "scheduler.pt").is_file()
     if has_schedule != (scheduler is not None):
@@ -98,10 +93,8 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
         accelerator.load_state(str(folder))
     if scheduler is not None:
         scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
-    streams = torch.load(
-        folder / f"random_streams_{accelerator.process_index}.pt", weights_only=True, map_location="cpu"
-    )
-    set_rng_states(streams)
+    streams = folder / f"random_streams_{accelerator.process_index}.pt"
+    set_rng_states(torch.load(streams, weights_only=True, map_location="cpu"))
     return state
 
 

@@ -37,13 +37,10 @@ def hidden_width(config: Any) -> int:
     Raises: ValueError where the config says none.
     """
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    found = next((width for name in _WIDTHS if (width := getattr(config, name, None))), None)
-    if found is None:
-        raise ValueError(
-            f"a value head needs the width of the model's hidden states, and {type(config).__name__} has none of "
-            f"{', '.join(_WIDTHS)}. Set config.hidden_size."
-        )
-    return found
+    for name in _WIDTHS:
+        if width := getattr(config, name, None):
+            return width
+    raise ValueError(f"{type(config).__name__} has none of {', '.join(_WIDTHS)}. Set config.hidden_size.")
 
 
 class _WithValueHead(PreTrainedModelWrapper):
@@ -60,10 +57,7 @@ class _WithValueHead(PreTrainedModelWrapper):
         self.v_head = ValueHead(self.config, settings.get("summary_dropout_prob"))
         strategy, spread = settings.get("v_head_init_strategy"), settings.get("v_head_initializer_range", 0.2)
         if strategy not in INIT_STRATEGIES:
-            raise ValueError(
-                f"v_head_init_strategy must be None or 'normal', got {strategy!r}. 'normal' draws the head's weight with "
-                "standard deviation v_head_initializer_range."
-            )
+            raise ValueError(f"v_head_init_strategy must be None or 'normal', got {strategy!r}.")
         if strategy == "normal":
             nn.init.normal_(self.v_head.summary.weight, std=spread)
             nn.init.zeros_(self.v_head.summary.bias)
@@ -80,13 +74,13 @@ class _WithValueHead(PreTrainedModelWrapper):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """`(lm_logits (B, T, V) float32, loss or None, value (B, T))`, and with `return_past_key_values` the cache."""
-        inputs = {
+        tensors = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
         }
-        given = {name: value for name, value in inputs.items() if value is not None}
-        outputs = self.pretrained_model(**given, **{**kwargs, "output_hidden_states": True})
+        kwargs |= {name: value for name, value in tensors.items() if value is not None}
+        outputs = self.pretrained_model(**{**kwargs, "output_hidden_states": True})
         value = self.v_head(last_hidden(outputs)).squeeze(-1).to(outputs.logits.device)
         logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
         found = (logits, outputs.loss, value)
@@ -105,8 +99,7 @@ class _WithValueHead(PreTrainedModelWrapper):
         expected, given = self.v_head.summary.weight.shape, weights["summary.weight"].shape
         if expected != given:
             raise ValueError(
-                f"the checkpoint's value head has a weight of shape {tuple(given)}, expected {tuple(expected)}. Load the "
-                "language model that it was trained with."
+                f"the checkpoint's value head has shape {tuple(given)}, expected {tuple(expected)}. Load its own model."
             )
         self.v_head.load_state_dict(weights)
 

@@ -59,10 +59,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     supported_args: ClassVar[tuple[str, ...]] = ()
     supported_modules: ClassVar[tuple[str, ...]] = ()
     supported_rm_modules: ClassVar[tuple[str, ...]] = ("score",)
-    supported_pretrained_model_architectures: ClassVar[tuple[type, ...]] = (
-        PreTrainedModel,
-        PushToHubMixin,  # PeftModel's base, which needs no import of peft
-    )
+    # PushToHubMixin is PeftModel's base, which needs no import of peft.
+    supported_pretrained_model_architectures: ClassVar[tuple[type, ...]] = (PreTrainedModel, PushToHubMixin)
 
     def __init__(
         self,
@@ -163,10 +161,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
                 "compute_reward_score needs a reward adapter, got none. Load the model with "
                 "from_pretrained(..., peft_config=..., reward_adapter=...)."
             )
-        model, policy_adapter = (
-            self.pretrained_model,
-            kwargs.pop("ppo_adapter_name", self.policy_adapter_name),
-        )
+        model = self.pretrained_model
+        policy_adapter = kwargs.pop("ppo_adapter_name", self.policy_adapter_name)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         with undisturbed(model), same_trainable(model) as put_back:
             try:
@@ -206,11 +202,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         given = {key.removeprefix(_BASE): weight for key, weight in (state_dict or {}).items()}
         added = {key: weight for key, weight in given.items() if key.startswith(PREFIX)}
         added = added or self.added_weights()
-        model, is_main, file = (
-            self.pretrained_model,
-            kwargs.get("is_main_process", True),
-            Path(save_directory, SEPARATE_FILE),
-        )
+        model, file = self.pretrained_model, Path(save_directory, SEPARATE_FILE)
+        is_main = kwargs.get("is_main_process", True)
         if not (self.is_peft_model or is_quantized(model)):
             if is_main:
                 file.unlink(missing_ok=True)  # an adapter's, which would be read instead of what is saved now
@@ -266,8 +259,8 @@ def last_hidden(outputs: Any) -> Tensor:
     states = getattr(outputs, "decoder_hidden_states", None) or getattr(outputs, "hidden_states", None)
     if states is None:
         raise ValueError(
-            f"the model must return its hidden states, got {type(outputs).__name__} without any. Use a transformers language "
-            "model that takes output_hidden_states=True."
+            f"the model must return hidden states, got {type(outputs).__name__} without any. Use one that takes "
+            "output_hidden_states=True."
         )
     return states[-1]
 
@@ -325,8 +318,7 @@ def add_reward_adapter(model: Any, adapter: str, *, name: str, token: str | bool
         )
     if name in model.peft_config:
         raise ValueError(
-            f"the model has an adapter named {name!r} already ({', '.join(model.peft_config)}). Choose another "
-            "reward_adapter_name."
+            f"the model has an adapter named {name!r} already. Choose another reward_adapter_name."
         )
     options: dict[str, Any] = {} if token is None else {"token": token}
     with loading_from_hub(adapter, "adapter"):
@@ -351,8 +343,8 @@ def _split_head(weights: dict[str, Tensor], adapter: str) -> tuple[nn.Linear, di
     found = {part: weights[key] for key, part in parts.items()}
     if "weight" not in found:
         raise ValueError(
-            f"'{adapter}' has no score head (it holds {len(weights)} weights, none named score.weight). Train it with "
-            "RewardTrainer and a LoRA config of task_type='SEQ_CLS', which saves the head too."
+            f"'{adapter}' has no score head (score.weight). Train it with RewardTrainer and a LoRA config of "
+            "task_type='SEQ_CLS', which saves the head too."
         )
     head = nn.Linear(found["weight"].shape[1], found["weight"].shape[0], bias="bias" in found)
     head.load_state_dict(found)
@@ -377,10 +369,8 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
             return weights or None
     if not pickled and _find(model_id, WEIGHTS_NAME, options) is not None:
         logger.warning(
-            "'%s' has pickled weights (%s): a value head in them is not loaded, and starts anew. If you trust the file, "
-            "pass pickled_value_head=True.",
+            "'%s' has pickled weights: a value head in them is not loaded. If you trust it, pass pickled_value_head=True.",
             model_id,
-            WEIGHTS_NAME,
         )
     return None
 
@@ -397,7 +387,8 @@ def _weights_of(file: str, name: str, model_id: str, options: dict[str, Any]) ->
 
 def _find(model_id: str, name: str, options: dict[str, Any]) -> str | None:
     causes = ("gated_repo", "missing_entries", "connection_errors")
-    return cached_file(model_id, name, **{f"_raise_exceptions_for_{each}": False for each in causes}, **options)  # fmt: skip
+    quiet: Any = {f"_raise_exceptions_for_{each}": False for each in causes}
+    return cached_file(model_id, name, **quiet, **options)
 
 
 def _read(file: str) -> dict[str, Tensor]:

@@ -6,8 +6,10 @@ a branch sees the whole prefix and itself, never its sisters, and its positions 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,28 +35,19 @@ class Segments:
     prefix_length: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not len(self.start) == len(self.length) == len(self.prefix_start) == len(self.prefix_length):
-            raise ValueError(
-                f"start, length, prefix_start and prefix_length must be equally long, got {len(self.start)}, "
-                f"{len(self.length)}, {len(self.prefix_start)} and {len(self.prefix_length)}. Give one of each per segment."
-            )
-        self._check_order()
-
-    def _check_order(self) -> None:
         end = 0
         prompts: dict[int, int] = {}
         for index, (start, length, prefix_start, prefix_length) in enumerate(self):
             if start != end or length < 1:
                 raise ValueError(
-                    f"segment {index} has start {start} and length {length}, expected start {end} and length >= 1. "
-                    "List the segments in row order without gaps and leave out empty ones."
+                    f"segment {index} has start {start} and length {length}, expected start {end} and length >= 1."
                 )
             if prefix_length == 0:
                 prompts[start] = length
             elif prompts.get(prefix_start) != prefix_length:
                 raise ValueError(
                     f"segment {index} has the prefix [{prefix_start}, {prefix_start + prefix_length}), which is no "
-                    "earlier plain segment. A branch's prefix must be exactly the prefix segment of its group."
+                    "earlier plain segment."
                 )
             end += length
 
@@ -86,19 +79,12 @@ class Segments:
     @classmethod
     def from_table(cls, table: Tensor) -> Segments:
         """The segments that `to_table` wrote: `(..., S, 4) -> Segments` (waits for the device if it is not the CPU)."""
-        if table.shape[-1] != 4:
-            raise ValueError(
-                f"a segment table has 4 numbers per segment, got the shape {tuple(table.shape)}. "
-                "Give what `Segments.to_table` returns."
-            )
-        columns = table.reshape(-1, 4).T.tolist()
-        return cls(*(tuple(column) for column in columns))
+        return cls(*map(tuple, table.reshape(-1, 4).T.tolist()))
 
     def to_table(self, device: torch.device | str | None = None) -> Tensor:
         """All four columns as one int64 tensor `(1, 1, S, 4)`: the form in which a model's forward carries them."""
-        columns = torch.tensor(
-            [self.start, self.length, self.prefix_start, self.prefix_length], dtype=torch.int64
-        )
+        rows = [self.start, self.length, self.prefix_start, self.prefix_length]
+        columns = torch.tensor(rows, dtype=torch.int64)
         return columns.T.contiguous()[None, None].to(device)
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
@@ -120,11 +106,8 @@ class Segments:
 
     def position_ids(self) -> Tensor:
         """Position of each token in its own sequence, prompt included: int64 `(1, total)`."""
-        offsets = torch.tensor(self.prefix_length, dtype=torch.int64) - torch.tensor(
-            self.start, dtype=torch.int64
-        )
-        repeats = torch.tensor(self.length, dtype=torch.int64)
-        return (torch.arange(self.total) + torch.repeat_interleave(offsets, repeats))[None]
+        start, length, _, prefix_length = self.to_table()[0, 0].T
+        return (torch.arange(self.total) + torch.repeat_interleave(prefix_length - start, length))[None]
 
     def uses(self) -> Tensor:
         """How many sequences each token is part of, int64 `(N,)`: one, or of a prompt as many as it has branches.
@@ -132,11 +115,8 @@ class Segments:
         >>> Segments.from_prefix_groups([(3, [2, 1])]).uses().tolist()
         [2, 2, 2, 1, 1, 1]
         """
-        branches: dict[int, int] = {}
-        for _, _, prefix_start, prefix_length in self:
-            if prefix_length:
-                branches[prefix_start] = branches.get(prefix_start, 0) + 1
-        counts = torch.tensor([branches.get(start, 1) for start in self.start])
+        branches = Counter(prefix_start for _, _, prefix_start, prefix_length in self if prefix_length)
+        counts = torch.tensor([branches[start] or 1 for start in self.start])
         return counts.repeat_interleave(torch.tensor(self.length))
 
     def visible(self) -> Tensor:
@@ -156,8 +136,4 @@ class Segments:
 
 
 def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += size
-    return tuple(starts)
+    return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()

@@ -1,7 +1,7 @@
 """Per-sequence quantities from token log-probs: sums, means, counts.
 
-A scoring forward returns K token log-probs, `logps (K,)`, and the sequence of each, `sequence (K,)`. With `prompt + [chosen, rejected]` groups, sequence 2i is pair i's chosen completion and 2i + 1 its
-rejected one.
+A scoring forward returns K token log-probs, `logps (K,)`, and the sequence of each, `sequence (K,)`. With
+`prompt + [chosen, rejected]` groups, sequence 2i is pair i's chosen completion and 2i + 1 its rejected one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     >>> sum_by_sequence(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), count=3)
     tensor([3., 0., 4.], dtype=torch.float64)
     """
-    _check_index(values, sequence)
     wide = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
     totals = wide.new_zeros(count)
     if wide.is_cuda:  # index_add is not deterministic there; an accumulating index_put sorts first
@@ -69,8 +68,7 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     if len(values) % 2:
         raise ValueError(
-            f"pairs need an even number of sequences (chosen, rejected, ...), got {len(values)}. "
-            "Score both completions of every pair."
+            f"pairs need an even number of sequences (chosen, rejected, ...), got {len(values)}."
         )
     return values[0::2], values[1::2]
 
@@ -115,11 +113,3 @@ def wpo_weights(chosen: Tensor, rejected: Tensor) -> Tensor:
     tensor([0.3679, 1.0000])
     """
     return (chosen + rejected).detach().clamp(max=0).exp()
-
-
-def _check_index(values: Tensor, sequence: Tensor) -> None:
-    if values.shape != sequence.shape or values.ndim != 1:
-        raise ValueError(
-            f"values and sequence must be flat and of one length, got {tuple(values.shape)} and "
-            f"{tuple(sequence.shape)}. Give one sequence index per scored token."
-        )
