@@ -6,10 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl.data.formats import maybe_extract_prompt, maybe_unpair_preference_dataset
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.objectives.unpaired import (
+    KTOOptions,
+    UnpairedScores,
+    bco_terms,
+    kl_estimate,
+    kl_sum,
+    kto_terms,
+    reward_sum,
+)
+from trl.tensors.reduce import count_units, reduce_terms
 
 TEXT: list[dict[str, Any]] = [
     {"prompt": "Q: How many apples are left?", "completion": " A: Seven apples and 12 pears.", "label": True},
@@ -334,6 +348,47 @@ def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
     stream, _ = prepare(rows, streaming=True, mismatch_group=4)
     with pytest.raises(ValueError, match="train dataset, row 500, column 'completion'"):
         list(stream)
+
+
+# The first optimiser step of the recorded runs whose pairs are taken apart: data set and what was logged.
+RECORDED: dict[str, tuple[str, dict[str, float]]] = {
+    "kto/paired_text": ("pref_text", {"loss": 0.52325475, "kl": 1.6563148, "logps/chosen": -144.83023}),
+    "kto/paired_implicit_chat": ("pref_implicit_chat", {"loss": 0.5698148, "kl": 0.0, "logps/chosen": -138.66307}),
+    "bco/paired_text": ("pref_text", {"loss": 0.69606829, "delta": 0.071960449}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_first_steps_of_the_recorded_runs(shared: Path, case: str) -> None:
+    assets = shared / "golden" / "assets_public"
+    name, want = RECORDED[case]
+    lines = (assets / "datasets" / f"{name}.jsonl").read_text().splitlines()[:6]
+    settings = UnpairedPreparation(max_length=1024, max_prompt_length=512, mismatch_group=4)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
+    dataset = Dataset.from_list([json.loads(line) for line in lines])
+    # the reference takes pairs apart in blocks: all chosen completions, then all rejected ones
+    dataset = maybe_unpair_preference_dataset(dataset.map(maybe_extract_prompt))
+    rows = list(prepare_unpaired_dataset(dataset, tokenizer, settings)[0])[:4]
+    models = [AutoModelForCausalLM.from_pretrained(assets / part).double().eval() for part in ("lm", "ref")]
+
+    def logps(model: Any, kind: str) -> Tensor:
+        found = []
+        for row in rows:
+            prompt = row.get("KL_prompt_input_ids") if kind == "KL_" else None
+            prompt, completion = prompt or row["prompt_input_ids"], row[f"{kind}completion_input_ids"]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None]).sum())
+        return torch.stack(found)
+
+    scores = UnpairedScores(*(logps(m, "") for m in models), torch.tensor([row["label"] for row in rows]))
+    if case.startswith("kto"):
+        terms = kto_terms(scores, KTOOptions(), kl=kl_estimate(kl_sum(*(logps(m, "KL_") for m in models))))
+    else:
+        terms = bco_terms(scores, beta=0.1, delta=reward_sum(scores, 0.1).mean)
+    found = {key: float(value.mean) for key, value in terms.metrics.items()}
+    found["loss"] = float(reduce_terms(terms, count_units(terms)))
+    assert {key: found[key] for key in want} == pytest.approx(want, rel=2e-5, abs=2e-6)
 
 
 def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> None:
