@@ -177,24 +177,6 @@ def test_columns_that_a_function_lacks_are_named_before_the_first_rollout():
     make(data=answered, reward_funcs=wants, eval_dataset=answered)
 
 
-@pytest.mark.parametrize("rows", [3, 40])
-def test_resumed_at_every_step_it_ends_in_the_same_bits(rows, tmp_path):
-    """Within a batch of rollouts, at its end, at an epoch's end; data sets smaller and larger than a batch."""
-    settings = {
-        "dtype": "float32", "data": Dataset.from_dict({"input_ids": [[n + 3, n + 4] for n in range(rows)]}), "max_steps": 8,
-        "per_device_train_batch_size": 4, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "logging_steps": 3,
-        "lr_scheduler_type": "cosine", "learning_rate": 1e-2, "response_length": 4,
-    }  # fmt: skip
-    whole, _ = run(folder=tmp_path / "whole", **settings)
-    expected = whole.model.state_dict()
-    for step in range(1, 8):
-        again, _ = make(folder=tmp_path / f"from {step}", **settings)
-        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        found = again.model.state_dict()
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), step
-        assert logs(again) == logs(whole), step
-
-
 def test_a_batch_of_which_one_row_has_a_score_trains_that_row_alone():
     """Micro-batches of one row, seven of them without a trained token: the gradient is that of one larger micro-batch."""
 

@@ -28,7 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.tiny import tiny_model
 from trl import SFTConfig, SFTTrainer
 
-VOLATILE = ("runtime", "per_second", "time")
+VOLATILE = ("runtime", "per_second", "time", "eps")
 KINDS = {
     "packing": {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2},
     "accumulation": {
@@ -116,7 +116,7 @@ def kill_while_writing(number: int) -> None:
 
 def main(out: str, kind: str, kill: str = "") -> None:
     torch.set_num_threads(1)
-    makers = {**dict.fromkeys(KINDS, sft), **dict.fromkeys(GROUPS, groups)}
+    makers = {**dict.fromkeys(KINDS, sft), **dict.fromkeys(GROUPS, groups), "ppo": ppo}
     trainer = makers.get(kind, preference)(out, kind)
     arm(trainer, kill)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) is not None)
@@ -145,6 +145,19 @@ def groups(out: str, kind: str):
         save_strategy="steps", save_steps=3, save_total_limit=2, logging_steps=2, dtype="float32", dynamic_sampling=True,
         max_resampling_rounds=2, sync_ref_model=True, ref_model_sync_steps=3, eval_strategy="steps", eval_steps=7,
         given={"eval_dataset": prompts(2)}, log_completions=False, **GROUPS[kind],
+    )  # fmt: skip
+    return trainer
+
+
+def ppo(out: str, kind: str):
+    """Four optimiser steps to a batch of rollouts, a checkpoint every three."""
+    from tests.experimental.ppo_runs import make, prompts
+
+    trainer, _ = make(
+        folder=out, reward_funcs=[by_chance, at_leisure], per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=14,
+        learning_rate=1e-2, optim="adamw_torch", lr_scheduler_type="cosine", save_strategy="steps", save_steps=3, save_total_limit=2,
+        logging_steps=2, dtype="float32", eval_dataset=prompts(2), eval_strategy="steps", eval_steps=5, num_sample_generations=2,
+        local_rollout_forward_batch_size=5,
     )  # fmt: skip
     return trainer
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
@@ -62,21 +62,6 @@ def test_a_bandit_with_a_function_as_reward(seed):
     rewards = torch.linspace(-1, 1, ARMS).roll(seed)
     reference, found = play(lambda arms: rewards[arms], seed=seed, kl_coef=0.5)
     assert_reached(reference, found, rewards, 0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_a_bandit_with_a_model_as_reward(seed):
-    judge = tiny_classifier("llama", num_labels=1, vocab_size=ARMS, seed=seed + 10)
-
-    @torch.no_grad()
-    def score(arms):
-        texts = torch.cat([QUERY.expand(len(arms), -1), arms[:, None]], dim=1)
-        return judge(input_ids=texts, attention_mask=torch.ones_like(texts)).logits[:, 0] / 2
-
-    rewards = score(torch.arange(ARMS))
-    reference, found = play(score, seed=seed, kl_coef=1.0, lr=3e-3)
-    assert_reached(reference, found, rewards, 1.0)
 
 
 def test_a_very_large_coefficient_keeps_the_policy_at_the_reference():
