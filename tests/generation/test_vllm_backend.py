@@ -166,7 +166,7 @@ def test_prompts_and_conversations(backend):
     assert settings["n"] == 2 and settings["top_k"] == 0  # -1 means all, as 0 does in vLLM
     with pytest.raises(ValueError, match="PNG or JPEG in base64"):
         backend.generate(GenerateBody(prompts=["a"], images=["hello"]))
-    asked = ChatBody(messages=[{"role": "user", "content": "?"}], tools=[{"x": 1}], chat_template="t")
+    asked = ChatBody(messages=[[{"role": "user", "content": "?"}]], tools=[{"x": 1}], chat_template="t")
     assert backend.chat(asked) == {"prompt_ids": [[3]], "completion_ids": [[3]], "logprobs": [[-0.5]]}
     _, conversations, _, others = backend._llm.calls[-1]
     assert conversations == [[{"role": "user", "content": "?"}]]

@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 
 from trl.generation.engine import Engine, Sampling
 from trl.generation.main_process import first_rng_stream
-from trl.generation.transformers.engine import TransformersEngine
-from trl.generation.transformers.phase import without_wrappers
+from trl.generation.transformers.engine import TransformersEngine, without_wrappers
 from trl.generation.transformers.requests import fresh_seed
 from trl.models.parts import causal_core
 from trl.rewards.result import read_scores

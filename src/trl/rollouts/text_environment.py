@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trl.generation.engine import Engine, Sampling
 from trl.generation.main_process import any_process, first_rng_stream
-from trl.generation.transformers.engine import TransformersEngine, context_length_of
-from trl.generation.transformers.phase import without_wrappers
+from trl.generation.transformers.engine import TransformersEngine, context_length_of, without_wrappers
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
 from trl.rewards.result import read_scores

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from trl.data.step_inputs import TokenLimits
 from trl.generation.engine import Sampling
-from trl.generation.transformers.engine import TransformersEngine
-from trl.generation.transformers.phase import generating
+from trl.generation.transformers.engine import TransformersEngine, generating
 from trl.generation.transformers.requests import fresh_seed
 from trl.generation.transformers.stopping import end_tokens
 from trl.models.parts import causal_core

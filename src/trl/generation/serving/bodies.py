@@ -68,13 +68,6 @@ class ChatBody(SamplingBody):
     tools: list[Any] | None = None
     chat_template: str | None = None
 
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _several(cls, messages: Any) -> Any:
-        """A single conversation becomes a list of one."""
-        is_one = isinstance(messages, list) and bool(messages) and isinstance(messages[0], dict)
-        return [messages] if is_one else messages
-
     @field_validator("messages")
     @classmethod
     def _with_images_inside(cls, messages: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -80,16 +79,6 @@ def fitted(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
     larger = like.new_zeros([max(have, want) for have, want in zip(buffer.shape, shape, strict=True)])
     larger[tuple(slice(size) for size in buffer.shape)] = buffer
     return larger
-
-
-@dataclass(slots=True)
-class LayerCache:
-    """One layer's keys and values: `(prompts, heads, tokens, D)` and `(rows, heads, tokens, D)`."""
-
-    prompt_key: Tensor | None = None
-    prompt_value: Tensor | None = None
-    own_key: Tensor | None = None
-    own_value: Tensor | None = None
 
 
 class Moves:
@@ -186,10 +175,10 @@ class Step:
 
 
 class RolloutCache:
-    """Keys and values of all layers."""
+    """Keys and values of all layers: of prompts `(G, heads, tokens, D)`, and of the rows' own tokens `(R, heads, tokens, D)`."""
 
     def __init__(self, layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(layers)]
+        self.layers: list[dict[str, Tensor]] = [{} for _ in range(layers)]
         self.prompts = 0
         self.capacity = 0  # rows to allocate for
         self.most_columns = 0  # maximum completion length
@@ -207,13 +196,11 @@ class RolloutCache:
     def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values `(heads, N, D)` of a packed row of prompts."""
         assert self._arriving is not None
-        index, first = self._arriving
-        cache, places = self.layers[layer], slice(first, first + len(index))
+        (index, first), cache = self._arriving, self.layers[layer]
         for name, part in (("prompt_key", key), ("prompt_value", value)):
             shape = (self.prompts, part.shape[0], index.shape[1], part.shape[2])
-            buffer = fitted(getattr(cache, name), shape, part)
-            buffer[places, :, : index.shape[1]] = part[:, index].transpose(0, 1)
-            setattr(cache, name, buffer)
+            cache[name] = fitted(cache.get(name), shape, part)
+            cache[name][first : self.prompts, :, : index.shape[1]] = part[:, index].transpose(0, 1)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float,
@@ -222,61 +209,54 @@ class RolloutCache:
         """Store the newest `key`, `value` `(R, heads, D)` and attend: `query (R, H, D) -> (R, H, D)`."""
         step, cache = self.step, self.layers[layer]
         assert step is not None
-        self._store_own(cache, step, key, value)
-        rows, heads = query.shape[0], key.shape[1]
+        own_key, own_value = self._with_newest(cache, step, key, value)
         prompt_bias, own_bias, by_row = step.biases(window)
         options = {"scale": scale, "softcap": softcap}
-        grouped = query.view(rows, heads, -1, query.shape[2])  # (R, heads, Q, D): Q queries share a key head
-        assert cache.own_key is not None and cache.own_value is not None
-        own_key, own_value = (part[:rows, :, : step.width] for part in (cache.own_key, cache.own_value))
+        grouped = query.unflatten(1, (key.shape[1], -1))  # (R, heads, Q, D): Q queries share a key head
         own = attend_part(grouped, own_key, own_value, own_bias, **options)
-        merged = merge(own, self._over_prompts(cache, step, grouped, prompt_bias, by_row, options))
-        return merged.view(rows, -1, value.shape[2]).to(value.dtype)
+        table = step.to_slots(grouped).transpose(1, 2)  # (G, heads, per_prompt, Q, D)
+        if by_row and prompt_bias is not None:
+            prompt_bias = step.to_slots(prompt_bias)[:, None].repeat_interleave(grouped.shape[2], dim=2)
+        key, value = (
+            cache[name][: len(step.lengths), :, : step.longest] for name in ("prompt_key", "prompt_value")
+        )
+        output, total = (
+            step.from_slots(part.unflatten(2, table.shape[2:4]).transpose(1, 2))
+            for part in attend_part(table.flatten(2, 3), key, value, prompt_bias, **options)
+        )
+        return merge(own, (output, total)).view(len(query), -1, value.shape[3]).to(value.dtype)
 
-    def _over_prompts(
-        self, cache: LayerCache, step: Step, grouped: Tensor, bias: Tensor | None, by_row: bool, options: dict
-    ) -> tuple[Tensor, Tensor]:
-        prompts, per_prompt, queries = len(step.lengths), step.per_prompt, grouped.shape[2]
-        table = step.to_slots(grouped).transpose(1, 2).flatten(2, 3)  # (G, heads, per_prompt * Q, D)
-        if by_row and bias is not None:
-            bias = step.to_slots(bias)[:, None].repeat_interleave(queries, dim=2)
-        assert cache.prompt_key is not None and cache.prompt_value is not None
-        key, value = (part[:prompts, :, : step.longest] for part in (cache.prompt_key, cache.prompt_value))
-        output, total = attend_part(table, key, value, bias, **options)
-        output = output.unflatten(2, (per_prompt, queries)).transpose(1, 2)
-        total = total.unflatten(2, (per_prompt, queries)).transpose(1, 2)
-        return step.from_slots(output), step.from_slots(total)
-
-    def _store_own(self, cache: LayerCache, step: Step, key: Tensor, value: Tensor) -> None:
+    def _with_newest(
+        self, cache: dict[str, Tensor], step: Step, key: Tensor, value: Tensor
+    ) -> Iterator[Tensor]:
+        """The rows' own keys, then their values, with the newest ones stored."""
         for name, part in (("own_key", key), ("own_value", value)):
-            buffer = getattr(cache, name)
+            buffer = cache.get(name)
             if buffer is None or buffer.shape[0] < len(part) or buffer.shape[2] < step.width:
                 columns = _FIRST_COLUMNS
                 while columns < step.width:
                     columns *= 2
                 columns = max(min(columns, self.most_columns), step.width)
                 shape = (max(self.capacity, len(part)), part.shape[1], columns, part.shape[2])
-                buffer = fitted(buffer, shape, part)
-                setattr(cache, name, buffer)
+                cache[name] = buffer = fitted(buffer, shape, part)
             if step.level:
                 buffer[: len(part), :, step.width - 1] = part
             else:
                 buffer[step.rows, :, step.columns] = part
+            yield buffer[: len(part), :, : step.width]
 
     def drop_rows(self, moves: Moves, width: int) -> None:
         """Remove rows; `width` is the longest completion so far."""
-        for cache in self.layers:
-            for buffer in (cache.own_key, cache.own_value):
-                if buffer is not None:
-                    moves.apply(buffer, width)
+        self._move(("own_key", "own_value"), moves, width)
 
     def drop_prompts(self, moves: Moves) -> None:
         """Remove prompts."""
         self.prompts = moves.remaining
-        for cache in self.layers:
-            for buffer in (cache.prompt_key, cache.prompt_value):
-                if buffer is not None:
-                    moves.apply(buffer)
+        self._move(("prompt_key", "prompt_value"), moves)
+
+    def _move(self, names: Sequence[str], moves: Moves, columns: int | None = None) -> None:
+        for buffer in (cache[name] for cache in self.layers for name in names if name in cache):
+            moves.apply(buffer, columns)
 
 
 ROLLOUT_ATTENTION = "trl_rollout"

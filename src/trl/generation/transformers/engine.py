@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from trl.generation.engine import Generated, Sampling, check_requests
@@ -16,11 +18,10 @@ from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.choosing import Processors
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
-from trl.generation.transformers.phase import generating
 from trl.generation.transformers.requests import Requests, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
 from trl.generation.transformers.stopping import StopStrings, end_tokens
-from trl.models.distributed import is_sharded
+from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.attention import packed_unsupported
 from trl.models.parts import (
     causal_core,
@@ -29,6 +30,7 @@ from trl.models.parts import (
     logit_rule,
     prompt_learning_unsupported,
 )
+from trl.models.switches import disable_gradient_checkpointing, undisturbed, without_ddp
 from trl.options.checks import check_at_least, check_one_of
 
 logger = logging.getLogger(__name__)
@@ -232,3 +234,51 @@ def context_length_of(model: Any, at_most: int | None = None) -> int | None:
     if positions is not None and prompt_learning_unsupported(model) is not None:
         positions -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
     return min((each for each in (positions, at_most) if each is not None), default=None)
+
+
+@contextmanager
+def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool = True) -> Iterator[Any]:
+    """Yield the transformers model or `PeftModel` inside `model`, with whole weights, in eval mode, without gradients.
+
+    Wrappers are removed (torch.compile, a value head; DDP, FSDP and DeepSpeed with the `accelerator`). Sharded weights are gathered
+    once (ZeRO-3 not if `gather_zero3=False`). Modes and random states are restored.
+    """
+    model = getattr(model, "_orig_mod", model)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(undisturbed(model))
+        if accelerator is None:
+            inner: Any = without_ddp(model)
+            stack.enter_context(disable_gradient_checkpointing(inner))
+        else:
+            inner = stack.enter_context(unwrap_model_for_generation(model, accelerator, gather_zero3))
+        stack.enter_context(_whole_fsdp2(inner))
+        yield without_heads(inner)
+
+
+def without_heads(model: Any) -> Any:
+    """The language model inside a value-head wrapper."""
+    inner = getattr(model, "pretrained_model", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def without_wrappers(model: Any) -> Any:
+    """The transformers model or `PeftModel` inside training wrappers and a value head."""
+    return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))
+
+
+@contextmanager
+def _whole_fsdp2(model: nn.Module) -> Iterator[None]:
+    """Unshard each FSDP2 module once, and disable its hooks meanwhile."""
+    sharded = fsdp2_modules(model)
+    for module in sharded:
+        module.unshard()
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
+    for module in sharded:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+            module.reshard()

@@ -37,18 +37,17 @@ def served_of(args: Any) -> Served:
 
     Raises: ConnectionError if it does not answer within `vllm_server_timeout` seconds, PermissionError for a wrong token.
     """
-    made: list[VLLMClient] = []
+    client: VLLMClient | None = None
 
     def connect() -> Served:
+        nonlocal client
         address = (args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         client = VLLMClient(*address, args.vllm_group_port, args.vllm_server_timeout)
-        made.append(client)
         facts = client.model()
         found = facts["model"], int(facts["max_model_len"]), int(facts["vocab_size"]), facts["dtype"]
         return Served(None, client.base_url, *found)
 
-    served = by_main(connect)
-    return served._replace(client=made[0] if made else None)
+    return by_main(connect)._replace(client=client)
 
 
 def check_served(served: Served, args: Any, policy: Policy) -> None:

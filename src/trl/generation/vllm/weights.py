@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from trl.generation.transformers.decoders import has_readable_weight, readable_weight
-from trl.generation.transformers.phase import without_wrappers
+from trl.generation.transformers.engine import without_wrappers
 from trl.models.distributed import fsdp2_units, gathered_modules, is_sharded, whole_shape
 from trl.models.parts import causal_core, prompt_learning_unsupported
 from trl.models.quantization import is_quantized
