@@ -16,7 +16,7 @@ from tests.trainer.ppo_runs import make_trainer, value_model
 from trl import AutoModelForCausalLMWithValueHead
 from trl.checkpoints.ownership import owned, run_folder_name
 from trl.checkpoints.wholeness import CheckpointError
-from trl.data.query_loader import ShuffledShares
+from trl.data.step_inputs import ShuffledShares
 from trl.models import step_state
 
 ROWS = Dataset.from_dict(
@@ -129,7 +129,7 @@ def test_a_run_that_goes_wrong_goes_on_from_its_last_good_state(tmp_path):
     broken.load_state(tmp_path / "state")
     with torch.no_grad():
         broken.model.get_base_model().lm_head.weight.mul_(1e4)  # the policy leaves its reference for good
-    with pytest.raises(FloatingPointError, match="go on from the last state that was saved"):
+    with pytest.raises(FloatingPointError, match="resume from the last state that was saved"):
         broken.step(*ppo_runs.batch())
     broken.load_state(tmp_path / "state")  # the same trainer
     assert loop(broken, 2) == expected

@@ -272,9 +272,9 @@ def test_mixtures_and_column_mappings(tmp_path):
     [
         (
             "{path: a, splt: train}",
-            r"datasets\[0\] has the unknown key 'splt'.* Did you mean 'split'\?",
+            r"mixture.yaml, line 2: datasets\[0\] has the unknown key 'splt'.* Did you mean 'split'\?",
         ),
-        ("{name: a}", r"datasets\[0\] has no `path`"),
+        ("{name: a}", r"mixture.yaml, line 2: datasets\[0\] has no `path`"),
     ],
 )
 def test_bad_mixtures(tmp_path, entry, message):

@@ -264,16 +264,16 @@ def prepare_multimodal_messages_vllm(messages: list[dict[str, Any]]) -> list[dic
     >>> prepare_multimodal_messages_vllm([{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}])
     [{'role': 'user', 'content': [{'type': 'image_pil', 'image_pil': 'cat.png'}]}]
     """
+
+    def renamed(part: dict[str, Any]) -> dict[str, Any]:
+        if part.get("type") != "image":
+            return dict(part)
+        others = {key: value for key, value in part.items() if key not in ("type", "image")}
+        return {"type": "image_pil", "image_pil": part["image"], **others}
+
     return [
-        {**message, "content": [_vllm_part(part) for part in message["content"]]}
+        {**message, "content": [renamed(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else dict(message)
         for message in messages
     ]
-
-
-def _vllm_part(part: dict[str, Any]) -> dict[str, Any]:
-    if part.get("type") != "image":
-        return dict(part)
-    others = {key: value for key, value in part.items() if key not in ("type", "image")}
-    return {"type": "image_pil", "image_pil": part["image"], **others}

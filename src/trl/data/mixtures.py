@@ -78,7 +78,13 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     if not mixture_config.datasets:
         raise ValueError("a mixture needs at least 1 data set, got 0. List them under `datasets:`.")
     parts = [_load_part(source, mixture_config.streaming) for source in mixture_config.datasets]
-    _check_same_columns(mixture_config.datasets, parts)
+    first = mixture_config.datasets[0].path, sorted(column_names(parts[0]))
+    for source, part in zip(mixture_config.datasets, parts, strict=True):
+        if sorted(column_names(part)) != first[1]:
+            raise ValueError(
+                f"{first[0]!r} has the columns {first[1]}, but {source.path!r} has {sorted(column_names(part))}: a mixture "
+                "needs the same in all. Choose common ones with `columns`, or rename."
+            )
     if mixture_config.streaming:
         streams = cast(list[IterableDataset], parts)
         return cast(DatasetDict, IterableDatasetDict({"train": concatenate_datasets(streams)}))
@@ -96,48 +102,30 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
 def _read_config(index: int, source: DatasetConfig | Mapping[str, Any]) -> DatasetConfig:
     if isinstance(source, DatasetConfig):
         return source
+    place, known = f"datasets[{index}]", [item.name for item in fields(DatasetConfig)]
     if not isinstance(source, Mapping):
         raise TypeError(
-            f"datasets[{index}] is {source!r}, expected a mapping with at least `path`. Write `- path: ...`."
+            f"{place} is {source!r}, expected a mapping with at least `path`. Write `- path: ...`."
         )
-    known = [item.name for item in fields(DatasetConfig)]
-    for key in source:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
-            raise ValueError(f"datasets[{index}] has the unknown key {key!r}, known are {known}. {hint}")
+    for key in (key for key in source if key not in known):
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
+        raise ValueError(f"{place} has the unknown key {key!r}, known are {known}. {hint}")
     if "path" not in source:
-        raise ValueError(
-            f"datasets[{index}] has no `path`, only {sorted(source)}. Add the file, folder or name."
-        )
+        raise ValueError(f"{place} has no `path`, only {sorted(source)}. Add the file, folder or name.")
     return DatasetConfig(**source)
 
 
 def _load_part(source: DatasetConfig, streaming: bool) -> Dataset | IterableDataset:
-    loaded = load_source(
-        source.path,
-        name=source.name,
-        split=source.split,
-        data_files=source.data_files,
-        data_dir=source.data_dir,
-        streaming=streaming,
-    )
-    part = cast(Dataset | IterableDataset, loaded)
+    options = {
+        item.name: getattr(source, item.name)
+        for item in fields(source)
+        if item.name not in ("path", "columns")
+    }
+    part = cast(Dataset | IterableDataset, load_source(source.path, streaming=streaming, **options))
     if source.columns is None:
         return part
     known = column_names(part)
-    missing = [name for name in source.columns if name not in known]
-    if missing:
+    if missing := [name for name in source.columns if name not in known]:
         raise ValueError(f"{source.path!r} has no columns {missing}, there are {known}. Correct `columns`.")
     return part.select_columns(source.columns)
-
-
-def _check_same_columns(sources: list[DatasetConfig], parts: list[Dataset | IterableDataset]) -> None:
-    first = column_names(parts[0])
-    for source, part in zip(sources[1:], parts[1:], strict=True):
-        columns = column_names(part)
-        if set(columns) != set(first):
-            raise ValueError(
-                f"{sources[0].path!r} has the columns {sorted(first)}, but {source.path!r} has {sorted(columns)}: a mixture "
-                "needs the same in all. Choose common ones with `columns`, or rename."
-            )

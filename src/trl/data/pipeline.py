@@ -195,10 +195,10 @@ def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, given: b
     tokens.
     """
     tokens = len(text_tokenizer(processing_class))
-    if rows is None:
-        return Vocabulary(tokens, f"the tokenizer has {tokens} tokens") if given else None
-    if not given and tokens <= rows:
+    if not given and (rows is None or tokens <= rows):
         return None
+    if rows is None:
+        return Vocabulary(tokens, f"the tokenizer has {tokens} tokens")
     return Vocabulary(rows, f"the model embeds {rows} token ids, the tokenizer has {tokens} tokens")
 
 
@@ -208,6 +208,7 @@ def check_ids(
     """Raise for the first row whose token ids the model does not have; -100 in `labels` marks what is not trained."""
     if vocabulary is None:
         return
+    is_label = column == "labels"
     for index, row in zip(indices, rows, strict=True):
         ids, place = np.asarray(row), Place(name, index, column)
         if ids.size == 0:
@@ -215,12 +216,9 @@ def check_ids(
         if not np.issubdtype(ids.dtype, np.integer):
             remedy = "Tokenize the text, or rename the column."
             raise place.error(f"values of type {ids.dtype}", "lists of integers", remedy, TypeError)
-        is_masked = (column == "labels") & (ids == -100)
-        wrong = ids[((ids < 0) & ~is_masked) | (ids >= vocabulary.size)]
+        wrong = ids[((ids < 0) & ~(is_label & (ids == -100))) | (ids >= vocabulary.size)]
         if wrong.size:
-            allowed = (
-                f"0 to {vocabulary.size - 1}{' or -100' if column == 'labels' else ''} ({vocabulary.words})"
-            )
+            allowed = f"0 to {vocabulary.size - 1}{' or -100' if is_label else ''} ({vocabulary.words})"
             remedy = (
                 "Tokenize with the tokenizer that belongs to the model, or grow it with "
                 "model.resize_token_embeddings(len(tokenizer))."
@@ -325,22 +323,17 @@ def count_rows(dataset: Any, kind: RowKind, report: PreparationReport, policy: U
             start += len(table)
         numbers = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
         kept = counting.tally(numbers, is_whole=True)
+        report.warn()
         rows = dataset.remove_columns(extra)
         return rows if len(kept) == len(dataset) else rows.select(kept)
     first = list(dataset.take(STREAM_BATCH))
     batch = {column: [row[column] for row in first] for column in first[0]}
-    Counting(kind, copy.deepcopy(report), policy).tally(kind.numbers(batch, 0), is_whole=True, warns=False)
+    Counting(kind, copy.deepcopy(report), policy).tally(kind.numbers(batch, 0), is_whole=True)
     features = dataset.features
     if features is not None:
         features = Features({name: value for name, value in features.items() if name not in extra})
-    return dataset.map(
-        counting,
-        batched=True,
-        batch_size=STREAM_BATCH,
-        with_indices=True,
-        remove_columns=extra,
-        features=features,
-    )
+    options = {"batched": True, "batch_size": STREAM_BATCH, "with_indices": True}
+    return dataset.map(counting, remove_columns=extra, features=features, **options)
 
 
 @dataclass
@@ -353,15 +346,15 @@ class Counting:
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         kept = self.tally(self.kind.numbers(batch, indices[0]), is_whole=False)
+        self.report.warn()
         counts = self.kind.counts
         return {name: [values[row] for row in kept] for name, values in batch.items() if name not in counts}
 
-    def tally(self, numbers: Numbers, *, is_whole: bool, warns: bool = True) -> np.ndarray:
+    def tally(self, numbers: Numbers, *, is_whole: bool) -> np.ndarray:
         """Positions of the rows to keep. `is_whole`: rows that are all untrained are an error under every policy."""
         bad = np.any([numbers[name] > 0 for name in self.kind.refused if name in numbers], axis=0)
-        is_refused = self.policy == "error" and bad.any()
         is_all = is_whole and bool((numbers["untrained_rows"] > 0).all())
-        if is_refused or is_all:
+        if is_all or (self.policy == "error" and bad.any()):
             index = int(np.flatnonzero(bad)[0])
             which = "The first {} rows are all" if self.report.is_streaming else "All {} rows are"
             row = {name: int(values[index]) for name, values in numbers.items()}
@@ -369,7 +362,4 @@ class Counting:
             column, given, expected, remedy = self.kind.complaint(row)
             place = Place(self.report.dataset_name, row["row"], column)
             raise place.error(given, expected, remedy + rest)
-        kept = self.report.add(numbers, drops=self.policy == "drop")
-        if warns:
-            self.report.warn()
-        return kept
+        return self.report.add(numbers, drops=self.policy == "drop")

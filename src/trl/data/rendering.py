@@ -20,6 +20,11 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, KeyError, AttributeError, In
 class TemplateRefusal(ValueError):
     """A chat template raised on a conversation; the caller adds which row it was."""
 
+    @classmethod
+    def of(cls, error: Exception) -> "TemplateRefusal":
+        raised = f"the chat template raised {type(error).__name__}: {error}"
+        return cls(f"{raised}. Make the messages fit the template, or change it.")
+
 
 class Chat(NamedTuple):
     """A conversation and what its template is given beside it."""
@@ -42,27 +47,26 @@ def read_tools(tools: Any) -> list[dict | Callable] | None:
     >>> read_tools('[{"type": "function", "function": {"name": "add"}}]')
     [{'type': 'function', 'function': {'name': 'add'}}]
     """
-    if isinstance(tools, str):
-        tools = _parse_json_tools(tools)
+    tools = _parsed(tools)
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
         raise TypeError(
             f"tools is a {type(tools).__name__}, expected a list of JSON schemas or functions. Put it in a list."
         )
-    parsed = [_parse_json_tools(tool) if isinstance(tool, str) else tool for tool in tools]
-    for tool in parsed:
+    found = [_parsed(tool) for tool in tools]
+    for tool in found:
         if not isinstance(tool, Mapping) and not callable(tool):
             raise TypeError(
                 f"tools holds a {type(tool).__name__}, expected JSON schemas (dicts) or functions. "
                 "Write each tool as a JSON schema."
             )
-    return [remove_none_values(tool) if isinstance(tool, Mapping) else tool for tool in parsed] or None
+    return [remove_none_values(tool) if isinstance(tool, Mapping) else tool for tool in found] or None
 
 
-def _parse_json_tools(text: str) -> Any:
+def _parsed(value: Any) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise ValueError(
             f"tools is a string that is not JSON ({error}), expected a JSON list of schemas. "
@@ -92,7 +96,7 @@ def render(
             **chat.template_kwargs,
         )
     except TEMPLATE_ERRORS as error:
-        raise _refusal(error) from error
+        raise TemplateRefusal.of(error) from error
     return rendered[0]  # type: ignore[index, return-value]
 
 
@@ -113,14 +117,8 @@ def render_with_marks(processing_class: ProcessingClass, chat: Chat) -> tuple[st
             **variables,
         )
     except TEMPLATE_ERRORS as error:
-        raise _refusal(error) from error
+        raise TemplateRefusal.of(error) from error
     return texts[0], [(int(start), int(end)) for start, end in ranges[0] if end > start]
-
-
-def _refusal(error: Exception) -> TemplateRefusal:
-    return TemplateRefusal(
-        f"the chat template raised {type(error).__name__}: {error}. Make the messages fit the template, or change it."
-    )
 
 
 def template_source(processing_class: ProcessingClass, *, tools: list | None = None) -> str:

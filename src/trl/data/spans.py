@@ -4,7 +4,7 @@ Character ranges come first; a range becomes token positions only where its ends
 """
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,8 @@ from trl.data.rendering import (
 )
 from trl.data.templates import has_generation_marks
 from trl.data.tokenization import encode
+
+Span = tuple[int, int]
 
 
 class AssistantTokens(NamedTuple):
@@ -45,16 +47,6 @@ class StopTokens:
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self.texts) else None
 
-    def end_of_closer(self, text: str, start: int, openers: tuple[str, ...]) -> int | None:
-        """Where the special token ends that stands right at `start` and is none of those that open turns."""
-        rest = text[start:]
-        closers = [token for token in self.texts if rest.startswith(token) and token not in openers]
-        return start + max(map(len, closers)) if closers else None
-
-    def openers(self, generation_prompt: str) -> tuple[str, ...]:
-        """The special tokens with which a turn begins, as the prompt for one shows."""
-        return tuple(token for token in self.texts if generation_prompt.lstrip().startswith(token))
-
     def end_of_eos(self, text: str, start: int) -> int | None:
         """Where the eos token ends that begins at `start`, whitespace before it aside; None without one."""
         rest = text[start:].lstrip()
@@ -77,69 +69,58 @@ def assistant_tokens(
     """
     tokenizer = text_tokenizer(processing_class)
     stop_tokens = stop_tokens or StopTokens(tokenizer)
-    if has_generation_marks(processing_class, tools=chat.tools):
-        return _marked_tokens(processing_class, chat, stop_tokens)
-    text, spans = derive_spans(processing_class, chat, stop_tokens)
-    turns = [index for index, message in enumerate(chat.messages) if message.get("role") == "assistant"]
-    ids, positions = token_boundaries(tokenizer, text, [end for span in spans for end in span])
-    for turn, (start, end) in zip(turns, _pairs(positions), strict=True):
-        if start is None or end is None:
-            edge = "start" if start is None else "end"
-            raise _unproven(
-                turn, f"its {edge} falls inside a token (whitespace at the edge of the content does that)"
-            )
-    return AssistantTokens(ids, _mask(len(ids), _pairs(positions)), unstopped=0, shifted=0)
-
-
-def _marked_tokens(processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens) -> AssistantTokens:
-    tokenizer = text_tokenizer(processing_class)
-    text, marks = render_with_marks(processing_class, chat)
-    spans = _with_closers(processing_class, chat, text, _join_adjacent(marks), stop_tokens)
+    is_marked = has_generation_marks(processing_class, tools=chat.tools)
+    find_spans = _marked_spans if is_marked else _derived_spans
+    text, spans = find_spans(processing_class, chat, stop_tokens)
     cuts = [end for span in spans for end in span]
     ids, positions = token_boundaries(tokenizer, text, cuts)
+    edges = []
+    for index, (cut, position) in enumerate(zip(cuts, positions, strict=True)):
+        if position is None and not is_marked:
+            turns = [turn for turn, message in enumerate(chat.messages) if message.get("role") == "assistant"]
+            reason = f"its {('start', 'end')[index % 2]} falls inside a token (whitespace at the edge of the content does that)"
+            raise _unproven(turns[index // 2], reason)
+        if position is None:  # a token that straddles an end is trained: it holds text of the assistant
+            position = common_prefix_length(encode(tokenizer, [text[:cut]])[0], ids) + index % 2
+        edges.append(position)
+    mask = [0] * len(ids)
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        mask[start:end] = [1] * (end - start)
     unstopped = sum(stop_tokens.end_in(text[start:end]) is None for start, end in spans)
-    shifted = sum(position is None for position in positions)
-    if shifted:
-        # A token that straddles an end is trained: it holds text of the assistant.
-        whole = [
-            common_prefix_length(encode(tokenizer, [text[:cut]])[0], ids) + index % 2
-            if position is None
-            else position
-            for index, (cut, position) in enumerate(zip(cuts, positions, strict=True))
-        ]
-        return AssistantTokens(ids, _mask(len(ids), _pairs(whole)), unstopped, shifted)
-    return AssistantTokens(ids, _mask(len(ids), _pairs(positions)), unstopped, shifted)
+    return AssistantTokens(ids, mask, unstopped, shifted=positions.count(None))
 
 
-def _with_closers(
-    processing_class: ProcessingClass,
-    chat: Chat,
-    text: str,
-    spans: list[tuple[int, int]],
-    stop_tokens: StopTokens,
-) -> list[tuple[int, int]]:
-    """The marked ranges, each reaching through the stop token where the template writes it right behind the mark."""
+def _marked_spans(
+    processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens
+) -> tuple[str, list[Span]]:
+    """The text of a conversation and the marked ranges, each through the stop token that stands right behind the mark."""
+    text, marks = render_with_marks(processing_class, chat)
+    spans: list[Span] = []
+    for start, end in marks:
+        if spans and spans[-1][1] == start:  # adjacent marks are one range
+            start = spans.pop()[0]
+        spans.append((start, end))
     if all(stop_tokens.end_in(text[start:end]) is not None for start, end in spans):
-        return spans
+        return text, spans
     try:
         prompted = render(processing_class, chat, add_generation_prompt=True)
     except TemplateRefusal:
         prompted = text
-    openers = stop_tokens.openers(prompted[len(text) :] if prompted.startswith(text) else "")
-    ends = [
-        end
-        if stop_tokens.end_in(text[start:end]) is not None
-        else stop_tokens.end_of_closer(text, end, openers)
-        for start, end in spans
-    ]
-    return [(start, old if end is None else end) for (start, old), end in zip(spans, ends, strict=True)]
+    opening = prompted[len(text) :].lstrip() if prompted.startswith(text) else ""
+    closers = [
+        token for token in stop_tokens.texts if not opening.startswith(token)
+    ]  # those that open no turn
+    for index, (start, end) in enumerate(spans):
+        behind = [len(token) for token in closers if text.startswith(token, end)]
+        if behind and stop_tokens.end_in(text[start:end]) is None:
+            spans[index] = (start, end + max(behind))
+    return text, spans
 
 
-def derive_spans(
+def _derived_spans(
     processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation and the character range of each assistant turn, from after the generation prompt
-    through the stop token; text after the stop token (a line break) is not in it.
+) -> tuple[str, list[Span]]:
+    """The text of a conversation and the range of each assistant turn, from the generation prompt through the stop token.
 
     Where the template writes the stop token only in front of the next message, the range reaches up to there, and the
     text of a conversation that ends with the assistant gets the token that a next message would bring.
@@ -153,12 +134,9 @@ def derive_spans(
             continue
         start, end = _turn_range(processing_class, chat, turn, text)
         closed = stop_tokens.end_in(text[start:end])
-        if closed is not None:
-            spans.append((start, start + closed))
-            continue
-        if turn == len(chat.messages) - 1:
+        if closed is None and turn == len(chat.messages) - 1:
             text = _with_next_stop_token(processing_class, chat, text, stop_tokens)
-        stop = stop_tokens.end_of_eos(text, end)
+        stop = stop_tokens.end_of_eos(text, end) if closed is None else start + closed
         if stop is None:
             raise _unproven(turn, "no stop token closes it, so the model would not learn to stop")
         spans.append((start, stop))
@@ -215,35 +193,8 @@ def token_boundaries(
     No special tokens are added, except that a begin token is kept where the text brings one.
     """
     edges = [0, *cuts, len(text)]
-    pieces = [text[start:end] for start, end in pairwise(edges)]
-    whole, *parts = encode(tokenizer, [text, *pieces])
+    whole, *parts = encode(tokenizer, [text, *(text[start:end] for start, end in pairwise(edges))])
     if list(chain.from_iterable(parts)) == whole:
-        counts: list[int | None] = []
-        position = 0
-        for part in parts[:-1]:
-            position += len(part)
-            counts.append(position)
-        return whole, counts
+        return whole, list(accumulate(map(len, parts[:-1])))
     heads = encode(tokenizer, [text[:cut] for cut in cuts])
     return whole, [len(head) if whole[: len(head)] == head else None for head in heads]
-
-
-def _join_adjacent(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, end in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _pairs(positions: Sequence) -> list[tuple]:
-    return list(zip(positions[::2], positions[1::2], strict=True))
-
-
-def _mask(length: int, spans: Sequence[tuple[int, int]]) -> list[int]:
-    mask = [0] * length
-    for start, end in spans:
-        mask[start:end] = [1] * (end - start)
-    return mask

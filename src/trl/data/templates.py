@@ -119,19 +119,17 @@ def is_chat_template_prefix_preserving(tokenizer: PreTrainedTokenizerBase) -> bo
 
     Tried on a question with its generation prompt, an answer, a second question, and an answer with `<think>`.
     """
-    conversations = [
-        [_QUESTION, answer, _QUESTION, answer, _QUESTION, answer] for answer in (_ANSWER, _THOUGHT)
-    ]
-    return all(_grows_at_the_end(tokenizer, messages) for messages in conversations)
-
-
-def _grows_at_the_end(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> bool:
-    whole = render(tokenizer, Chat(messages))
-    parts = [messages[:length] for length in range(1, len(messages))]
-    opened = [part for part in parts if part[-1]["role"] == "user"]
-    return all(whole.startswith(render(tokenizer, Chat(part))) for part in parts) and all(
-        whole.startswith(render(tokenizer, Chat(part), add_generation_prompt=True)) for part in opened
-    )
+    for answer in (_ANSWER, _THOUGHT):
+        messages = [_QUESTION, answer, _QUESTION, answer, _QUESTION, answer]
+        whole = render(tokenizer, Chat(messages))
+        for length in range(1, len(messages)):
+            opens = (
+                [False, True] if length % 2 else [False]
+            )  # behind a question also with its generation prompt
+            parts = (render(tokenizer, Chat(messages[:length]), add_generation_prompt=open) for open in opens)
+            if not all(map(whole.startswith, parts)):
+                return False
+    return True
 
 
 def get_training_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -178,14 +176,12 @@ def _renders_alike(
     tokenizer: PreTrainedTokenizerBase, candidate: str, messages: list[Message], tools: list | None
 ) -> bool:
     opens = messages[-1]["role"] == "user"
+    given = {"chat_template": candidate}
     try:
         own = render(tokenizer, Chat(messages, tools), add_generation_prompt=opens)
     except TemplateRefusal:
         return False
-    other = render(
-        tokenizer, Chat(messages, tools, {"chat_template": candidate}), add_generation_prompt=opens
-    )
-    return own == other
+    return own == render(tokenizer, Chat(messages, tools, given), add_generation_prompt=opens)
 
 
 # How Qwen-style text reads as a message, in the language of transformers' response parser.

@@ -88,16 +88,18 @@ def _said(error: yaml.YAMLError) -> str:
 
 
 def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
-    """The line of each option, and a message for each that stands twice."""
+    """The line of each option and of each entry of a list (`name[0]`), and a message for each name that stands twice."""
     lines: dict[str, int] = {}
     faults = []
-    for key, _ in node.value:
+    for key, value in node.value:
         line = key.start_mark.line + 1
         if key.value in lines:
             faults.append(
                 f"{path}, line {line}: `{key.value}` already stands on line {lines[key.value]}. Keep one of them."
             )
         lines.setdefault(key.value, line)
+        entries = value.value if isinstance(value, yaml.SequenceNode) else []
+        lines |= {f"{key.value}[{i}]": entry.start_mark.line + 1 for i, entry in enumerate(entries)}
     return lines, faults
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -86,7 +87,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         from_file, faults = self._take_defaults(config, given)
         _raise_all(faults)
         unknown = [*from_file, *self.parse_known_args(given)[1]]
-        return (*self._build(given), unknown)
+        return (*self._build(given, config), unknown)
 
     def parse_with(
         self, args: list[str], config: ConfigFile | None, *, fail_with_unknown_args: bool = True
@@ -96,7 +97,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         Raises: as `parse_args_and_config`.
         """
         self.check_arguments(args, config, fail_with_unknown_args=fail_with_unknown_args)
-        return self._build(args)
+        return self._build(args, config)
 
     def check_arguments(
         self, args: list[str], config: ConfigFile | None, *, fail_with_unknown_args: bool = True
@@ -129,7 +130,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         )
         return unknown, [*config.faults, *faults]
 
-    def _build(self, args: list[str]) -> tuple[DataClass, ...]:
+    def _build(self, args: list[str], config: ConfigFile | None) -> tuple[DataClass, ...]:
         namespace, _ = self.parse_known_args(args)
         built: list[Any] = []
         values, errors = vars(namespace), []
@@ -138,6 +139,11 @@ class TrlParser(PlainParser, HfArgumentParser):
             try:
                 built.append(kind(**{name: values.pop(name) for name in names}))
             except (ValueError, TypeError) as error:
+                option = re.match(r"(\w+)(\[\d+\])?", str(error))
+                is_given = option is not None and any(word.split("=")[0] == f"--{option[1]}" for word in args)
+                if config is not None and option is not None and not is_given and option[0] in config.lines:
+                    named = TypeError if isinstance(error, TypeError) else ValueError
+                    error = named(f"{config.where(option[0])}: {error}")
                 errors.append(error)
         if len(errors) == 1:
             raise errors[0]

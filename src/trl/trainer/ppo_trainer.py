@@ -21,8 +21,14 @@ from transformers import set_seed
 
 from trl._lazy import attach
 from trl.collators.rows import pad_rows
-from trl.data.query_loader import QueryLoader, make_loader
-from trl.data.step_inputs import StepInputs, TokenLimits, check_queries, check_step_inputs
+from trl.data.step_inputs import (
+    QueryLoader,
+    StepInputs,
+    TokenLimits,
+    check_queries,
+    check_step_inputs,
+    make_loader,
+)
 from trl.generation.transformers.engine import context_length_of
 from trl.models.parts import embedded_tokens
 from trl.models.policy import make_scorer, report_fallbacks
