@@ -92,7 +92,11 @@ def test_each_token_of_a_rollout_batch_is_counted_once():
     counts.mask(rows, chosen, ALONE)
     moved = {**expected, "masked": 3, "zero_advantage": 0, "trained": 2}
     assert counts.logged() == {f"tokens/{name}": float(n) for name, n in moved.items() if n}
+    two = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda found, reduction: 2 * found)
+    assert TokenCounts(masks_truncated=True).add(rows, two) == {name: 2 * n for name, n in expected.items()}
     again = TokenCounts(masks_truncated=False)
+    again.load_state({"trained": 3})  # of a run that knew fewer buckets
+    assert again.state() == {**dict.fromkeys(BUCKETS, 0), "trained": 3}
     again.load_state(counts.state())
     assert (
         again.add(rows, ALONE, advantages=torch.zeros(14))["masked"] == 2 + 1
@@ -112,3 +116,6 @@ def test_a_batch_without_a_trained_token_is_said_once_for_each_reason(caplog):
     ):
         counts.warn_untrained({**nothing, **added})
     assert [record.args[-1] for record in caplog.records] == ["zero_advantage", "masked"]
+    for _ in range(2):
+        counts.warn_only_kl_differs(0.1, metric="frac")
+    assert [record.args[-1] for record in caplog.records[2:]] == ["frac"]
