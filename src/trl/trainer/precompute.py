@@ -23,7 +23,7 @@ import torch
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
-from datasets import Dataset, config
+from datasets import Dataset, IterableDataset, config
 from datasets.fingerprint import Hasher, generate_random_fingerprint
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -156,7 +156,7 @@ def has_reference_columns(dataset: Any, columns: Sequence[str], dataset_name: st
 
     Raises: ValueError where it has some of them.
     """
-    known = column_names(dataset)
+    known = column_names(dataset) if isinstance(dataset, (Dataset, IterableDataset)) else []
     present = [column for column in columns if column in known]
     if present and len(present) < len(columns):
         missing = sorted(set(columns) - set(present))
