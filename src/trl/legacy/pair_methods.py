@@ -230,14 +230,14 @@ def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, lis
 
 
 @contextmanager
-def null_ref_context(self: Any) -> Iterator[None]:
+def null_ref_context(self: Any) -> Iterator[Any]:
     """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.
 
     Nothing changes inside where the reference is a model of its own, or there is none.
     """
     lends = isinstance(self.reference, AdapterReference)
-    with self.reference.active(self.model_wrapped) if lends else nullcontext():
-        yield
+    with self.reference.active(self.model) if lends else nullcontext(self.model) as model:
+        yield model
 
 
 def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list[str]:

@@ -86,13 +86,11 @@ class BaseTrainer(LegacyInterface, Trainer):
     ref_model: nn.Module | None  # the reference, where it is a model of its own
     _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
 
-    def __init__(
-        self, *args: Any, sets: DataSets | None = None, train_sets: DataSets | None = None, **kwargs: Any
-    ) -> None:
-        """With `sets` the data sets are prepared, those for training by `train_sets` where it is given.
-
-        Other arguments are those of `transformers.Trainer`.
-        """
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of `transformers.Trainer`, and `sets`, the `DataSets` that prepare the data sets; those for training are
+        prepared by `train_sets` where it is given."""
+        sets: DataSets | None = kwargs.pop("sets", None)
+        train_sets: DataSets | None = kwargs.pop("train_sets", sets)
         collator = kwargs.get("data_collator")
         if isinstance(collator, PreTrainedTokenizerBase):  # it can be called, too
             raise TypeError(
@@ -100,10 +98,10 @@ class BaseTrainer(LegacyInterface, Trainer):
                 "Give a tokenizer as processing_class=."
             )
         self.check_overrides()
-        if sets is not None:
+        if sets is not None and train_sets is not None:
             self._sets = sets
             for name, prepare in (
-                ("train_dataset", (train_sets or sets).train),
+                ("train_dataset", train_sets.train),
                 ("eval_dataset", sets.evaluation),
             ):
                 if kwargs[name] is not None:
