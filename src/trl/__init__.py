@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from trl.rewards.judges.bases import BaseRankJudge as BaseRankJudge
     from trl.rewards.judges.bases import RandomPairwiseJudge as RandomPairwiseJudge
     from trl.rewards.judges.bases import RandomRankJudge as RandomRankJudge
-    from trl.rewards.judges.chat import HfPairwiseJudge as HfPairwiseJudge
-    from trl.rewards.judges.chat import OpenAIPairwiseJudge as OpenAIPairwiseJudge
-    from trl.rewards.judges.pair_rm import PairRMJudge as PairRMJudge
+    from trl.rewards.judges.models import HfPairwiseJudge as HfPairwiseJudge
+    from trl.rewards.judges.models import OpenAIPairwiseJudge as OpenAIPairwiseJudge
+    from trl.rewards.judges.models import PairRMJudge as PairRMJudge
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
     from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
     from trl.rollouts.text_environment import TextHistory as TextHistory

@@ -9,10 +9,10 @@ Row = dict[str, str]
 # fmt: off
 _JUDGES: Row = {"trl.rewards.judges.bases": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge "
     "BaseRankJudge RandomPairwiseJudge RandomRankJudge",
-    "trl.rewards.judges.chat": "HfPairwiseJudge OpenAIPairwiseJudge",
-    "trl.rewards.judges.pair_rm": "PairRMJudge"}
+    "trl.rewards.judges.models": "HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge"}
 _JUDGE_PROMPT: Row = {
-    "trl.rewards.judges.chat": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge"}
+    "trl.rewards.judges.models": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge "
+        "PairRMJudge"}
 _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.log_completions": "LogCompletionsCallback",
     "trl.trainer.callbacks.rich_progress": "RichProgressCallback",
