@@ -36,8 +36,8 @@ def train(name: str, script_args: ScriptArguments, training_args: Any, *others: 
         CommandError: for everything about the input that is wrong, before the first step.
     """
     from trl.reporting.trackers import check_trackers
-    from trl.scripts.allocator import keep_freed_memory
     from trl.scripts.dry_run import changed_settings, describe
+    from trl.scripts.env import keep_freed_memory
     from trl.scripts.preflight import check_output_dir, check_push, checkpoint_to_resume
     from trl.scripts.summary import finish
 
