@@ -161,7 +161,7 @@ def test_half_a_function_is_refused():
     ("answer", "error", "words"),
     [
         ([1.0] * 8, TypeError, "expected a list of 4 scores for each of 2 groups"),
-        ([[1.0] * 4], ValueError, r"answered with 1 groups of \[4\] scores"),
+        ([[1.0] * 4], ValueError, r"returned 1 groups of \[4\] scores"),
         ([[1.0] * 4, [1.0] * 3], ValueError, r"2 groups of \[3, 4\] scores"),
         (
             [[1.0] * 4, [1.0, float("inf"), 0.0, 0.0]],

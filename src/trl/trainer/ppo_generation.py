@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,18 @@ from trl.generation.transformers.engine import TransformersEngine, generating
 from trl.generation.transformers.requests import fresh_seed
 from trl.generation.transformers.stopping import end_tokens
 from trl.models.parts import causal_core
+from trl.tensors.padding import pad
 
 # What transformers assumes where neither the call nor the model's generation config says.
 _DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
 
 
 class Responder:
-    """Generates from one model: through the engine where it can honour the arguments, else by the model's `generate`."""
+    """Generates from one model: by the engine where it supports the arguments, else by the model's `generate`."""
 
     def __init__(self, model: nn.Module, *, accelerator: Any, tokenizer: Any, limits: TokenLimits) -> None:
-        self.model, self.accelerator, self.tokenizer = model, accelerator, tokenizer
-        self.start, self.window = limits.start, limits.context_length
+        self.model, self.accelerator, self.limits = model, accelerator, limits
+        self.pad: int = getattr(tokenizer, "pad_token_id", None) or 0
         self.engine = TransformersEngine(model, tokenizer=tokenizer, accelerator=accelerator)
 
     def respond(
@@ -38,65 +39,64 @@ class Responder:
     ) -> list[Tensor]:
         """One 1-D tensor of token ids per query, up to and with the token that ended it."""
         lengths = None if length_sampler is None else [int(length_sampler()) for _ in queries]
-        kwargs = _plain(generation_kwargs)
+        kwargs = _without_config(generation_kwargs)
         if lengths is not None:
-            kwargs["max_new_tokens"] = max(lengths)
+            kwargs = {**kwargs, "max_new_tokens": max(lengths)}
             kwargs.pop("max_length", None)
         sampling = self._sampling(kwargs)
         if sampling is None:
-            completions = self._by_model(queries, kwargs, batch_size)
+            found = self._by_model(queries, kwargs, batch_size)
         else:
-            completions = self._by_engine(queries, sampling)
-        if lengths is not None:
-            completions = [ids[:length] for ids, length in zip(completions, lengths, strict=True)]
-        return [
-            self._returned(query, ids, return_prompt) for query, ids in zip(queries, completions, strict=True)
-        ]
-
-    def _returned(self, query: Tensor, completion: list[int], return_prompt: bool) -> Tensor:
-        ids = torch.tensor(completion, dtype=torch.int64, device=query.device)
-        if (
-            self.start is not None
-        ):  # as `generate` of an encoder-decoder: its start token first, never the query
-            return torch.cat([ids.new_tensor([self.start]), ids])
-        return torch.cat([query, ids]) if return_prompt else ids
-
-    def _core(self) -> Any:
-        model: Any = self.accelerator.unwrap_model(self.model)
-        return causal_core(getattr(model, "pretrained_model", model))
+            first = self.accelerator.process_index * len(queries)
+            streams = range(first, first + len(queries))
+            prompts = [query.tolist() for query in queries]
+            found = [done.ids for done in self.engine.generate(prompts, sampling, streams=streams)]
+        responses = []
+        for row, (query, ids) in enumerate(zip(queries, found, strict=True)):
+            response = query.new_tensor(ids if lengths is None else ids[: lengths[row]])
+            if self.limits.start is not None:  # as `generate` of an encoder-decoder: never the query
+                response = torch.cat([query.new_tensor([self.limits.start]), response])
+            elif return_prompt:
+                response = torch.cat([query, response])
+            responses.append(response)
+        return responses
 
     def _sampling(self, kwargs: dict[str, Any]) -> Sampling | None:
         """The engine's settings for these arguments over the model's generation config; None where it has none."""
-        given = {**_DEFAULTS, **_set_fields(self._core().generation_config), **kwargs}
+        model: Any = self.accelerator.unwrap_model(self.model)
+        core: Any = causal_core(getattr(model, "pretrained_model", model))
+        given = {**_DEFAULTS, **_set_fields(core.generation_config), **kwargs}
         if "max_new_tokens" in given and "max_length" not in kwargs:
             given.pop("max_length")
         try:
             return Sampling().updated(given)
         except ValueError:
-            return None  # beams, n-gram bans, processors: for the model's own generate, which checks names itself
-
-    def _by_engine(self, queries: Sequence[Tensor], sampling: Sampling) -> list[list[int]]:
-        first = self.accelerator.process_index * len(queries)
-        streams = range(first, first + len(queries))
-        prompts = [query.tolist() for query in queries]
-        return [done.ids for done in self.engine.generate(prompts, sampling, streams=streams)]
+            return None  # beams, constraints: for the model's own generate, which checks names itself
 
     def _by_model(
         self, queries: Sequence[Tensor], kwargs: dict[str, Any], batch_size: int
     ) -> list[list[int]]:
         found: list[list[int]] = []
+        is_decoder, window, device = (
+            self.limits.start is None,
+            self.limits.context_length,
+            self.accelerator.device,
+        )
+        settings = {"pad_token_id": self.pad, **kwargs}
         seed = fresh_seed() + self.accelerator.process_index  # random streams are put back behind the block
         with generating(self.model, self.accelerator) as model:
             torch.manual_seed(seed)
-            ends = end_tokens(None, causal_core(model))
-            if kwargs.get("eos_token_id") is not None:
-                several = kwargs["eos_token_id"]
-                ends = set(several if isinstance(several, (list, tuple)) else [several])
+            ends = kwargs.get("eos_token_id")
+            ends = end_tokens(None, causal_core(model)) if ends is None else ends
+            ends = ends if isinstance(ends, Collection) else [ends]
             for begin in range(0, len(queries), batch_size):
-                part = queries[begin : begin + batch_size]
-                inputs, settings = self._padded(part), {"pad_token_id": self._pad(), **kwargs}
-                output = model.generate(**inputs, **self._inside_window(settings, max(map(len, part))))
-                own = 1 if self.start is not None else inputs["input_ids"].shape[1]
+                part, side = queries[begin : begin + batch_size], "left" if is_decoder else "right"
+                ids = pad([*part], padding_value=self.pad, padding_side=side).to(device)
+                mask = pad([torch.ones_like(query) for query in part], padding_side=side).to(device)
+                own = ids.shape[1] if is_decoder else 1
+                if window is not None and kwargs.get("max_new_tokens") is not None:  # as the engine
+                    settings["max_new_tokens"] = min(kwargs["max_new_tokens"], window - own)
+                output = model.generate(input_ids=ids, attention_mask=mask, **settings)
                 found += [_until_end(row[own:].tolist(), ends, settings["pad_token_id"]) for row in output]
         if len(found) != len(queries):
             raise ValueError(
@@ -105,31 +105,9 @@ class Responder:
             )
         return found
 
-    def _padded(self, queries: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Queries padded for `generate`: on the left for decoders, on the right for encoders."""
-        width, pad = max(map(len, queries)), self._pad()
-        device = self.accelerator.device
-        ids = torch.full((len(queries), width), pad, device=device)
-        mask = torch.zeros_like(ids)
-        for row, query in enumerate(queries):
-            place = slice(0, len(query)) if self.start is not None else slice(width - len(query), width)
-            ids[row, place], mask[row, place] = query.to(device), 1
-        return {"input_ids": ids, "attention_mask": mask}
-
-    def _inside_window(self, kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
-        """Arguments that ask for no more new tokens than the window has room for, as the engine ends there too."""
-        if self.window is None or kwargs.get("max_new_tokens") is None:
-            return kwargs
-        room = self.window - (1 if self.start is not None else longest)
-        return {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], room)}
-
-    def _pad(self) -> int:
-        own = getattr(self.tokenizer, "pad_token_id", None)
-        return 0 if own is None else int(own)
-
 
 def _set_fields(config: Any) -> dict[str, Any]:
-    """What a generation config says, by name."""
+    """The fields of a generation config that are set."""
     return {
         name: value
         for name, value in vars(config).items()
@@ -137,24 +115,20 @@ def _set_fields(config: Any) -> dict[str, Any]:
     }
 
 
-def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_config(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `generate` with those of a `generation_config` among them written out; single ones win."""
-    kwargs = dict(kwargs)
-    config = kwargs.pop("generation_config", None)
-    if config is None:
-        return kwargs
-    given = _set_fields(config)
+    single = {name: value for name, value in kwargs.items() if name != "generation_config"}
+    given = {} if kwargs.get("generation_config") is None else _set_fields(kwargs["generation_config"])
     if "max_new_tokens" in given or "max_new_tokens" in kwargs:
         given.pop("max_length", None)
-    return {**given, **kwargs}
+    return {**given, **single}
 
 
-def _until_end(ids: list[int], ends: Any, pad: int) -> list[int]:
-    """Ids up to and with the first end token, or up to what fills up a row that was stopped otherwise."""
+def _until_end(ids: list[int], ends: Collection[int], padding: int) -> list[int]:
+    """Ids up to and with the first end token, or without the padding of a row that was stopped otherwise."""
     for index, token in enumerate(ids):
         if token in ends:
             return ids[: index + 1]
-    length = len(ids)
-    while length > 1 and ids[length - 1] == pad:
-        length -= 1
-    return ids[:length]
+    while len(ids) > 1 and ids[-1] == padding:
+        ids = ids[:-1]
+    return ids

@@ -404,14 +404,10 @@ class PPOTrainer:
         return {**self._padded(queries), **decoder}
 
     def _padded(self, rows: list[Tensor]) -> dict[str, Tensor]:
-        columns = {
-            "input_ids": (rows, pad_token_id(self.tokenizer)),
-            "attention_mask": ([torch.ones_like(row) for row in rows], 0),
-        }
-        side, device = self.tokenizer.padding_side, self.accelerator.device
-        return {
-            name: pad_rows(found, value, side=side).to(device) for name, (found, value) in columns.items()
-        }
+        side, masks = self.tokenizer.padding_side, [torch.ones_like(row) for row in rows]
+        ids = pad_rows(rows, pad_token_id(self.tokenizer), side=side)
+        found = {"input_ids": ids, "attention_mask": pad_rows(masks, 0, side=side)}
+        return {name: value.to(self.accelerator.device) for name, value in found.items()}
 
     def batched_forward_pass(
         self,

@@ -84,21 +84,7 @@ def _log_ratios(experience: Experience) -> Tensor:
 class RLOOTrainer(OnlineTrainer):
     """Trainer of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
-    Args:
-        model: the policy: a causal language model, a `PeftModel`, or a name or path.
-        reward_funcs: as `GRPOTrainer` takes them.
-        args: an `RLOOConfig`.
-        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
-            reward functions. A stream needs `max_steps`.
-        eval_dataset: the same kind of rows, or a dict of several sets by name.
-        processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved with it.
-        reward_processing_classes: the tokenizer of each reward model (None for functions).
-        callbacks: further callbacks.
-        optimizers: an optimizer and a scheduler, instead of those that the config describes.
-        peft_config: trains a new adapter of the policy with these settings.
-        tools: functions, sync or async, with type hints and docstrings, that the policy may call in its completions.
-        rollout_func: `func(prompts, trainer)` that generates instead of the policy.
-        older: arguments of 0.21 and before, which move with a warning (`trl.legacy`).
+    Takes what `GRPOTrainer` takes. `older`: arguments of 0.21 and before, which move with a warning (`trl.legacy`).
 
     Example:
         >>> def brevity(completions, **columns):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
-from trl.experimental.gfpo.group_filter import GroupFilterFunc, filter_scores
 from trl.objectives.group_advantages import best_of_groups
 from trl.options.training import config_or_default
+from trl.rewards.functions import accepted, name_of, parameters_of
 from trl.rewards.inputs import RewardInputs
 from trl.rollouts.columns import FILTERED, LENGTH, SCORES
 from trl.rollouts.experience import Experience
@@ -21,6 +21,9 @@ from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
 from trl.trainer.online_method import GroupMethod
+
+GroupFilterFunc = Callable[..., Any]
+"""`func(group_completions=, group_rewards=, **columns)`: for every group a list of one score per completion."""
 
 
 class GFPOMethod(GRPOMethod):
@@ -143,3 +146,50 @@ def _remains(rows: Mapping[str, Tensor]) -> Tensor:
 
 def _kept_scores(rows: Mapping[str, Tensor]) -> Tensor:
     return torch.where(_remains(rows), rows[SCORES], torch.nan)
+
+
+def filter_scores(
+    function: GroupFilterFunc, inputs: RewardInputs, rewards: Tensor, group_size: int
+) -> Tensor:
+    """The scores of the completions of whole groups, float64 `(B,)`.
+
+    The function is given lists of groups, each a list of `group_size`: `group_completions`, `group_rewards` (None without a
+    reward), `prompts`, `completion_ids` and the columns; of these, without `**kwargs`, the ones that it names.
+
+    Raises: ValueError or TypeError for another shape, and for scores that are not finite.
+    """
+    worth = [None if value != value else value for value in rewards.tolist()]
+    every: dict[str, Any] = {
+        "group_completions": _groups(inputs.completions, group_size),
+        "group_rewards": _groups(worth, group_size),
+        "prompts": _groups(inputs.prompts, group_size),
+        "completion_ids": _groups(inputs.completion_ids, group_size),
+        "trainer_state": inputs.trainer_state,
+        **{name: _groups(values, group_size) for name, values in inputs.columns.items()},
+    }
+    answer, name = function(**accepted(every, parameters_of(function))), name_of(function)
+    groups = len(inputs) // group_size
+    wanted = f"a list of {group_size} scores for each of {groups} groups"
+    try:
+        lists = [[float(score) for score in group] for group in answer]
+    except TypeError as error:
+        raise TypeError(
+            f"group_filter_func {name!r} returned no lists of numbers ({error}), expected {wanted}."
+        ) from None
+    lengths = [len(group) for group in lists]
+    if lengths != [group_size] * groups:
+        raise ValueError(
+            f"group_filter_func {name!r} returned {len(lists)} groups of {sorted(set(lengths))} scores, expected {wanted}."
+        )
+    scores = torch.tensor(lists, dtype=torch.float64).flatten()
+    if not scores.isfinite().all():
+        row = int((~scores.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"group_filter_func {name!r} gave completion {row % group_size} of group {row // group_size} the score "
+            f"{float(scores[row])}, expected finite numbers. Give a completion that must not remain a large negative score."
+        )
+    return scores
+
+
+def _groups(values: Sequence[Any], group_size: int) -> list[list[Any]]:
+    return [list(values[first : first + group_size]) for first in range(0, len(values), group_size)]

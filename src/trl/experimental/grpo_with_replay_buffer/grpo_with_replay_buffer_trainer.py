@@ -82,19 +82,23 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         found = found.with_rows(**{REPLAYED: torch.zeros(len(found), dtype=torch.bool)})
         if not self.buffer.size:
             return found
-        every = self._of_all_processes(found)
-        flat = has_no_variance(every.per_row[SCORES], self.sizes.group)
-        missing = flat.nonzero()[: len(self.buffer), 0]
-        own = self._replaced(every, missing, number) if len(missing) else found
-        self._remember(every, (~flat).nonzero()[:, 0])
-        self._sums["train"].add_all(self._replays(len(missing)))
-        return own
-
-    def _of_all_processes(self, own: Experience) -> Experience:
-        """The rollout batch's rows, those of every process."""
-        if self.args.world_size == 1:
-            return own
-        return concatenate([Experience.from_state(state) for state in gather_object([own.state()])])
+        every, size = found, self.sizes.group
+        if self.args.world_size > 1:
+            every = concatenate([Experience.from_state(state) for state in gather_object([found.state()])])
+        is_flat = has_no_variance(every.per_row[SCORES], size)
+        missing, groups = is_flat.nonzero()[: len(self.buffer), 0], (~is_flat).nonzero()[:, 0]
+        if len(missing):
+            found = self._replaced(every, missing, number)
+        rewards = group_moments(every.per_row[SCORES], size)
+        scores = (rewards.mean + rewards.std)[groups * size]
+        self.buffer.add(every.take(rows_of_groups(groups, size)), scores)
+        share = torch.tensor(1 / self.args.world_size, dtype=torch.float64)
+        replaced = len(missing) * size / self.sizes.rows
+        measured = {"replaced_groups": replaced, "buffer_groups": len(self.buffer)}
+        self._sums["train"].add_all(
+            {f"replay/{name}": Weighted(value * share, share) for name, value in measured.items()}
+        )
+        return found
 
     def _replaced(self, every: Experience, missing: Tensor, number: int) -> Experience:
         """This process's rows of the rollout batch, with earlier groups in the place of those that are `missing`."""
@@ -108,20 +112,6 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         share = sampled_lengths(found).double().mean().to(found.per_row[MEAN_LENGTH].dtype)
         found = found.with_rows(**{MEAN_LENGTH: share.expand(len(found)).clone()})
         return found.take(torch.arange(first, first + self.sizes.own_rows))
-
-    def _remember(self, every: Experience, groups: Tensor) -> None:
-        """Keep the best of the new groups that are learned from."""
-        found = group_moments(every.per_row[SCORES], self.sizes.group)
-        scores = (found.mean + found.std)[groups * self.sizes.group]
-        self.buffer.add(every.take(rows_of_groups(groups, self.sizes.group)), scores)
-
-    def _replays(self, count: int) -> dict[str, Weighted]:
-        share = torch.tensor(1 / self.args.world_size, dtype=torch.float64)
-        groups = self.sizes.rows // self.sizes.group
-        return {
-            "replay/replaced_groups": Weighted(count / groups * share, share),
-            "replay/buffer_groups": Weighted(len(self.buffer) * share, share),
-        }
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
