@@ -1,0 +1,103 @@
+"""Tokens of two tokenizers over one text, aligned by bytes: a decoded token may be half a character, its bytes never are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_SAMPLE = "Sum of 12 + 7:\n\tñandú, 中 and 🙂."
+
+
+def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
+    """The bytes that each token id stands for; special tokens stand for their names.
+
+    Byte-level BPE, SentencePiece (with byte fallback) and tokenizers whose tokens are text. Raises: ValueError for others,
+    such as WordPiece, whose tokens do not say where spaces were.
+    """
+    decoder = json.dumps(
+        json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}, ensure_ascii=False
+    )
+    special = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    of_char = _byte_of_char()
+
+    def of_token(token: str | None) -> bytes:
+        if token is None:
+            return b""
+        if token in special:
+            return token.encode()
+        if '"ByteLevel"' in decoder:
+            return bytes(of_char[char] for char in token)
+        if len(token) == 6 and token.startswith("<0x") and '"ByteFallback"' in decoder:
+            return bytes.fromhex(token[3:5])
+        if '"Metaspace"' in decoder or "▁" in decoder:
+            token = token.replace("▁", " ")
+        return token.encode()
+
+    found = [of_token(token) for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if b"".join(found[token] for token in ids).removeprefix(b" ") != text.encode().removeprefix(b" "):
+        raise ValueError(
+            f"the tokens of {type(tokenizer).__name__} do not join to their text ({text!r}), expected byte-level BPE or "
+            "SentencePiece. Use a teacher and a student of one tokenizer."
+        )
+    return found
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable bytes are themselves, others the characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+class Alignment(NamedTuple):
+    """Spans of tokens of two tokenizers that cover the same bytes.
+
+    `own (S,)` and `other (S',)`, int64: the span of each token, -1 for those behind the bytes that both have in common.
+    Spans are as short as they can be, in order, `count` of them.
+    """
+
+    own: np.ndarray
+    other: np.ndarray
+    count: int
+
+
+def align(own: Sequence[bytes], other: Sequence[bytes]) -> Alignment:
+    """The shortest spans of tokens with the same bytes; every byte of the common beginning is in one span.
+
+    >>> align([b"ab", b"c", b"d"], [b"a", b"bc", b"d"])
+    Alignment(own=array([0, 0, 1]), other=array([0, 0, 1]), count=2)
+    """
+    own_ends, other_ends = (
+        np.cumsum([len(token) for token in tokens], dtype=np.int64) for tokens in (own, other)
+    )
+    alike = _common_length(b"".join(own), b"".join(other))
+    common = np.intersect1d(own_ends, other_ends)
+    common = common[(common > 0) & (common <= alike)]
+    spans = [np.searchsorted(common, ends) for ends in (own_ends, other_ends)]
+    return Alignment(*(np.where(each < len(common), each, -1) for each in spans), count=len(common))
+
+
+def _common_length(first: bytes, second: bytes) -> int:
+    """How many bytes two texts have in common from the beginning."""
+    size = min(len(first), len(second))
+    differs = np.frombuffer(first[:size], np.uint8) != np.frombuffer(second[:size], np.uint8)
+    return int(differs.argmax()) if differs.any() else size
+
+
+def shared_tokens(own: Sequence[bytes], other: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    """The ids of the tokens that both vocabularies have, in the order of the first: the same bytes, which are not empty.
+
+    >>> shared_tokens([b"a", b"b", b"ab"], [b"ab", b"c", b"a"])
+    ([0, 2], [2, 0])
+    """
+    place = {token: number for number, token in reversed(list(enumerate(other))) if token}
+    seen: dict[bytes, int] = {}
+    for number, token in enumerate(own):
+        if token in place:
+            seen.setdefault(token, number)
+    return list(seen.values()), [place[token] for token in seen]
