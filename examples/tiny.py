@@ -149,6 +149,22 @@ def solutions(folder: Path, *, system: str) -> dict[str, Any]:
     return save(folder, {"train": rows * 8, "test": rows}, model, tokenizer)
 
 
+def taught(folder: Path) -> dict[str, Any]:
+    """Sums with their results, a teacher that adds, and a student of random weights."""
+    dice = random.Random(0)
+    rows = [
+        {"prompt": f"{left} + {right} =", "completion": f" {left + right}"}
+        for left in range(5)
+        for right in range(5)
+    ]
+    tokenizer = word_tokenizer(["+", "=", *map(str, range(9))])
+    teacher, texts = word_model(tokenizer), [f"{row['prompt']}{row['completion']} {EOS}" for row in rows]
+    imitate(teacher, tokenizer, lambda: (dice.choices(texts, k=32), None), steps=200)
+    save(folder / "teacher", {}, teacher, tokenizer)
+    options = save(folder, {"train": rows * 8, "test": rows}, word_model(tokenizer), tokenizer)
+    return {**options, "teacher_model_name_or_path": folder / "teacher" / "model", "max_new_tokens": 4}
+
+
 def chat(question: str, system: str) -> str:
     """A question as `CHAT` writes it, with the beginning of an answer."""
     return f"<system> {system} {EOS} <user> {question} {EOS} <assistant> "

@@ -164,6 +164,7 @@ def workshop(tmp_path_factory):
     tokenizer = small_model.train_tokenizer(small_model.strings(data), vocabulary=400)
     for part in (small_model.small_llama(tokenizer, seed=0), tokenizer):
         part.save_pretrained(here / "runs" / "gsm8k" / "model")
+        part.save_pretrained(here / "runs" / "gsm8k" / "student")
         part.save_pretrained(here / "runs" / "harmless" / "model")
     pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
     for name in ("first.jsonl", "second.jsonl"):

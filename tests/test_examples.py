@@ -36,6 +36,7 @@ SCRIPTS = [
     ("scripts/orpo", "--use_peft true --learning_rate 2e-2", "loss", -0.05),
     ("scripts/bco", "--match_prompts true", "loss", -0.01),
     ("scripts/kto", "", "rewards/margins", 0.1),
+    ("scripts/gkd", "--max_steps 60", "loss", -0.1),
     ("scripts/gspo", "--max_steps 15", "reward", 0.1),
     ("scripts/rloo", "--max_steps 15", "reward", 0.1),
     ("scripts/grpo_vlm", "--max_steps 10", "reward", 0.1),

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from trl.rewards.judges.bases import BaseRankJudge as BaseRankJudge
     from trl.rewards.judges.bases import RandomPairwiseJudge as RandomPairwiseJudge
     from trl.rewards.judges.bases import RandomRankJudge as RandomRankJudge
-    from trl.rewards.judges.models import HfPairwiseJudge as HfPairwiseJudge
-    from trl.rewards.judges.models import OpenAIPairwiseJudge as OpenAIPairwiseJudge
-    from trl.rewards.judges.models import PairRMJudge as PairRMJudge
+    from trl.rewards.judges.chat import HfPairwiseJudge as HfPairwiseJudge
+    from trl.rewards.judges.chat import OpenAIPairwiseJudge as OpenAIPairwiseJudge
+    from trl.rewards.judges.pair_rm import PairRMJudge as PairRMJudge
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
     from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
     from trl.rollouts.text_environment import TextHistory as TextHistory
@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
     from trl.trainer.dpo_config import FDivergenceType as FDivergenceType
     from trl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
+    from trl.trainer.gkd_config import GKDConfig as GKDConfig
+    from trl.trainer.gkd_trainer import GKDTrainer as GKDTrainer
     from trl.trainer.grpo_config import GRPOConfig as GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
     from trl.trainer.iterative_sft_config import IterativeSFTConfig as IterativeSFTConfig

@@ -9,16 +9,16 @@ Row = dict[str, str]
 # fmt: off
 _JUDGES: Row = {"trl.rewards.judges.bases": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge "
     "BaseRankJudge RandomPairwiseJudge RandomRankJudge",
-    "trl.rewards.judges.models": "HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge"}
+    "trl.rewards.judges.chat": "HfPairwiseJudge OpenAIPairwiseJudge",
+    "trl.rewards.judges.pair_rm": "PairRMJudge"}
 _JUDGE_PROMPT: Row = {
-    "trl.rewards.judges.models": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge "
-        "PairRMJudge"}
+    "trl.rewards.judges.chat": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge"}
 _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.log_completions": "LogCompletionsCallback",
     "trl.trainer.callbacks.rich_progress": "RichProgressCallback",
     "trl.trainer.callbacks.sync_ref_model": "SyncRefModelCallback",
     "trl.trainer.callbacks.weave": "WeaveCallback"}
-_UPPER = ("bco", "cpo", "dpo", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
+_UPPER = ("bco", "cpo", "dpo", "gkd", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
 _METHODS = {**{name: name.upper() for name in _UPPER}, "iterative_sft": "IterativeSFT", "reward": "Reward"}
 _TRAINERS: Row = {**{f"trl.trainer.{name}_config": f"{method}Config" for name, method in _METHODS.items()},
     **{f"trl.trainer.{name}_trainer": f"{method}Trainer" for name, method in _METHODS.items()},
@@ -213,7 +213,7 @@ NAMES: dict[str, Row] = {
         "trl.trainer.on_policy_config": "OnPolicyConfig OnlineTrainerState"},
 }
 
-for _name in ("bco", "cpo", "kto", "orpo", "prm"):  # methods whose 0.26 path holds the classes of trl.trainer
+for _name in ("bco", "cpo", "gkd", "kto", "orpo", "prm"):  # methods whose 0.26 path holds the classes of trl.trainer
     _config = {f"trl.trainer.{_name}_config": f"{_METHODS[_name]}Config"}
     _trainer = {f"trl.trainer.{_name}_trainer": f"{_METHODS[_name]}Trainer"}
     NAMES[f"trl.experimental.{_name}"] = {**_config, **_trainer}
@@ -228,9 +228,8 @@ NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMomen
 
 # Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
 NOT_YET: dict[str, str] = {
-    "distillation": "GKDConfig GKDTrainer GOLDConfig GOLDTrainer GOLDVLLMSyncCallback MiniLLMConfig MiniLLMTrainer ULDLoss "
-    "build_teacher_inputs_from_texts dummy_reward_func print_prompt_completions_sample_uld gkd gold minillm gkd_config "
-    "gkd_trainer",
+    "distillation": "GOLDConfig GOLDTrainer GOLDVLLMSyncCallback MiniLLMConfig MiniLLMTrainer ULDLoss "
+    "build_teacher_inputs_from_texts dummy_reward_func print_prompt_completions_sample_uld gold minillm",
     "online preference optimisation": "NashMDConfig NashMDTrainer OnlineDPOConfig OnlineDPOTrainer WinRateCallback XPOConfig "
     "XPOTrainer nash_md nash_md_config nash_md_trainer online_dpo online_dpo_config online_dpo_trainer winrate_callback xpo "
     "xpo_config xpo_trainer",

@@ -15,7 +15,7 @@ from tests.experimental import ppo_runs
 from tests.tiny import tiny_model
 from tests.trainer import group_methods, preference_methods
 from tests.trainer.one_step import fixed_rows, trainer_of
-from trl import SFTConfig, SFTTrainer
+from trl import GKDConfig, GKDTrainer, SFTConfig, SFTTrainer
 
 CLOCKS = ("runtime", "per_second", "eps", "preparation_time")
 OF_THE_RUN = ("epoch", "step", "grad_norm", "learning_rate")
@@ -42,10 +42,21 @@ def sft(out: str | None = None, **settings: Any) -> Any:
     return trainer_of(SFTTrainer, SFTConfig, out, settings, train_dataset=Dataset.from_list(fixed_rows()))
 
 
+def gkd(out: str | None = None, **settings: Any) -> Any:
+    settings.setdefault("model", tiny_model("gpt2", dtype=torch.float64))
+    teacher = tiny_model("llama", dtype=torch.float64)
+    settings = {"lmbda": 0.0, "max_new_tokens": 6, **settings}
+    data = Dataset.from_list(fixed_rows())
+    return trainer_of(GKDTrainer, GKDConfig, out, settings, teacher_model=teacher, train_dataset=data)
+
+
 ROWS: dict[str, preference_methods.Method] = {
     "sft": (sft, {}),
     "sft-dft": (sft, {"loss_type": "dft"}),
     "sft-padding-free": (sft, {"padding_free": True}),
+    "gkd": (gkd, {}),
+    "gkd-reverse": (gkd, {"beta": 1.0, "temperature": 2.0, "padding_free": True}),
+    "gkd-on-policy": (gkd, {"lmbda": 1.0}),
     **preference_methods.METHODS,
 }
 HALVES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}

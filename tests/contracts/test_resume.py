@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.methods import sft
+from tests.contracts.methods import gkd, sft
 from tests.experimental import ppo_runs
 from tests.trainer import grpo_runs
 from tests.trainer.dpo_runs import make as dpo
@@ -46,6 +46,7 @@ def lora() -> Any:
 
 METHODS: dict[str, Any] = {
     "sft": lambda out: of_rows(out, sft, {"neftune_noise_alpha": 5.0}),
+    "gkd": lambda out: of_rows(out, gkd, {"lmbda": 0.5, "seq_kd": True}),
     **{name: lambda out, given=given: of_rows(out, *given) for name, given in RESUMED.items()},
     "dpo, by length": lambda out: of_rows(out, dpo, {"train_sampling_strategy": "group_by_length"}),
     "reward, adapter": lambda out: of_rows(out, reward, {"peft_config": lora()}),

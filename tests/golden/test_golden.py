@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-BUILT = ("sft", "dpo", "cpo", "orpo", "kto", "bco", "reward", "prm", "ppo_step", "grpo", "rloo")
+BUILT = ("sft", "dpo", "cpo", "orpo", "kto", "bco", "reward", "prm", "gkd", "ppo_step", "grpo", "rloo")
 DEVIATIONS = tomllib.loads((HERE / "deviations.toml").read_text())
 
 

@@ -22,6 +22,7 @@ ROWS = {
     "dpo": (PAIR, "chosen (4 tokens, 4 trained): >> Seven apples.<|im_end|><<"),
     "reward": (PAIR, ">>Q: How many? Next.<|im_end|><<"),
     "kto": ({"prompt": "Q: How many?", "completion": " Seven.", "label": True}, ">> Seven.<|im_end|><<"),
+    "gkd": ({"prompt": "Q: How many?", "completion": " Seven."}, ">> Seven.<|im_end|><<"),
     "grpo": (QUESTION, "0 trained): How many apples are left?"),
     "rloo": (QUESTION, "0 trained): How many apples are left?"),
 }
@@ -39,7 +40,11 @@ def run(tmp_path, model_path, monkeypatch, capsys):
             f"--model_name_or_path {model_path} --dataset_name {rows} --output_dir {tmp_path / 'out'} --use_cpu "
             "--report_to none --dry_run true"
         )
-        rewards = ["--reward_funcs", "think_format_reward"] if name in ("grpo", "rloo") else []
+        needs = {
+            "grpo": ["--reward_funcs", "think_format_reward"],
+            "gkd": ["--teacher_model_name_or_path", str(model_path)],
+        }
+        rewards = needs.get("grpo" if name == "rloo" else name, [])
         assert run_script(module.make_parser(), module.main, [*fixed.split(), *rewards, *line]) == 0
         return capsys.readouterr().out
 

@@ -30,6 +30,9 @@ COMMANDS: dict[str, Command] = {
         "trl.scripts.dpo", "train a model on preferred and rejected answers (DPO and its family)", "training"
     ),
     "kto": Command("trl.scripts.kto", "train a model on answers that are marked good or bad", "training"),
+    "gkd": Command(
+        "trl.scripts.gkd", "train a student on a teacher's distributions (distillation)", "training"
+    ),
     "grpo": Command(
         "trl.scripts.grpo", "train a model on rewards of its own answers, group by group (GRPO)", "training"
     ),

@@ -54,6 +54,10 @@ NOT_CALLED_OF_GROUPS: NotCalled = {
     **dict.fromkeys(("_get_per_token_logps", "_get_per_token_logps_and_entropies"), _SCORING),
     "_calculate_rewards": (("make_rollout_batch",), "Give reward_funcs="),
 }
+NOT_CALLED_OF_GKD: NotCalled = {
+    "generalized_jsd_loss": (("score_learned",), "Override score_learned(model, batch)"),
+    "generate_on_policy_outputs": (("get_batch_samples",), "Override get_batch_samples"),
+}
 NOT_CALLED_OF_REPLAY: NotCalled = {**NOT_CALLED_OF_GROUPS, **dict.fromkeys(
     ("slice_group_data", "update_replay_buffer", "sample_from_replay_buffer", "update_with_replay_buffer"),
     (("make_rollout_batch",), "Override make_rollout_batch(number)"),

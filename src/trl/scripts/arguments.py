@@ -99,6 +99,11 @@ class KTOScriptArguments(ColumnMapping, ScriptArguments):
 
 
 @dataclass
+class GKDScriptArguments(ColumnMapping, ScriptArguments):
+    """What `trl gkd` reads besides `GKDConfig` and `ModelConfig`."""
+
+
+@dataclass
 class DPOScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
 

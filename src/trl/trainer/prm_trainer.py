@@ -13,7 +13,9 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
+from trl.legacy import PRM_ARGUMENTS, move_onto_config
 from trl.models.packed.layout import IGNORED, is_packed
+from trl.models.policy import set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import STEP_CLASSIFIER
 from trl.objectives.reward_modelling import step_classification
@@ -24,6 +26,7 @@ from trl.trainer.prepared_sets import row_sets
 from trl.trainer.prm_config import PRMConfig
 
 AnyDataset = Dataset | IterableDataset
+COLUMNS = ("input_ids", "labels")
 
 
 class StepLogits(NamedTuple):
@@ -88,8 +91,7 @@ class PRMTrainer(PreferenceTrainer):
     args: PRMConfig
     scorer: ClassificationScorer
     method = PRMMethod()
-    _config_class: ClassVar[type] = PRMConfig
-    _columns: tuple[str, ...] = ("input_ids", "labels")
+    _columns: ClassVar[tuple[str, ...]] = COLUMNS
 
     def __init__(
         self,
@@ -109,9 +111,12 @@ class PRMTrainer(PreferenceTrainer):
     ) -> None:
         if model is None and model_init is not None:
             model = model_init()
-        policy, args = self.begin(
-            model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER
+        model, args, processing_class = move_onto_config(
+            PRM_ARGUMENTS, PRMConfig, model=model, args=args, processing_class=processing_class, older=older
         )
+        assert isinstance(args, PRMConfig)
+        policy = set_up_policy(model, args, processing_class, peft_config, classifier=STEP_CLASSIFIER)
+        self.scorer = policy.scorer
         sets = partial(row_sets, prepare_stepwise_dataset, StepwisePreparation, args, policy)
         super().__init__(
             policy,

@@ -1,0 +1,55 @@
+"""Static methods of TRL's `GKDTrainer`, for programs that call them; training computes the same from hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trl.objectives.distillation import divergence
+from trl.tensors.padding import first_true_indices
+
+_IGNORED = -100
+
+
+def generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: Literal["batchmean", "sum", "mean", "none"] = "batchmean",
+) -> Tensor:
+    """The divergence of logits `(B, T, V)`; `labels (B, T)` are aligned to them, and -100 where nothing counts.
+
+    `batchmean`: over the tokens that count, or without labels the sum over the batch size. `sum`: over tokens. `mean`: over
+    tokens and vocabulary. `none`: one value per token that counts, or `(B, T)` without labels.
+    """
+    values = divergence(student_logits / temperature, teacher_logits / temperature, beta=beta)
+    counted = len(values) if labels is None else int((labels != _IGNORED).sum())
+    if labels is not None:
+        values = values[labels != _IGNORED]
+    if reduction == "batchmean":
+        return values.sum() / counted
+    if reduction == "sum":
+        return values.sum()
+    return values.mean() / student_logits.shape[-1] if reduction == "mean" else values
+
+
+def generate_on_policy_outputs(
+    model: Any, inputs: dict[str, Tensor], generation_config: Any, pad_token_id: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, attention mask and labels, each `(B, P + T)`, of `model.generate` on `prompts (B, P)`, padded on the left.
+
+    Labels are -100 on prompts and after the end token, which counts. `pad_token_id` has no effect: masks go by position.
+    """
+    prompts, mask = inputs["prompts"], inputs.get("prompt_attention_mask")
+    tokens = model.generate(prompts, attention_mask=mask, generation_config=generation_config)
+    ends = torch.tensor(generation_config.eos_token_id or [], device=tokens.device).flatten()
+    completions = tokens[:, prompts.shape[1] :]
+    lengths = first_true_indices(torch.isin(completions, ends)) + 1
+    real = torch.arange(completions.shape[1], device=tokens.device) < lengths[:, None]
+    attended = torch.cat([torch.ones_like(prompts) if mask is None else mask, real.to(prompts.dtype)], dim=1)
+    labels = torch.cat([torch.full_like(prompts, _IGNORED), completions.where(real, _IGNORED)], dim=1)
+    return tokens, attended, labels

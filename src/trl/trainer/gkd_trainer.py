@@ -1,0 +1,249 @@
+"""Generalised knowledge distillation: a student learns a teacher's distributions, on data or on its own completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from trl._lazy import attach
+from trl.collators.preference import completion_batch
+from trl.data.formats import column_names
+from trl.data.rendering import text_tokenizer
+from trl.generation.engine import Engine, Sampling
+from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.transformers.stopping import end_tokens
+from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
+from trl.legacy.interface import NOT_CALLED_OF_GKD
+from trl.models.packed.layout import IGNORED
+from trl.models.parts import causal_core
+from trl.models.scoring.causal import Scorer
+from trl.models.teacher import make_teacher
+from trl.objectives.distillation import divergence
+from trl.tensors.reduce import LossTerms
+from trl.tensors.vocabulary_loss import VocabularyLoss
+from trl.trainer.gkd_config import GKDConfig
+from trl.trainer.method import Outcome, Step
+from trl.trainer.sft_trainer import SFTMethod, SFTTrainer
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
+
+
+class GKDMethod(SFTMethod):
+    """The divergence of student and teacher at each trained token (arXiv:2306.13649, eq. 1)."""
+
+    def __init__(self, beta: float) -> None:
+        super().__init__("nll")
+        self.beta = beta
+
+    def divergence(self, student: Tensor, teacher: Tensor | None, rows: slice) -> Tensor:
+        """Of a chunk's logits, `(C, V), (C, V') -> (C,)`, over the vocabulary that both have."""
+        assert teacher is not None
+        shared = min(student.shape[-1], teacher.shape[-1])
+        return divergence(student[:, :shared], teacher[:, :shared], beta=self.beta)
+
+    def terms(self, batch: Mapping[str, Any], scored: VocabularyLoss, step: Step) -> Outcome:  # type: ignore[override]
+        """The divergence of each trained token."""
+        terms = LossTerms(scored.values, torch.ones_like(scored.values), "token", {})
+        return Outcome([terms], None, None, scored.aux_loss, local=scored.total)
+
+
+@dataclass(frozen=True)
+class GeneratedCompletions:
+    """Replaces the completions of micro-batches: by the student's in a share `lmbda` of them, else by a teacher's, if it has one.
+
+    The draw and the completions follow from the seed and the optimiser step. `rows` is the number of rows of a micro-batch.
+    """
+
+    student: Engine
+    teacher: Engine | None
+    sampling: Sampling
+    lmbda: float
+    rows: int
+    rank: int
+    world_size: int
+
+    def engines(self, step: int, count: int) -> list[Engine | None]:
+        """What completes each micro-batch of an optimiser step, alike in all processes; None: the data set."""
+        generator = torch.Generator().manual_seed(self.sampling.seed or 0)
+        generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) + step)
+        draws = torch.rand(count, generator=generator).tolist()
+        return [self.student if draw < self.lmbda else self.teacher for draw in draws]
+
+    def replaced(self, batches: Sequence[Any], scorer: Scorer, step: int, model: Any) -> list[Any]:
+        """The micro-batches of an optimiser step; `model` is the student's, with its present weights."""
+        found, engines = list(batches), self.engines(step, len(batches))
+        for engine in (self.student, self.teacher):
+            turns = [turn for turn, each in enumerate(engines) if engine is not None and each is engine]
+            if engine is None or not turns:
+                continue
+            if engine is self.student:
+                engine.sync_weights(model, step)
+            prompts = {turn: prompts_of(scorer.padded_inputs(batches[turn])) for turn in turns}
+            streams = [
+                ((step * len(batches) + turn) * self.world_size + self.rank) * self.rows + row
+                for turn in turns
+                for row in range(len(prompts[turn]))
+            ]
+            flat = [prompt for turn in turns for prompt in prompts[turn]]
+            completions = iter(engine.generate(flat, self.sampling, streams=streams))
+            for turn in turns:
+                rows = [(prompt, [next(completions).ids]) for prompt in prompts[turn]]
+                found[turn] = completion_batch(rows, prefix_sharing=False)
+        return found
+
+
+def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
+    """The tokens of each padded row before its first trained one; at least one, for a completion starts after a token."""
+    prompts = []
+    for ids, labels, mask in zip(rows["input_ids"], rows["labels"], rows["attention_mask"], strict=True):
+        real = mask != 0
+        start = int((labels[real] != IGNORED).int().argmax())
+        prompts.append(ids[real][: max(start, 1)].tolist())
+    return prompts
+
+
+def last_turns(dataset: Any) -> Any:
+    """A data set, or a dict of several, whose `messages` become prompt and completion: the last turn is the completion."""
+    if isinstance(dataset, dict):
+        return {name: last_turns(each) for name, each in dataset.items()}
+    if not isinstance(dataset, (Dataset, IterableDataset)) or "messages" not in column_names(dataset):
+        return dataset
+    removed = [name for name in ("messages", "prompt") if name in column_names(dataset)]
+    return dataset.map(_last_turn, batched=True, remove_columns=removed)
+
+
+def _last_turn(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    chats = rows["messages"]
+    return {"prompt": [chat[:-1] for chat in chats], "completion": [chat[-1:] for chat in chats]}
+
+
+class GKDTrainer(SFTTrainer):
+    """Trainer of a student that learns from a teacher's distributions (arXiv:2306.13649).
+
+    Args:
+        model: the student: a causal language model, or a name or path.
+        teacher_model: the teacher: a model of the same tokenizer, or a name or path.
+        args: a `GKDConfig`.
+        train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion.
+
+    The other arguments are those of `SFTTrainer`. The loss is the mean over all completion tokens of an optimiser step. Student
+    and teacher are both at `temperature`.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = GKDTrainer(
+        ...     "Qwen/Qwen3-0.6B",
+        ...     teacher_model="Qwen/Qwen3-4B",
+        ...     train_dataset=load_dataset("trl-lib/chatbot_arena_completions", split="train"),
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
+    _name: ClassVar[str] = "GKD"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "arxiv": "2306.13649",
+    }
+    _config_class: ClassVar[type[GKDConfig]] = GKDConfig
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    _not_called = NOT_CALLED_OF_GKD
+    method: GKDMethod
+    args: GKDConfig
+
+    generalized_jsd_loss = staticmethod(generalized_jsd_loss)
+    generate_on_policy_outputs = staticmethod(generate_on_policy_outputs)
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module | None = None,
+        teacher_model: str | PreTrainedModel | nn.Module | None = None,
+        args: GKDConfig | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
+        **older: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            last_turns(train_dataset),
+            last_turns(eval_dataset),
+            processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+            **older,
+        )
+        args, tokenizer = self.args, text_tokenizer(self.processing_class)  # type: ignore[arg-type]
+        self.method = GKDMethod(args.beta)
+        given: Any = teacher_model or args.teacher_model_name_or_path
+        student: Any = self.model
+        self.teacher = make_teacher(given, args.teacher_model_init_kwargs, student, tokenizer)  # type: ignore[arg-type]
+        self.teacher.prepare(self.accelerator)
+        self._generated = self._completions(tokenizer) if args.lmbda or args.seq_kd else None
+
+    def _completions(self, tokenizer: Any) -> GeneratedCompletions:
+        args, student = self.args, self.model
+        assert student is not None
+        ends = {*end_tokens(None, causal_core(student)), tokenizer.eos_token_id} - {None}  # type: ignore[arg-type]
+        parts = {"tokenizer": tokenizer, "accelerator": self.accelerator}
+        sampling = Sampling(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            stop_token_ids=tuple(sorted(ends)),
+            seed=self.order_seed,
+        )
+        return GeneratedCompletions(
+            TransformersEngine(student, **parts),
+            TransformersEngine(self.teacher.model, **parts) if args.seq_kd else None,
+            sampling,
+            args.lmbda,
+            args.per_device_train_batch_size,
+            args.process_index,
+            args.world_size,
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The micro-batches of an optimiser step, some with completions of the student or the teacher, and their count."""
+        batches: Any = list(islice(epoch_iterator, num_batches))
+        if self._generated is not None and batches:
+            step, model = self.state.global_step, self.model_wrapped
+            batches = self._generated.replaced(batches, self.scorer, step, model)
+        return super().get_batch_samples(iter(batches), num_batches, device)
+
+    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> VocabularyLoss:
+        """The divergence from the teacher's distributions."""
+        with self.accelerator.autocast():
+            return self.teacher.compare(
+                self.scorer, model, batch, self.method.divergence, temperature=self.args.temperature
+            )
+
+    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
+        """The terms of a batch; predictions are the logits of padded rows."""
+        found = self.outcome(model, batch)
+        if not with_outputs:
+            return found
+        with torch.no_grad(), self.accelerator.autocast():
+            _, logits = self.scorer.score_with_logits(model, batch)
+        return found._replace(predictions=logits)

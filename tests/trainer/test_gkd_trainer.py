@@ -1,0 +1,226 @@
+"""GKD: the divergence of the trained tokens, whose completions are generated, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import GenerationConfig
+
+from tests.contracts.methods import gkd
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer.one_step import fixed_rows, trainer_of
+from trl import GKDConfig, GKDTrainer
+from trl.objectives.distillation import divergence
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": "What colour is the sky?"},
+            {"role": "assistant", "content": text},
+        ]
+    }
+    for text in ("Blue.", "It is blue. Look up.", "Next.", "Seven apples and 12 pears.")
+]
+
+
+def double(name: str) -> Any:
+    return tiny_model(name, dtype=torch.float64)
+
+
+def row_values(student: Any, teacher: Any, row: dict[str, Any], *, beta: float, temperature: float) -> Tensor:
+    """The divergences of a row's trained tokens, from both models' own logits."""
+    ids = torch.tensor([row["input_ids"]])
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits[0, :-1] / temperature for model in (student, teacher)]
+    trained = torch.tensor(row["completion_mask"][1:]) != 0
+    return divergence(logits[0][trained], logits[1][trained], beta=beta)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_loss_is_the_mean_divergence_of_the_trained_tokens(beta: float) -> None:
+    student, teacher = double("gpt2"), double("llama")
+    values = [row_values(student, teacher, row, beta=beta, temperature=0.7) for row in fixed_rows()]
+    trainer = gkd(beta=beta, temperature=0.7, model=student)
+    trainer.train()
+    expected = torch.cat(values).mean().item()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-6)  # logged in float32
+    assert all(parameter.grad is None for parameter in trainer.teacher.model.parameters())
+
+
+def test_a_student_like_its_teacher_learns_nothing() -> None:
+    student = double("llama")
+    trainer = gkd(model=student, beta=0.5)
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"]) < 1e-15
+    assert max(gradient.abs().max() for gradient in trainer.keep.steps[0].values()) < 1e-12
+
+
+def test_an_evaluation_is_the_divergence_and_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = gkd(lmbda=1.0, per_device_eval_batch_size=3)
+    monkeypatch.setattr(trainer._generated.student, "generate", None)
+    found = trainer.evaluate(Dataset.from_list(fixed_rows()))
+    student, teacher = trainer.model, trainer.teacher.model
+    values = [row_values(student, teacher, row, beta=0.5, temperature=0.9) for row in fixed_rows()]
+    assert found["eval_loss"] == pytest.approx(torch.cat(values).mean().item(), rel=1e-12)
+
+
+def on_policy(**settings: Any) -> Any:
+    return gkd(
+        **{"lmbda": 1.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **settings}
+    )
+
+
+def step_batches(trainer: Any) -> list[Any]:
+    loader = iter(trainer.get_train_dataloader())
+    return trainer.get_batch_samples(loader, trainer.args.gradient_accumulation_steps, torch.device("cpu"))[0]
+
+
+def test_completions_of_the_student_follow_the_prompts_of_the_rows() -> None:
+    data, own = (step_batches(on_policy(lmbda=share)) for share in (0.0, 1.0))
+    trainer = on_policy()
+    for given, generated in zip(data, own, strict=True):
+        rows = [trainer.scorer.padded_inputs(batch) for batch in (given, generated)]
+        for index in range(4):
+            starts = []
+            for row in rows:
+                real = row["attention_mask"][index] != 0
+                ids, labels = row["input_ids"][index][real], row["labels"][index][real]
+                start = max(int((labels != -100).int().argmax()), 1)
+                assert torch.equal(labels[start:], ids[start:])  # every token of a completion is trained
+                starts.append(ids[:start].tolist())
+            assert starts[0] == starts[1]
+            assert 1 <= int((rows[1]["labels"][index] != -100).sum()) <= 6
+
+
+def test_a_share_of_the_micro_batches_is_generated_alike_in_all_processes() -> None:
+    generated = on_policy(lmbda=0.3, seq_kd=True)._generated
+    drawn = [generated.engines(step, 4) for step in range(200)]
+    share = sum(each is generated.student for engines in drawn for each in engines) / 800
+    assert abs(share - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 800)
+    assert {id(each) for engines in drawn for each in engines} == {
+        id(generated.student),
+        id(generated.teacher),
+    }
+    again = on_policy(lmbda=0.3, seq_kd=True)._generated
+    assert [[x is generated.student for x in row] for row in drawn] == [
+        [x is again.student for x in again.engines(step, 4)] for step in range(200)
+    ]
+
+
+def test_with_seq_kd_the_teacher_writes_what_the_student_does_not() -> None:
+    teacher_rows = step_batches(on_policy(lmbda=0.0, seq_kd=True, temperature=1e-3, max_new_tokens=3))
+    teacher = double("llama")
+    for batch in teacher_rows:
+        rows = on_policy().scorer.padded_inputs(batch)
+        for ids, labels, mask in zip(rows["input_ids"], rows["labels"], rows["attention_mask"], strict=True):
+            real, completion = ids[mask != 0], ids[labels != -100]
+            prompt = real[: len(real) - len(completion)]
+            with torch.no_grad():
+                likeliest = teacher(input_ids=real[None]).logits[0, len(prompt) - 1 : -1].argmax(-1)
+            assert torch.equal(completion, likeliest)
+
+
+def test_the_last_message_is_the_completion() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    model = tiny_model("gpt2", vocab_size=len(tokenizer))
+    trainer = trainer_of(
+        GKDTrainer, GKDConfig, None, {"lmbda": 0.0}, model=model, teacher_model=tiny_model("llama", vocab_size=len(tokenizer)),
+        train_dataset=Dataset.from_list(CHATS), processing_class=tokenizer,
+    )  # fmt: skip
+    for row, chat in zip(trainer.train_dataset, CHATS, strict=True):
+        trained = [
+            token for token, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if mask
+        ]
+        assert tokenizer.decode(trained).startswith(chat["messages"][1]["content"])
+    assert "messages" not in trainer.train_dataset.column_names
+
+
+def test_unused_embeddings_are_cut_and_a_smaller_vocabulary_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wide = tiny_model("llama", vocab_size=80, dtype=torch.float64)
+    trainer = gkd(teacher_model=wide)
+    trainer.train()
+    assert "96 and 80 tokens" in caplog.text
+    assert math.isfinite(trainer.state.log_history[0]["loss"])
+    with pytest.raises(ValueError, match="GOLDTrainer"):
+        gkd(teacher_model=tiny_model("llama", vocab_size=8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"lmbda": 1.5}, "lmbda"),
+        ({"beta": -0.1}, "beta"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"lmbda": 0.5, "packing": True}, "packing"),
+        ({"loss_type": "dft"}, "loss_type"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"teacher_model": None}, "teacher_model"),
+        ({"teacher_model_init_kwargs": {"dtype": "float32"}}, "teacher_model_init_kwargs"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], names: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=names):
+        gkd(**settings)
+
+
+def test_a_teacher_that_is_the_student_is_refused() -> None:
+    model = double("gpt2")
+    with pytest.raises(ValueError, match="share weights"):
+        gkd(model=model, teacher_model=model)
+
+
+@pytest.mark.parametrize("lmbda", [0.0, 1.0])
+def test_a_student_comes_closer_to_its_teacher(lmbda: float) -> None:
+    trainer = gkd(
+        lmbda=lmbda, beta=1.0, max_steps=60, learning_rate=1e-2, optim="adamw_torch", logging_steps=10,
+        model=tiny_model("gpt2"), teacher_model=tiny_model("llama"), max_new_tokens=8,
+    )  # fmt: skip
+    before = trainer.evaluate(Dataset.from_list(fixed_rows()))["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(Dataset.from_list(fixed_rows()))["eval_loss"] < 0.7 * before
+
+
+def test_the_static_methods_of_trl() -> None:
+    student, teacher = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    labels = torch.tensor([[1, 2, -100], [-100, 4, -100]])
+    values = divergence(student / 2, teacher / 2, beta=0.3)
+    loss = GKDTrainer.generalized_jsd_loss
+    given = {"beta": 0.3, "temperature": 2.0}
+    torch.testing.assert_close(loss(student, teacher, labels, **given), values[labels != -100].mean())
+    torch.testing.assert_close(loss(student, teacher, **given), values.sum() / 2)
+    torch.testing.assert_close(
+        loss(student, teacher, labels, **given, reduction="mean"), values[labels != -100].mean() / 5
+    )
+    torch.testing.assert_close(loss(student, teacher, **given, reduction="sum"), values.sum())
+
+
+def test_generated_tokens_count_up_to_their_end() -> None:
+    class Fixed:
+        def generate(self, prompts: Tensor, **_: Any) -> Tensor:
+            return torch.cat([prompts, torch.tensor([[7, 1, 1], [8, 9, 7]])], dim=1)
+
+    prompts, mask = torch.tensor([[1, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]])
+    found = GKDTrainer.generate_on_policy_outputs(
+        Fixed(),
+        {"prompts": prompts, "prompt_attention_mask": mask},
+        GenerationConfig(eos_token_id=1),
+        pad_token_id=1,
+    )
+    assert found[1].tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert found[2].tolist() == [[-100, -100, 7, 1, -100], [-100, -100, 8, 9, 7]]
+
+
+@pytest.mark.parametrize("name", ["generalized_jsd_loss", "generate_on_policy_outputs"])
+def test_an_override_that_training_does_not_call_is_refused(name: str) -> None:
+    changed = type("Changed", (GKDTrainer,), {name: staticmethod(lambda *args, **kwargs: None)})
+    with pytest.raises(TypeError, match=name):
+        trainer_of(changed, GKDConfig, None, {}, model=double("gpt2"), teacher_model=double("llama"), train_dataset=Dataset.from_list(fixed_rows()))  # fmt: skip
