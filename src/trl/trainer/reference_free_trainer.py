@@ -19,9 +19,10 @@ from transformers import (
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
 from trl.legacy import LegacyArgument, move_onto_config, pair_methods
-from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
+from trl.models.packed.layout import pair_units, row_count
 from trl.models.policy import Policy, is_encoder_decoder, set_up_policy
-from trl.models.scoring.causal import Scored
+from trl.models.scoring.base import shares_prefix
+from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import chosen_nll
