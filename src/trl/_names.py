@@ -9,10 +9,10 @@ Row = dict[str, str]
 # fmt: off
 _JUDGES: Row = {"trl.rewards.judges.bases": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge "
     "BaseRankJudge RandomPairwiseJudge RandomRankJudge",
-    "trl.rewards.judges.chat": "HfPairwiseJudge OpenAIPairwiseJudge",
-    "trl.rewards.judges.pair_rm": "PairRMJudge"}
+    "trl.rewards.judges.models": "HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge"}
 _JUDGE_PROMPT: Row = {
-    "trl.rewards.judges.chat": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge"}
+    "trl.rewards.judges.models": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge "
+        "PairRMJudge"}
 _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.log_completions": "LogCompletionsCallback",
     "trl.trainer.callbacks.rich_progress": "RichProgressCallback",
@@ -43,7 +43,8 @@ _SCRIPTS: Row = {"trl.data.mixtures": "DatasetMixtureConfig get_dataset",
 _COMMANDS: Row = {"trl.scripts.arguments": "DPOScriptArguments RewardScriptArguments SFTScriptArguments",
     "trl.scripts.config_file": "YamlConfigParser", "trl.scripts.parser": "TrlParser",
     "trl.scripts.running": "init_zero_verbose"}
-_MODEL_OPTIONS: Row = {"trl.models.peft": "get_kbit_device_map get_peft_config get_quantization_config"}
+_MODEL_OPTIONS: Row = {"trl.models.peft": "get_peft_config",
+    "trl.models.quantization": "get_kbit_device_map get_quantization_config"}
 _DATA_SET_PPO: Row = {"trl.models.scoring.values": "INVALID_LOGPROB PolicyAndValueWrapper"}
 _GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.schedule": "RepeatSampler",
     "trl.tensors.statistics": "nanmax nanmin nanstd"}
@@ -195,7 +196,8 @@ NAMES: dict[str, Row] = {
         "trl.models.distributed": "ensure_master_addr_port prepare_deepspeed=prepare_frozen_deepspeed",
         "trl.models.loading": "create_model_from_path get_config_model_id",
         "trl.models.padded_queries": "forward get_reward",
-        "trl.models.peft": "get_kbit_device_map get_peft_config get_quantization_config peft_module_casting_to_bf16",
+        "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
+        "trl.models.quantization": "get_kbit_device_map get_quantization_config",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
         "trl.reporting.accuracy": "compute_accuracy",
         "trl.reporting.model_card": "generate_model_card trl_sanitze_kwargs_for_tagging",

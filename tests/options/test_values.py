@@ -26,7 +26,7 @@ from trl import (
     TrlParser,
 )
 from trl.experimental.ppo import PPOConfig as DataSetPPOConfig
-from trl.options.values import number_fields
+from trl.options.values import kinds
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -40,7 +40,7 @@ CONFIGS = (*TRAINING, PPOConfig, ModelConfig, ScriptArguments, DatasetMixtureCon
 
 @pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_every_number_and_boolean_has_the_reader_of_the_command_line(kind):
-    fields = number_fields(kind)
+    fields = {name: entry for name, entry in kinds(kind).items() if entry.reader is not None}
     actions = TrlParser(kind).options()
     readers = {entry.reader for entry in fields.values()}
     by_argparse = {name for name, action in actions.items() if action.type in readers}

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from trl.scripts import allocator
+from trl.scripts import env
 from trl.scripts.env import system_information
 
 FAULTS = """
 import resource, torch
-from trl.scripts.allocator import keep_freed_memory
+from trl.scripts.env import keep_freed_memory
 assert keep_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 torch.ones(1 << 20)  # 4 MiB
@@ -23,7 +23,7 @@ print(faults() - before)
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    for name in allocator._VARIABLES:
+    for name in env._VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -39,11 +39,11 @@ def test_the_environment_wins_and_env_says_so(monkeypatch):
         platform.libc_ver()[0] != "glibc"
     )
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
-    assert not allocator.keep_freed_memory()
+    assert not env.keep_freed_memory()
     if platform.libc_ver()[0] == "glibc":
         assert "MALLOC_TRIM_THRESHOLD_=1000000" in system_information()["Memory allocator"]
 
 
 def test_other_systems_are_left_alone(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert not allocator.keep_freed_memory() and allocator.allocator() == "not glibc's"
+    assert not env.keep_freed_memory() and env.allocator() == "not glibc's"

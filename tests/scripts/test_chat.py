@@ -93,7 +93,7 @@ def test_answers_are_those_of_the_model_turn_by_turn(chat, model_path):
 
 
 def test_options_of_older_levels_without_effect_are_named():
-    with pytest.warns(UserWarning, match="examples_path and save_folder have no effect"):
+    with pytest.warns(FutureWarning, match="save_folder -> nothing, conversations are not saved"):
         ChatArguments("model", save_folder="kept")
 
 
@@ -102,7 +102,7 @@ def test_options_of_older_levels_without_effect_are_named():
     [
         (["nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
         ([], "The model is missing"),
-        (["m", "--num_beams", "4"], "num_beams must be 1, got 4"),
+        (["m", "--num_beams", "4"], "num_beams must be"),
         (["m", "--top_p", "0"], "top_p must be in (0, 1]"),
         (
             ["MODEL", "--eos_tokens", "<nothing>"],

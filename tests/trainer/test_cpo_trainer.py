@@ -146,7 +146,7 @@ def test_adapters():
     assert losses[2] < losses[0]
 
 
-def test_model_init_makes_the_model_of_every_training():
+def test_model_init_makes_the_model_once():
     trials = []
 
     def model_init(trial):
@@ -155,14 +155,8 @@ def test_model_init_makes_the_model_of_every_training():
 
     trainer = make(model_init=model_init, beta=0.3)
     trainer.train()
-    trained = trainer.model
-    trainer.train()
-    assert trainer.model is not trained
-    assert trials == [None, None, None]
-    assert trainer.scorer.core is trainer.model
-    first, second = trainer.keep.steps
-    assert largest_difference(second, first) == 0
-    assert largest_difference(first, step(make, beta=0.3)[0]) == 0
+    assert trials == [None] and trainer.scorer.core is trainer.model
+    assert largest_difference(trainer.keep.steps[0], step(make, beta=0.3)[0]) == 0
 
 
 # ---- older programs

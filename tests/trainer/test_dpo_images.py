@@ -13,9 +13,10 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_processor, tiny_vision_model
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.vision import DataCollatorForVisionPreference
+from trl.models.policy import Policy
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_images import ImagePairSets, collator_for_image_pairs
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.images import image_pair_sets
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,19 @@ def config(folder, **settings):
     return DPOConfig(str(folder), use_cpu=True, bf16=False, **settings)
 
 
+def sets_of(collator, args, processor, model):
+    return image_pair_sets(collator, args, Policy(model, processor, None, None))
+
+
 def test_the_collator_cuts_as_the_config_says(processor, model, tmp_path):
     tools = [{"type": "function", "function": {"name": "look"}}]
     args = config(tmp_path, max_length=90, max_prompt_length=None, max_completion_length=7, tools=tools)
-    collator = collator_for_image_pairs(None, args, processor, model)
+    collator = sets_of(None, args, processor, model).collator
     assert collator == DataCollatorForVisionPreference(
         processor, max_length=90, max_completion_length=7, tools=tools
     )
-    assert collator_for_image_pairs(collator, args, processor, model) is collator
-    assert collator_for_image_pairs(len, args, None, None) is len
+    assert sets_of(collator, args, processor, model).collator is collator
+    assert sets_of(len, args, None, None).collator is len
 
 
 @pytest.mark.parametrize(
@@ -49,23 +54,23 @@ def test_the_collator_cuts_as_the_config_says(processor, model, tmp_path):
 )
 def test_layouts_without_padding_are_refused(settings, says, processor, model, tmp_path):
     with pytest.raises(ValueError, match=says):
-        collator_for_image_pairs(None, config(tmp_path, **settings), processor, model)
+        sets_of(None, config(tmp_path, **settings), processor, model)
 
 
 def test_collators_and_models_of_text_are_refused(processor, model, tmp_path):
     args = config(tmp_path)
     for given in (PairCollator(), DPODataCollatorWithPadding()):
         with pytest.raises(TypeError, match="drops the images"):
-            collator_for_image_pairs(given, args, processor, model)
+            sets_of(given, args, processor, model)
     with pytest.raises(TypeError, match="expected a processor"):
-        collator_for_image_pairs(None, args, tiny_tokenizer(), model)
+        sets_of(None, args, tiny_tokenizer(), model)
     with pytest.raises(ValueError, match="takes no images"):
-        collator_for_image_pairs(None, args, processor, tiny_model("llama"))
+        sets_of(None, args, processor, tiny_model("llama"))
 
 
-def test_sets_are_checked_and_left_as_they_are(processor, model):
+def test_sets_are_checked_and_left_as_they_are(processor, model, tmp_path):
     collator = DataCollatorForVisionPreference(processor, max_length=60)
-    sets, data = ImagePairSets(collator, model), Dataset.from_list(ROWS)
+    sets, data = sets_of(collator, config(tmp_path), processor, model), Dataset.from_list(ROWS)
     assert sets.train(data) is data and sets.evaluation(data) is data and sets.later(data) is data
     assert sets.evaluation({"dev": data}) == {"dev": data} and sets.later(None) is None
     assert collator.rows_cut == 0, "trying the first row does not count"
@@ -79,13 +84,13 @@ def test_sets_are_checked_and_left_as_they_are(processor, model):
         sets.train(ROWS)
 
 
-def test_the_first_row_must_fit_the_model(processor, model):
+def test_the_first_row_must_fit_the_model(processor, model, tmp_path):
     other = tiny_vision_model(processor, image_token_index=399)
     with pytest.raises(ValueError, match=r"row 0: no token 399.*image_token_id"):
-        ImagePairSets(DataCollatorForVisionPreference(processor), other).train(Dataset.from_list([GOOD]))
+        sets_of(None, config(tmp_path), processor, other).train(Dataset.from_list([GOOD]))
     short = DataCollatorForVisionPreference(processor, max_prompt_length=4)
     with pytest.raises(ValueError, match=r"column 'chosen': .*max_prompt_length=4.*cannot lose tokens"):
-        ImagePairSets(short, model).train(Dataset.from_list([pair([0])]))
+        sets_of(short, config(tmp_path), processor, model).train(Dataset.from_list([pair([0])]))
 
 
 def test_a_reference_asked_in_advance_is_asked_again_where_rows_are_cut_in_another_way(
@@ -107,6 +112,6 @@ def test_a_reference_asked_in_advance_is_asked_again_where_rows_are_cut_in_anoth
     assert len(list((tmp_path / "cache" / "trl_reference").iterdir())) == 2
 
 
-def test_a_collator_of_ones_own_is_given_rows_unchecked(model):
+def test_a_collator_of_ones_own_is_given_rows_unchecked(model, tmp_path):
     data = Dataset.from_list([{"images": None, "answer": 3}])
-    assert ImagePairSets(len, model).train(data) is data
+    assert sets_of(len, config(tmp_path), None, model).train(data) is data

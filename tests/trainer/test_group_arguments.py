@@ -248,7 +248,7 @@ def test_steps_that_do_not_divide_a_generation_are_generated_together(method):
 
 def test_one_tokenizer_for_several_reward_models_is_refused():
     models = [tiny_classifier("llama", num_labels=1) for _ in range(2)]
-    with pytest.raises(ValueError, match="reward_processing_classes is one tokenizer for 2"):
+    with pytest.raises(ValueError, match="reward_processing_classes has 1 entries for 2"):
         make(reward_funcs=models, given={"reward_processing_classes": tokenizer()})
     both = {"reward_processing_classes": [tokenizer(), tokenizer()]}
     assert len(make(reward_funcs=models, given=both)[0].rewards.models) == 2

@@ -85,21 +85,6 @@ def test_what_changes_the_values_is_computed_again(change):
     assert counted.rows == len(dataset)
 
 
-def test_numbers_of_a_collator_that_nobody_can_compare_are_not_kept(tmp_path, caplog):
-    class Stubborn:
-        def __call__(self, given):
-            return collate(given)
-
-        def __reduce__(self):
-            raise TypeError("never")
-
-    for _ in range(2):
-        counted = Counted()
-        counted.run(rows(), collate=Stubborn())
-        assert counted.rows == 7
-    assert "cannot be pickled (never)" in caplog.text and not (tmp_path / FOLDER).exists()
-
-
 def test_how_rows_are_stored_does_not_matter(tmp_path):
     dataset = rows(2500)
     dataset.save_to_disk(str(tmp_path / "saved"), num_shards=3)
@@ -166,11 +151,6 @@ def test_values_that_are_not_finite_name_their_row(tmp_path):
     with pytest.raises(ValueError, match=r"row 4: ref_chosen_logps must be finite, got -inf \(1 such"):
         counted.run(rows(), score=score)
     assert not list((tmp_path / FOLDER).glob("*"))
-
-
-def test_one_value_per_row():
-    with pytest.raises(ValueError, match=r"one value per row, expected shape \(2,\), got \(4, 1\)"):
-        Counted().run(rows(), score=lambda batch: dict.fromkeys(COLUMNS, torch.zeros(4, 1)))
 
 
 def test_an_unfinished_or_foreign_file_is_not_read(tmp_path):

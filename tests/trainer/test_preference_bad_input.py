@@ -102,7 +102,7 @@ BAD: dict[str, Bad] = {
         [{**RATED, "reference_logps": -1.0}] * 2,
     ),
     "numbers of a reference that moves": Bad(
-        ("dpo",), ValueError, ("columns ['ref_chosen_logps', 'ref_rejected_logps'], and the reference moves", "Remove the"),
+        ("dpo",), ValueError, ("columns ['ref_chosen_logps', 'ref_rejected_logps'], but the reference changes", "Remove the"),
         [{**PAIR, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}] * 2, settings={"sync_ref_model": True},
     ),
     "reference that could not follow an adapter": Bad(

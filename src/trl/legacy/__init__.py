@@ -1,7 +1,7 @@
 """The keyword arguments of 0.4-0.11, moved onto the config.
 
-Programs of that time gave a trainer what belongs to its config today, and gave `TrainingArguments` as `args`. Each
-trainer has a table here that says where its older arguments went; one `FutureWarning` names the new places.
+Programs of that time gave a trainer what belongs to its config today, and `TrainingArguments` as `args`. One `FutureWarning`
+names the new places.
 """
 
 from __future__ import annotations
@@ -10,139 +10,62 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
 from trl.options.training import TrainingDefaults, require_set_up, wrong_config
 
-
-class LegacyArgument(NamedTuple):
-    """Where an older argument went: a config field, another argument of the trainer, or nowhere (`ignored`)."""
-
-    kind: Literal["config", "argument", "ignored"]
-    to: str = ""
-
-
-def _fields(*names: str) -> dict[str, LegacyArgument]:
-    """Arguments that are fields of the config under the same names."""
-    return {name: LegacyArgument("config", name) for name in names}
-
-
-SFT_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    "tokenizer": LegacyArgument("argument", "processing_class"),
-    "model_init": LegacyArgument("argument", "model"),
-    **_fields("dataset_text_field", "packing"),
-    "max_seq_length": LegacyArgument("config", "max_length"),
-    **_fields(
-        "dataset_num_proc", "dataset_kwargs", "eval_packing", "neftune_noise_alpha", "model_init_kwargs"
+_PAIRS = (
+    "tokenizer", "beta", "label_pad_token_id", "padding_value", "truncation_mode", "max_length", "max_prompt_length",
+    "max_target_length", "max_completion_length", "disable_dropout", "generate_during_eval", "dataset_num_proc",
+    "model_init_kwargs", "is_encoder_decoder",
+)  # fmt: skip
+_REFERENCE = ("model_init", "precompute_ref_log_probs", "ref_model_init_kwargs")
+_REWARD = ("tokenizer", "model_init", "max_length", "dataset_num_proc", "model_init_kwargs")
+_KNOWN: Mapping[str, tuple[str, ...]] = {
+    "SFTConfig": (
+        "tokenizer", "model_init", "dataset_text_field", "packing", "max_seq_length", "dataset_num_proc", "dataset_kwargs",
+        "eval_packing", "neftune_noise_alpha", "model_init_kwargs", "infinite", "num_of_sequences", "chars_per_token",
+        "dataset_batch_size",
     ),
-    "infinite": LegacyArgument("ignored", "max_steps sets how long a run is; an epoch may be repeated"),
-    "num_of_sequences": LegacyArgument("ignored", "packing needs no buffer size"),
-    "chars_per_token": LegacyArgument("ignored", "packing counts tokens"),
-    "dataset_batch_size": LegacyArgument("ignored", "rows are prepared in batches of a fixed size"),
-}
-
-ITERATIVE_SFT_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    "tokenizer": LegacyArgument("argument", "processing_class"),
-    **_fields("max_length", "truncation_mode", "optimize_device_cache", "model_init_kwargs"),
-}
-
-_PREFERENCE_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    "tokenizer": LegacyArgument("argument", "processing_class"),
-    "model_init": LegacyArgument("argument", "model"),
-    **_fields(
-        "beta",
-        "loss_type",
-        "label_pad_token_id",
-        "padding_value",
-        "truncation_mode",
-        "max_length",
-        "max_prompt_length",
+    "IterativeSFTConfig": (
+        "tokenizer", "max_length", "truncation_mode", "optimize_device_cache", "model_init_kwargs"
     ),
-    "max_target_length": LegacyArgument("config", "max_completion_length"),
-    **_fields(
-        "max_completion_length",
-        "disable_dropout",
-        "generate_during_eval",
-        "dataset_num_proc",
-        "model_init_kwargs",
+    "DPOConfig": (
+        *_PAIRS, *_REFERENCE, "loss_type", "model_adapter_name", "ref_adapter_name", "label_smoothing", "reference_free",
+        "force_use_ref_model",
     ),
-}
+    "ORPOConfig": _PAIRS,
+    "CPOConfig": (*_PAIRS, "loss_type", "label_smoothing", "cpo_alpha", "simpo_gamma"),
+    "BCOConfig": (*_PAIRS, *_REFERENCE, "prompt_sample_size", "min_density_ratio", "max_density_ratio"),
+    "KTOConfig": (*_PAIRS, *_REFERENCE, "loss_type", "desirable_weight", "undesirable_weight"),
+    "RewardConfig": _REWARD,
+    "PRMConfig": (
+        *_REWARD, "max_prompt_length", "max_completion_length", "step_separator", "train_on_last_step_only"
+    ),
+    "PPOConfig": ("config", "tokenizer", "policy", "ref_policy"),
+    "RLOOConfig": ("config", "policy", "reward_model", "tokenizer", "ref_policy", "data_collator"),
+}  # fmt: skip
+"""The older arguments of each trainer, by its config: fields of that name, unless the tables below say otherwise."""
 
-_REFERENCE_ARGUMENTS: Mapping[str, LegacyArgument] = _fields(
-    "precompute_ref_log_probs", "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name"
-)
-
-_FOUND_BY_ITSELF = LegacyArgument("ignored", "the model's config says what it is")
-
-DPO_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    **_PREFERENCE_ARGUMENTS,
-    **_REFERENCE_ARGUMENTS,
-    **_fields("label_smoothing", "reference_free", "force_use_ref_model"),
-    "is_encoder_decoder": _FOUND_BY_ITSELF,
-}
-
-ORPO_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    **{
-        name: older
-        for name, older in _PREFERENCE_ARGUMENTS.items()
-        if name not in ("model_init", "loss_type")
+_FIELDS = {"max_seq_length": "max_length", "max_target_length": "max_completion_length"}
+_ARGUMENTS = {
+    "tokenizer": "processing_class", "model_init": "model", "config": "args", "policy": "model", "ref_policy": "ref_model",
+    "reward_model": "reward_funcs",
+}  # fmt: skip
+_IGNORED: Mapping[str, Mapping[str, str]] = {
+    "SFTConfig": {
+        "infinite": "max_steps sets how long a run is; an epoch may be repeated",
+        "num_of_sequences": "packing needs no buffer size",
+        "chars_per_token": "packing counts tokens",
+        "dataset_batch_size": "rows are prepared in batches of a fixed size",
     },
-    "is_encoder_decoder": LegacyArgument("config", "is_encoder_decoder"),
-}
-
-CPO_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    **ORPO_ARGUMENTS,
-    **_fields("loss_type", "label_smoothing", "cpo_alpha", "simpo_gamma"),
-}
-
-BCO_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    **{name: older for name, older in _PREFERENCE_ARGUMENTS.items() if name != "loss_type"},
-    **_fields(
-        "precompute_ref_log_probs",
-        "ref_model_init_kwargs",
-        "is_encoder_decoder",
-        "prompt_sample_size",
-        "min_density_ratio",
-        "max_density_ratio",
-    ),
-}
-
-KTO_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    **{
-        name: older
-        for name, older in BCO_ARGUMENTS.items()
-        if "density" not in name and name != "prompt_sample_size"
+    "DPOConfig": {"is_encoder_decoder": "the model's config says what it is"},
+    "RLOOConfig": {
+        "ref_policy": "the reference is the policy as it is at the start",
+        "data_collator": "prompts are tokenised by the trainer",
     },
-    **_fields("loss_type", "desirable_weight", "undesirable_weight"),
-}
-
-REWARD_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    "tokenizer": LegacyArgument("argument", "processing_class"),
-    "model_init": LegacyArgument("argument", "model"),
-    **_fields("max_length", "dataset_num_proc", "model_init_kwargs"),
-}
-
-PRM_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    **REWARD_ARGUMENTS,
-    **_fields("max_prompt_length", "max_completion_length", "step_separator", "train_on_last_step_only"),
-}
-
-PPO_V2_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    "config": LegacyArgument("argument", "args"),
-    "tokenizer": LegacyArgument("argument", "processing_class"),
-    "policy": LegacyArgument("argument", "model"),
-    "ref_policy": LegacyArgument("argument", "ref_model"),
-}
-
-RLOO_ARGUMENTS: Mapping[str, LegacyArgument] = {
-    "config": LegacyArgument("argument", "args"),
-    "policy": LegacyArgument("argument", "model"),
-    "reward_model": LegacyArgument("argument", "reward_funcs"),
-    "tokenizer": LegacyArgument("argument", "processing_class"),
-    "ref_policy": LegacyArgument("ignored", "the reference is the policy as it is at the start"),
-    "data_collator": LegacyArgument("ignored", "prompts are tokenised by the trainer"),
 }
 
 
@@ -155,70 +78,65 @@ class Moved(NamedTuple):
 
 
 def move_onto_config(
-    table: Mapping[str, LegacyArgument], config_class: type, *, model: Any, args: Any, processing_class: Any,
-    older: Mapping[str, Any],
-) -> Moved:  # fmt: skip
-    """Apply a trainer's table of older arguments, and make `args` an instance of `config_class`.
+    config_class: type, *, model: Any, args: Any, processing_class: Any, older: Mapping[str, Any]
+) -> Moved:
+    """Move a trainer's older arguments, and make `args` an instance of `config_class`.
 
     Raises: TypeError for an argument that no level of the interface knows, ValueError for one given in both places.
     """
-    _check_known(table, older, config_class)
-    for name, value in (("tokenizer", processing_class), ("model_init", model)):
-        if older.get(name) is not None and value is not None:
-            raise ValueError(
-                f"{name} and {table[name].to} were both given, expected one. Leave out {name}, the older of the two."
-            )
-    fields = {table[name].to: value for name, value in older.items() if table[name].kind == "config"}
-    args = _as_config(args, config_class, fields, model)
-    if older:
-        warnings.warn(_advice(table, older, config_class), FutureWarning, stacklevel=3)
+    own = {"model": model, "processing_class": processing_class}
+    found = move_arguments(config_class, own, older, stacklevel=5)
+    args = _as_config(args, config_class, {name: found[name] for name in found if name not in own}, model)
     if model is None and "model_init" in older:
-        model = older["model_init"]()
-    if processing_class is None:
-        processing_class = older.get("tokenizer")
-    return Moved(model, args, processing_class)
+        found["model"] = older["model_init"]()
+    return Moved(found["model"], args, found["processing_class"])
 
 
 def move_arguments(
-    table: Mapping[str, LegacyArgument],
-    config_class: type,
-    given: Mapping[str, Any],
-    older: Mapping[str, Any],
+    config_class: type, given: Mapping[str, Any], older: Mapping[str, Any], *, stacklevel: int = 3
 ) -> dict[str, Any]:
     """The arguments that were `given` under today's names, with those that were given under `older` ones.
 
     Raises: TypeError for an argument that no level of the interface knows, ValueError for one given under both names.
     """
-    _check_known(table, older, config_class)
-    found = dict(given)
+    config = config_class.__name__
+    _check_known(older, config_class)
+    found, places = dict(given), []
     for name, value in older.items():
-        if table[name].kind == "ignored":
-            continue
-        if found[table[name].to] is not None:
-            raise ValueError(
-                f"{name} and {table[name].to} were both given, expected one. Leave out {name}, the older of the two."
-            )
-        found[table[name].to] = value
-    if older:
-        warnings.warn(_advice(table, older, config_class), FutureWarning, stacklevel=3)
+        ignored = _IGNORED.get(config, {}).get(name)
+        argument, field = _ARGUMENTS.get(name), _FIELDS.get(name, name)
+        if ignored is not None:
+            places.append(f"{name} -> nothing ({ignored})")
+        elif argument is None:
+            places.append(f"{name} -> {config}({field}=...)")
+            found[field] = value
+        else:
+            places.append(f"{name} -> the argument {argument}")
+            if value is not None and found[argument] is not None:
+                raise ValueError(
+                    f"{name} and {argument} were both given, expected one. Leave out {name}, the older of the two."
+                )
+            found[argument] = found[argument] if value is None else value
+    if places:
+        warnings.warn(
+            f"these arguments have moved and will not be accepted forever: {'; '.join(places)}.",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
     return found
 
 
-def _check_known(table: Mapping[str, LegacyArgument], older: Mapping[str, Any], config_class: type) -> None:
-    for name in older:
-        if name in table:
-            continue
-        fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
-        near = get_close_matches(name, [*table, *fields], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        place = (
-            f"It is a field of {config_class.__name__}: set it there."
-            if name in fields
-            else (
-                f"Settings are fields of {config_class.__name__}; of older programs' arguments {sorted(table)} are understood."
-            )
-        )
-        raise TypeError(f"unexpected keyword argument {name!r}. {place}{'' if name in fields else hint}")
+def _check_known(older: Mapping[str, Any], config_class: type) -> None:
+    known = _KNOWN[config_class.__name__]
+    fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
+    for name in set(older) - set(known):
+        if name in fields:
+            advice = f"It is a field of {config_class.__name__}: set it there."
+        else:
+            near = get_close_matches(name, [*known, *fields], n=1)
+            advice = f"Settings are fields of {config_class.__name__}; of older arguments {sorted(known)} are known."
+            advice += f" Did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"unexpected keyword argument {name!r}. {advice}")
 
 
 def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model: Any) -> Any:
@@ -241,10 +159,3 @@ def default_output_dir(model: Any, config_class: type) -> str:
     """`<model's name>-<method>`, the output directory of a trainer without `args`."""
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     return f"{(name or 'model').rstrip('/').split('/')[-1]}-{config_class.__name__.removesuffix('Config')}"
-
-
-def _advice(table: Mapping[str, LegacyArgument], older: Mapping[str, Any], config_class: type) -> str:
-    name = config_class.__name__
-    words = {"config": f"{name}({{to}}=...)", "argument": "the argument {to}", "ignored": "nothing ({to})"}
-    places = "; ".join(f"{key} -> {words[table[key].kind].format(to=table[key].to)}" for key in older)
-    return f"these arguments have moved and will not be understood for ever: {places}."

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,37 +11,37 @@ from torch import Tensor, nn
 
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from trl.data.preference import tokenize_preference_row
-from trl.data.rendering import text_tokenizer
 from trl.legacy.interface import call_with, takes
 from trl.legacy.pair_methods import (
     SIDES,
+    both_sides,
+    build_tokenized_answer,
     concatenated_inputs,
     get_batch_logps,
     get_batch_loss_metrics,
+    mean_chosen_nll,
+    null_ref_context,
     pairs_of,
     store_metrics,
-    tokenized_answer,
     whole_sequences,
     with_losses,
 )
-from trl.models.packed.layout import IGNORED, padded_rows, row_count, scored_sequences
+from trl.models.packed.layout import IGNORED, padded_rows, scored_sequences
+from trl.models.pairs import mean_logits, row_count
 from trl.models.policy import make_scorer
-from trl.models.reference import FrozenModel
-from trl.models.scoring.causal import Scored, mean_logits
+from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import (
     NEEDS_STEP,
     PAIR_LOSSES,
     PER_TOKEN,
-    chosen_nll,
     nll_coefficient,
     preference_terms,
 )
 from trl.objectives.tables import lookup
 from trl.reporting.step_scores import Processes
-from trl.tensors.padding import pad_to_length
-from trl.tensors.reduce import LossTerms, count_units, reduce_terms
+from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
 from trl.trainer.method import CONTEXT, Outcome
@@ -63,6 +62,8 @@ class LegacyDPOMethods:
     get_batch_loss_metrics = get_batch_loss_metrics
     get_batch_metrics = get_batch_loss_metrics
     store_metrics = store_metrics
+    null_ref_context = null_ref_context
+    build_tokenized_answer = build_tokenized_answer
 
     # ---- overridden methods
 
@@ -102,25 +103,13 @@ class LegacyDPOMethods:
 
     # ---- the reference
 
-    @contextmanager
-    def null_ref_context(self: Any) -> Iterator[None]:
-        """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.
-
-        Nothing happens inside where the reference is a model of its own, or there is none.
-        """
-        lends = hasattr(self.reference, "active") and not isinstance(self.reference, FrozenModel)
-        with self.reference.active(self.model_wrapped) if lends else nullcontext():
-            yield
-
     def compute_ref_log_probs(self: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes means).
 
         Those that the rows bring along are taken as they are. Raises ValueError where there is no reference.
         """
         if self.reference is None:
-            raise ValueError(
-                "reference_free=True leaves no reference to ask. Set it to False, or give ref_model."
-            )
+            raise ValueError("reference_free=True leaves no reference. Set it to False, or give ref_model.")
         batch = self.take_batch(batch)
         logps = batch.get("ref_logps")
         if logps is None:
@@ -145,26 +134,21 @@ class LegacyDPOMethods:
         """
         if "rows" in batch:  # the trainer's own, perhaps with the columns that it hands to overridden methods
             batch = {name: value for name, value in batch.items() if not name.startswith((*SIDES, "prompt_"))}
-        if "chosen_labels" in batch:
-            return concatenated_inputs(batch, padding_value=padding_value, **older)
-        if not any(name.startswith(SIDES) for name in batch):
+        wholes = {}
+        if "chosen_labels" in batch or not any(name.startswith(SIDES) for name in batch):
             wholes = concatenated_inputs(batch, padding_value=padding_value, **older)
+            if "chosen_labels" in batch:
+                return wholes
             pairs = [{k: ids for k, ids in row.items() if k != OWN_PROMPT} for row in pairs_of(batch)]
-            padded = DPODataCollatorWithPadding(pad_token_id=padding_value)(pairs)
-            return {**wholes, **LegacyDPOMethods.concatenated_inputs(padded, padding_value)}
+            batch = DPODataCollatorWithPadding(pad_token_id=padding_value)(pairs)
         prompts = {
             name: torch.cat([value, value])
             for name, value in batch.items()
             if isinstance(value, Tensor) and not name.startswith((*SIDES, "ref_"))
         }
-        completions = {}
-        for name, fill in (("input_ids", padding_value), ("attention_mask", 0)):
-            sides = [batch[f"{side}_{name}"] for side in SIDES]
-            width = max(side.shape[1] for side in sides)
-            completions[f"completion_{name}"] = torch.cat(
-                [pad_to_length(side, width, fill) for side in sides]
-            )
-        return {**prompts, **completions}
+        fill = {"input_ids": padding_value, "attention_mask": 0}
+        completions = {f"completion_{name}": both_sides(batch, name, value) for name, value in fill.items()}
+        return {**wholes, **prompts, **completions}
 
     def concatenated_forward(
         self: Any, model: nn.Module, batch: Mapping[str, Any], is_ref_model: bool = False
@@ -188,8 +172,7 @@ class LegacyDPOMethods:
         for name, value in mean_logits(scored).items():
             found[f"mean_{name.removeprefix('logits/')}_logits"] = value.mean
         if nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha):
-            nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
-            found["nll_loss"] = reduce_terms(nll, count_units(nll))
+            found["nll_loss"] = mean_chosen_nll(scored)
         if scored.log_collision is not None:
             found["policy_weights"] = self.method.pair_weights(scored, len(chosen))
         if scored.aux_loss is not None:
@@ -228,7 +211,19 @@ class LegacyDPOMethods:
         if free:
             scores = PairScores.without_reference(scores.chosen, scores.rejected)
         names = self.args.loss_type if is_legacy else [cast(str, loss_type)]
-        return _losses(self, scores, names, model_output, mixed=is_legacy), *rewards  # type: ignore[return-value]
+        for name in names:
+            lookup(PAIR_LOSSES, name, "loss_type")
+        if names == ["sft"]:
+            if model_output is None:
+                raise TypeError(
+                    "loss_type 'sft' needs model_output, got None. Give what concatenated_forward returns."
+                )
+            return model_output["nll_loss"].expand(len(scores.chosen)), rewards[0], rewards[1]
+        if NEEDS_STEP & set(names):
+            scores = replace(scores, step=self.method.statistics(scores))
+        weights = self.args.loss_weights if is_legacy else None
+        terms = preference_terms(scores, names, self.args.pair_options(), loss_weights=weights)
+        return terms.values, rewards[0], rewards[1]
 
     # ---- rows
 
@@ -257,10 +252,6 @@ class LegacyDPOMethods:
         row["prompt_input_ids"] = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
         return {**row, **{name: value[0] for name, value in made.items()}}
 
-    def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
-        """Token ids of a prompt and of an answer to it: their tokens together, cut where the prompt ends."""
-        return tokenized_answer(text_tokenizer(self.processing_class), prompt, answer)
-
     # ---- completions
 
     def generate_from_model_and_ref(
@@ -278,7 +269,7 @@ class LegacyDPOMethods:
         return self._texts(prompts), self._texts(prompts, self.reference)
 
     def _texts(self: Any, prompts: Sequence[Inputs], reference: Any = None) -> list[str]:
-        tokenizer = text_tokenizer(self.processing_class)
+        tokenizer = self._tokenizer
         settings = generation_settings(self, longest_prompt=max(p["input_ids"].shape[1] for p in prompts))
         with generating_model(self, reference, settings) as model:
             found = complete(model, tokenizer, prompts)
@@ -308,36 +299,11 @@ def _per_token(trainer: Any, logps: Tensor, batch: Mapping[str, Any]) -> tuple[T
 
 def _scorer_of(trainer: Any, model: nn.Module) -> Any:
     """The scoring forward that belongs to a model: the policy's, the reference's, or one of its own."""
-    known = [trainer.scorer, getattr(trainer.reference, "scorer", None)]
     modules = set(model.modules())
-    for scorer in known:
+    for scorer in (trainer.scorer, getattr(trainer.reference, "scorer", None)):
         if scorer is not None and scorer.core in modules:
             return scorer
-    return make_scorer(model, cast(Any, text_tokenizer(trainer.processing_class)))
-
-
-def _losses(
-    trainer: Any,
-    scores: PairScores,
-    names: Sequence[str],
-    model_output: Mapping[str, Tensor] | None,
-    *,
-    mixed: bool,
-) -> Tensor:
-    for name in names:
-        lookup(PAIR_LOSSES, name, "loss_type")
-    if list(names) == ["sft"]:
-        if model_output is None:
-            raise TypeError(
-                "loss_type 'sft' needs model_output, got None. Give what concatenated_forward returns."
-            )
-        return model_output["nll_loss"].expand(len(scores.chosen))
-    args = trainer.args
-    if NEEDS_STEP & set(names):
-        step = trainer.method.statistics(scores)
-        scores = replace(scores, step=step)
-    weights = args.loss_weights if mixed else None
-    return preference_terms(scores, names, args.pair_options(), loss_weights=weights).values
+    return make_scorer(model, trainer._tokenizer)
 
 
 def _around(ids: list[int], plain: list[int]) -> tuple[list[int], list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.data.formats import common_prefix_length
 from trl.models.packed.layout import padded_rows, scored_sequences
+from trl.models.reference import AdapterReference
+from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.preference import chosen_nll
 from trl.tensors.padding import pad_to_length
@@ -40,16 +43,24 @@ def concatenated_inputs(
         rows = [whole_sequences(row, is_encoder_decoder=is_encoder_decoder) for row in pairs_of(batch)]
         batch = DPODataCollatorWithPadding()(rows)
     fill = {"labels": label_pad_token_id, "input_ids": padding_value, "attention_mask": 0}
-    prompts = ("input_ids", "attention_mask") if is_encoder_decoder else ()
-    found = {}
-    for name, value in fill.items():
-        if name in prompts:
-            found[f"concatenated_{name}"] = batch[f"prompt_{name}"].repeat(2, 1)
-        elif f"chosen_{name}" in batch:
-            sides = [batch[f"{side}_{name}"] for side in SIDES]
-            width = max(side.shape[1] for side in sides)
-            found[f"concatenated_{name}"] = torch.cat([pad_to_length(side, width, value) for side in sides])
+    found = {
+        f"concatenated_{name}": both_sides(batch, name, value)
+        for name, value in fill.items()
+        if f"chosen_{name}" in batch
+    }
+    if is_encoder_decoder:
+        found |= {
+            f"concatenated_{name}": batch[f"prompt_{name}"].repeat(2, 1)
+            for name in ("input_ids", "attention_mask")
+        }
     return {name: value.to(device) for name, value in found.items()}
+
+
+def both_sides(batch: Mapping[str, Any], name: str, fill: int) -> Tensor:
+    """A column of chosen and of rejected `(B, T)` below each other, `(2B, T)`, filled up with `fill`."""
+    sides = [batch[f"{side}_{name}"] for side in SIDES]
+    width = max(side.shape[1] for side in sides)
+    return torch.cat([pad_to_length(side, width, fill) for side in sides])
 
 
 def sequences_of(batch: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -116,21 +127,6 @@ def get_batch_logps(
     return totals / counted.sum(dim=-1) if average_log_prob else totals
 
 
-def tokenized_answer(tokenizer: Any, prompt: str, answer: str) -> dict[str, list[int]]:
-    """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
-    head, whole = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + answer)
-    )
-    start = common_prefix_length(head, whole)
-    prompt_ids, answer_ids = whole[:start], whole[start:]
-    return {
-        "prompt_input_ids": prompt_ids,
-        "prompt_attention_mask": [1] * len(prompt_ids),
-        "input_ids": answer_ids,
-        "attention_mask": [1] * len(answer_ids),
-    }
-
-
 def whole_sequences(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict[str, list[int]]:
     """A prepared row of pairs with the columns of 0.7-0.26: sequences with labels, and the prompt.
 
@@ -166,15 +162,14 @@ def concatenated_forward(
     batch = self.take_batch(batch)
     with self.accelerator.autocast():
         scored, logits = self.scorer.score_with_logits(model, batch, ScoreOptions())
-    scores = self.method.pair_scores(batch, scored)
+    scores, nll = self.method.pair_scores(batch, scored), mean_chosen_nll(scored)
+    return scores.chosen, scores.rejected, logits[0::2], logits[1::2], nll
+
+
+def mean_chosen_nll(scored: Scored) -> Tensor:
+    """The mean negative log-likelihood of the chosen sequences' scored tokens, 0-dim."""
     nll = chosen_nll(scored.logps, scored.positions.sequence % 2 == 0)
-    return (
-        scores.chosen,
-        scores.rejected,
-        logits[0::2],
-        logits[1::2],
-        reduce_terms(nll, count_units(nll)),
-    )
+    return reduce_terms(nll, count_units(nll))
 
 
 def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,8 +220,24 @@ def tokenize_row(self: Any, feature: Mapping[str, Any], model: Any = None) -> di
 
 
 def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
-    """Token ids of a prompt and of an answer to it: their tokens together, cut where the prompt ends."""
-    return tokenized_answer(self._tokenizer, prompt, answer)
+    """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
+    texts = (prompt, prompt + answer)
+    head, whole = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    start = common_prefix_length(head, whole)
+    ids = {"prompt_": whole[:start], "": whole[start:]}
+    masks = {f"{name}attention_mask": [1] * len(part) for name, part in ids.items()}
+    return {**{f"{name}input_ids": part for name, part in ids.items()}, **masks}
+
+
+@contextmanager
+def null_ref_context(self: Any) -> Iterator[Any]:
+    """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.
+
+    Nothing changes inside where the reference is a model of its own, or there is none.
+    """
+    lends = isinstance(self.reference, AdapterReference)
+    with self.reference.active(self.model) if lends else nullcontext(self.model) as model:
+        yield model
 
 
 def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.legacy.pair_methods import IGNORED, sequences_of, with_losses
-from trl.models.packed.layout import row_count
-from trl.models.reference import AdapterReference
+from trl.models.pairs import row_count
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
@@ -83,25 +81,15 @@ def recorded_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored:
     return self.method.outcome(with_losses(terms, losses), scores, scored)
 
 
-def null_ref_context(self: Any) -> AbstractContextManager[Any]:
-    """A block in which the policy is its own reference: its adapter switched off, or the reference's switched on."""
-    adapted = isinstance(self.reference, AdapterReference)
-    return self.reference.active(self.model) if adapted else nullcontext(self.model)
-
-
 def generate_from_model_and_ref(
     self: Any, model: Any, batch: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Prompts with what the policy and what the reference make of them, sampled up to `max_length` tokens, as text.
-
-    `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
-    """
+    """`generate_from_model` of the policy and of the reference."""
 
     def generate(_: Any, reference: nn.Module, batch: Mapping[str, Any]) -> list[str]:
         return self.generate_from_model(reference, batch)
 
-    reference: Any = self.reference
-    return self.generate_from_model(model, batch), reference.score(model, batch, generate)
+    return self.generate_from_model(model, batch), self.reference.score(model, batch, generate)
 
 
 def scores_by_kind(

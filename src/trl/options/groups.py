@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from trl.options.checks import json_object, warn_caller
-from trl.options.values import check_choices, check_numbers, json_fields, library_config, read_text_values
+from trl.options.checks import warn_caller
+from trl.options.values import check_choices, check_numbers, read_json, read_text_values
 
 _OURS = ("bounds", "needs", "module", "moved_to", "reason", "value_of")
 
@@ -90,8 +90,7 @@ class OptionGroup:
         """
         read_text_values(self)
         check_numbers(self)
-        for name in json_fields(library_config(type(self))):
-            setattr(self, name, json_object(name, getattr(self, name)))
+        read_json(self)
         _move_legacy(self)
         self.check()
         check_choices(self)

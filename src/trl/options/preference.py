@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl.options.dataset import RowOptions
 from trl.options.groups import OptionGroup, option
 from trl.options.shared import shared
+from trl.options.training import RowOptions
 
 TruncationMode = Literal["keep_end", "keep_start"]
 

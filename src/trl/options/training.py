@@ -1,4 +1,4 @@
-"""`TrainingArguments` with the defaults that all trainers of the library share."""
+"""`TrainingArguments` with the defaults that all trainers of the library share, and options of trainers over rows."""
 
 import copy
 import dataclasses
@@ -14,6 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl.options.checks import json_object, warn_caller
 from trl.options.groups import option, same
 from trl.options.older import LegacyTrainingArguments
+from trl.options.shared import shared
 
 Config = TypeVar("Config")
 
@@ -97,6 +98,38 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
             elif entry.name.endswith("_token") and entry.name not in outside:
                 vocabulary[entry.name] = value
         return {**super(TrainingDefaults, snapshot).to_dict(), **vocabulary}
+
+
+@dataclass
+class RowOptions(TrainingDefaults):
+    """How the model is loaded, and how rows are prepared and cut."""
+
+    model_init_kwargs: dict[str, Any] | str | None = shared("model_init_kwargs")
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    max_length: int | None = shared("max_length")
+
+
+@dataclass
+class SequenceOptions(RowOptions):
+    """Special tokens, padding and memory, for SFT and reward models."""
+
+    pad_token: str | None = shared("pad_token")
+    chat_template_path: str | None = option(
+        None,
+        "Source of the chat template: a Jinja file, or a directory or Hub name of a tokenizer, whose added tokens are "
+        "cloned too (the embeddings grow). None: the tokenizer's own.",
+    )
+    eos_token: str | None = option(
+        None, "Token that ends a sequence. None: the tokenizer's end-of-sequence token."
+    )
+    pad_to_multiple_of: int | None = option(
+        None, "Pad batches to a multiple of this many tokens. None: to the longest sequence.", ">= 1"
+    )
+    activation_offloading: bool = option(
+        False,
+        "Keep the activations of the backward pass in CPU memory: less accelerator memory for some copying. No effect "
+        "on a CPU.",
+    )
 
 
 def wrong_config(args: Any, config_class: type) -> TypeError:

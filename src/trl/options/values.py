@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from trl.options.checks import check_one_of
+from trl.options.checks import check_one_of, json_object
 
 Reader = Callable[[str], Any]
 
@@ -31,23 +31,29 @@ _SENTINELS = {"max_steps": -1, "local_rank": -1, "top_k": -1}
 _INHERITED_NAMES = frozenset(item.name for item in dataclasses.fields(TrainingArguments))
 
 
-class NumberField(NamedTuple):
-    """The reader of a field that holds a number or a boolean, whether the field is a list of them, and may be None."""
-
-    reader: Reader
-    is_list: bool
-    takes_none: bool
-
-
 def library_config(config_class: type) -> type:
     """The config of this library that a program's config class extends; the class itself where it extends none."""
     kinds = (kind for kind in config_class.__mro__ if kind.__module__.startswith("trl."))
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), config_class)
 
 
+class Kind(NamedTuple):
+    """What a field may hold: a number or boolean that `reader` reads, or a list of them; or anything else (None).
+
+    `choices` are all values of a field of the library that has several; `is_json`: a dict or, as text, a JSON object.
+    """
+
+    item: dataclasses.Field
+    reader: Reader | None
+    is_list: bool
+    takes_none: bool
+    choices: tuple[Any, ...]
+    is_json: bool
+
+
 @functools.cache
-def number_fields(config_class: type) -> dict[str, NumberField]:
-    """The fields of a dataclass that hold numbers or booleans and no text, by name.
+def kinds(config_class: type) -> dict[str, Kind]:
+    """The kinds of a dataclass's fields by name.
 
     Those of `library_config` alone where a program's own have a type that is not there at run time.
     """
@@ -56,23 +62,27 @@ def number_fields(config_class: type) -> dict[str, NumberField]:
     except NameError:
         config_class = library_config(config_class)
         hints = get_type_hints(config_class)
-    found = {item.name: _number_field(hints[item.name]) for item in dataclasses.fields(config_class)}
-    return {name: entry for name, entry in found.items() if entry is not None}
+    return {item.name: _kind(item, hints[item.name]) for item in dataclasses.fields(config_class)}
 
 
-def _is_union(hint: Any) -> bool:
-    return get_origin(hint) in (Union, UnionType)
-
-
-def _number_field(hint: Any) -> NumberField | None:
-    members = get_args(hint) if _is_union(hint) else (hint,)
-    takes_none = type(None) in members
-    for member in members:
-        if get_origin(member) is list and get_args(member)[0] in _READERS:
-            return NumberField(_READERS[get_args(member)[0]], True, takes_none)
-    has_text = any(member is str or get_origin(member) is Literal for member in members)
-    kinds = [] if has_text else [kind for kind in _READERS if kind in members]
-    return NumberField(_READERS[kinds[0]], False, takes_none) if kinds else None
+def _kind(item: dataclasses.Field, hint: Any) -> Kind:
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = next((get_args(each) for each in members if get_origin(each) is Literal), ())
+    lists = [get_args(each)[0] for each in members if get_origin(each) is list]
+    number = next((each for each in lists if each in _READERS), None)
+    is_list = number is not None
+    if not (is_list or words or str in members):
+        number = next((each for each in _READERS if each in members), None)
+    choices = item.metadata.get("choices", () if str in members else words)
+    is_ours = item.name not in _INHERITED_NAMES
+    return Kind(
+        item,
+        None if number is None else _READERS[number],
+        is_list,
+        type(None) in members,
+        tuple(choices) if is_ours and choices and "help" in item.metadata else (),
+        is_ours and str in members and any(get_origin(each) is dict for each in members),
+    )
 
 
 def from_text(reader: Any, text: str) -> Any:
@@ -92,14 +102,13 @@ def read_text_values(config: Any) -> None:
     Raises: ValueError naming every field whose text is no such value.
     """
     faults = []
-    for name, (reader, is_list, _) in number_fields(type(config)).items():
+    for name, kind in kinds(type(config)).items():
         value = vars(config).get(name)
+        items = value if kind.is_list and isinstance(value, list) else [value]
         try:
-            if isinstance(value, str):
-                setattr(config, name, [from_text(reader, value)] if is_list else from_text(reader, value))
-            elif is_list and isinstance(value, list) and any(isinstance(item, str) for item in value):
-                read = [from_text(reader, item) if isinstance(item, str) else item for item in value]
-                setattr(config, name, read)
+            if kind.reader is not None and any(isinstance(item, str) for item in items):
+                read = [from_text(kind.reader, item) if isinstance(item, str) else item for item in items]
+                setattr(config, name, read if kind.is_list else read[0])
         except ValueError as error:
             faults.append(f"{name} {error}")
     if faults:
@@ -112,28 +121,22 @@ def check_numbers(config: Any) -> None:
     Raises: ValueError naming every field that is out of bounds. TypeError for a field with declared bounds that holds
     no (whole) number, or None where that is not allowed.
     """
-    kind, faults = library_config(type(config)), []
-    items = {item.name: item for item in dataclasses.fields(kind)}
-    for name, field in number_fields(kind).items():
-        value, item = vars(config).get(name), items[name]
-        is_unbounded = "bounds" not in item.metadata
-        if (value is None and (field.takes_none or is_unbounded)) or (
-            "moved_to" in item.metadata and is_unbounded
-        ):
+    faults = []
+    for name, kind in kinds(library_config(type(config))).items():
+        value, declared = vars(config).get(name), "bounds" in kind.item.metadata
+        is_moved = "moved_to" in kind.item.metadata and not declared
+        if kind.reader is None or is_moved or (value is None and (kind.takes_none or not declared)):
             continue
-        numbers = value if isinstance(value, list) else [value]
-        default = "(-inf, inf)" if field.is_list else _INHERITED.get(name, "[0, inf)")
-        bounds = item.metadata.get("bounds", default)
-        for number in numbers:
-            is_number = isinstance(number, int if field.reader is int else (int, float))
-            if not is_unbounded and (isinstance(number, bool) or not is_number):
-                raise TypeError(_refusal(item, field, bounds, number))
-            if (
-                isinstance(number, (int, float))
-                and number != _SENTINELS.get(name)
-                and not _is_within(number, bounds)
+        default = "(-inf, inf)" if kind.is_list else _INHERITED.get(name, "[0, inf)")
+        bounds = kind.item.metadata.get("bounds", default)
+        for number in value if isinstance(value, list) else [value]:
+            is_number = isinstance(number, int if kind.reader is int else (int, float))
+            if declared and (isinstance(number, bool) or not is_number):
+                raise TypeError(_refusal(kind, bounds, number))
+            if isinstance(number, (int, float)) and not (
+                number == _SENTINELS.get(name) or _is_within(number, bounds)
             ):
-                faults.append(_refusal(item, field, bounds, number))
+                faults.append(_refusal(kind, bounds, number))
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -152,7 +155,8 @@ def _is_within(number: float, bounds: str) -> bool:
     return low < number < high or (has_low and number == low) or (has_high and number == high)
 
 
-def _refusal(item: dataclasses.Field, field: NumberField, bounds: str, given: Any) -> str:
+def _refusal(field: Kind, bounds: str, given: Any) -> str:
+    item = field.item
     low, high, has_low, has_high = _interval(bounds)
     is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
     kind = "a whole number" if field.reader is int and bounds != "[0, inf)" else ""
@@ -167,41 +171,21 @@ def _refusal(item: dataclasses.Field, field: NumberField, bounds: str, given: An
     return f"{text} {item.metadata['help']} Default: {item.default}." if "bounds" in item.metadata else text
 
 
-@functools.cache
-def json_fields(config_class: type) -> tuple[str, ...]:
-    """Fields of the library that take a dict or, as text, a JSON object."""
-    hints = get_type_hints(config_class)
-    names = [item.name for item in dataclasses.fields(config_class) if item.name not in _INHERITED_NAMES]
-    members = {name: get_args(hints[name]) for name in names}
-    return tuple(
-        name
-        for name in names
-        if str in members[name] and any(get_origin(each) is dict for each in members[name])
-    )
-
-
-@functools.cache
-def _choices(config_class: type) -> dict[str, tuple[tuple[Any, ...], bool]]:
-    """The values that each of the library's fields may have, and whether None is one more."""
-    hints, found = get_type_hints(config_class), {}
-    for item in dataclasses.fields(config_class):
-        if "help" not in item.metadata or item.name in _INHERITED_NAMES:
-            continue
-        members = get_args(hints[item.name]) if _is_union(hints[item.name]) else (hints[item.name],)
-        allowed = next((get_args(each) for each in members if get_origin(each) is Literal), None)
-        allowed = item.metadata.get("choices", None if str in members else allowed)
-        if allowed:
-            found[item.name] = (tuple(allowed), type(None) in members)
-    return found
-
-
 def check_choices(config: Any) -> None:
     """Check every field that takes one of several values; "true" and "false" become booleans where those are among them.
 
     Raises: ValueError naming the value and everything that is allowed.
     """
-    for name, (allowed, takes_none) in _choices(library_config(type(config))).items():
-        if True in allowed:
+    for name, kind in kinds(library_config(type(config))).items():
+        if True in kind.choices:
             words: dict[str, Any] = {"true": True, "false": False}
             setattr(config, name, words.get(str(getattr(config, name)).lower(), getattr(config, name)))
-        check_one_of(name, getattr(config, name), allowed, optional=takes_none)
+        if kind.choices:
+            check_one_of(name, getattr(config, name), kind.choices, optional=kind.takes_none)
+
+
+def read_json(config: Any) -> None:
+    """Replace the text of JSON objects by their dicts. Raises: ValueError, TypeError for anything else."""
+    for name, kind in kinds(library_config(type(config))).items():
+        if kind.is_json:
+            setattr(config, name, json_object(name, getattr(config, name)))

@@ -1,4 +1,4 @@
-"""Model cards: what was trained on what, how, with which versions, and what to cite. Nothing is asked of a network."""
+"""Model cards: what was trained on what, how, with which versions, and what to cite; written without network access."""
 
 from collections.abc import Sized
 from importlib.metadata import PackageNotFoundError, metadata, version
@@ -12,24 +12,17 @@ from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
 
 _FRAMEWORKS = ("trl", "transformers", "torch", "datasets", "accelerate", "tokenizers", "peft")
 
-# Jinja; `card_data` is the YAML header. Values are inserted as they are: they are Markdown already.
+# Jinja; `card_data` is the YAML header.
 _TEMPLATE = """---
 {{ card_data }}
 ---
 
 # {{ model_name }}
 
-{% if base_model -%}
-A fine-tune of [{{ base_model }}](https://huggingface.co/{{ base_model }})
-{%- elif base_path -%}
-A fine-tune of the model in `{{ base_path }}`
-{%- else -%}
-A model trained from its initial weights
-{%- endif %}
-{%- if dataset_names %} on {{ dataset_names }}{% endif %}, made with {% if project_url %}[trl]({{ project_url }}){% else %}trl {{ versions.trl }}{% endif %}.
+{{ origin }}{% if sources %} on {{ sources }}{% endif %}, made with {{ library }}.
 
 ## Use it
-{% if hub_model_id == here %}
+{% if hub_model_id == "." %}
 Run this in the folder of this card:
 {% endif %}
 ```python
@@ -41,37 +34,25 @@ Run this in the folder of this card:
 Method: {{ trainer_name }}
 {%- if paper_id %}, from [{{ paper_title or paper_id }}](https://huggingface.co/papers/{{ paper_id }})
 {%- elif paper_title %}, from "{{ paper_title }}"{% endif %}.
-{% for name, url in runs %}
+{% for name, url in (("Weights & Biases", wandb_url), ("Comet", comet_url)) if url %}
 The run on {{ name }}: [{{ url }}]({{ url }})
 {% endfor %}
-{%- if facts %}
 | setting | value |
 |---|---|
 {% for name, value in facts.items() -%}
 | {{ name }} | {{ value }} |
 {% endfor %}
-{%- endif %}
 ## Versions
 
 {% for name, number in versions.items() -%}
 - {{ name }}: {{ number }}
 {% endfor %}
 ## Citation
-
-{% if trainer_citation -%}
-The method:
-
+{% for citation in citations if citation %}
 ```bibtex
-{{ trainer_citation }}
+{{ citation }}
 ```
-
-{% endif -%}
-The library:
-
-```bibtex
-{{ library_citation }}
-```
-"""
+{% endfor %}"""
 
 HERE = "."  # the folder that a card stands in
 
@@ -103,7 +84,7 @@ tokenizer = AutoTokenizer.from_pretrained("{place}")
 model = AutoModelForTokenClassification.from_pretrained("{place}")
 parts = ["What is 2 + 2 + 3?", "2 + 2 is 4.", {separator!r}]  # a prompt, a step, and what ends a step
 ids = [id for part in parts for id in tokenizer.encode(part, add_special_tokens=False)]
-print(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item())  # how sure it is that the step is right"""
+print(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item())  # probability that the step is right"""
 
 _CHAT = '[{"role": "user", "content": "What would you do with a free afternoon?"}]'
 _JUDGED_CHAT = """messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -111,11 +92,6 @@ ids = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="
 _JUDGED_TEXT = (
     'ids = tokenizer("What is 2 + 2? It is 4." + tokenizer.eos_token, return_tensors="pt").input_ids'
 )
-
-_LIBRARY_CITATION = """@misc{trl,
-    title        = {{trl: Transformer Reinforcement Learning}},HOWPUBLISHED
-    note         = {version VERSION}
-}"""
 
 
 def generate_model_card(
@@ -136,12 +112,13 @@ def generate_model_card(
 ) -> ModelCard:
     """Fill a model card.
 
-    `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `training_facts` become rows of the table of
-    settings, `hub_model_id` is what the example loads ("." for the card's own folder), `usage` is a Python example (without it: generation, of an answer to a chat). A `template_file` (Jinja)
-    replaces ours and gets the same variables.
+    `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `hub_model_id` what the example loads ("." for the
+    card's own folder), `training_facts` become rows of the table of settings, `usage` is a Python example (without it: an
+    answer to a chat). A `template_file` (Jinja) replaces ours and gets the same variables.
     """
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     on_hub = base_model if base_model and _is_hub_name(base_model) else None
+    base = f"[{on_hub}](https://huggingface.co/{on_hub})" if on_hub else f"the model in `{base_model}`"
     data = ModelCardData(
         base_model=on_hub,
         datasets=[name for name in datasets if _is_hub_name(name)] or None,
@@ -149,32 +126,29 @@ def generate_model_card(
         model_name=model_name,
         tags=["generated_from_trainer", *tags],
     )
-    versions, project_url = _versions(), _project_url()
-    published = f"\n    howpublished = {{\\url{{{project_url}}}}}," if project_url else ""
+    versions, page = _versions(), _project_url()
+    published = f"\n    howpublished = {{\\url{{{page}}}}}," if page else ""
+    cite = f"@misc{{trl,\n    title = {{{{trl: Transformer Reinforcement Learning}}}},{published}\n"
     template = Path(template_file).read_text(encoding="utf-8") if template_file else _TEMPLATE
     text = Template(template).render(
         card_data=data.to_yaml(),
         base_model=on_hub,
-        base_path=base_model if not on_hub else None,
         model_name=model_name,
         hub_model_id=hub_model_id,
         dataset_name=dataset_name,
-        dataset_names=", ".join(_linked(name) for name in datasets),
         wandb_url=wandb_url,
         comet_url=comet_url,
-        runs=[run for run in (("Weights & Biases", wandb_url), ("Comet", comet_url)) if run[1]],
         trainer_name=trainer_name,
         trainer_citation=trainer_citation,
         paper_title=paper_title,
         paper_id=paper_id,
+        origin=f"A fine-tune of {base}" if base_model else "A model trained from its initial weights",
+        sources=", ".join(_linked(name) for name in datasets),
+        library=f"[trl]({page})" if page else f"trl {versions.get('trl', '')}",
         facts=training_facts or {},
         usage=usage or _GENERATION.format(place=hub_model_id, question=_CHAT),
         versions=versions,
-        here=HERE,
-        project_url=project_url,
-        library_citation=_LIBRARY_CITATION.replace("VERSION", versions.get("trl", "unknown")).replace(
-            "HOWPUBLISHED", published
-        ),
+        citations=[trainer_citation, f"{cite}    note = {{version {versions.get('trl')}}}\n}}"],
     )
     return ModelCard(text)
 
@@ -192,11 +166,10 @@ def card_of_trainer(
     """
     args, paper = trainer.args, trainer._paper
     place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or HERE
-    output_name = Path(args.output_dir or "model").resolve().name
     given = [tags] if isinstance(tags, str) else list(tags or [])
     return generate_model_card(
         base_model=getattr(trainer.model.config, "_name_or_path", None) or None,
-        model_name=model_name or output_name,
+        model_name=model_name or Path(args.output_dir or "model").resolve().name,
         hub_model_id=place,
         dataset_name=dataset_name,
         tags=list(dict.fromkeys([*trainer._tag_names, *given])),
@@ -212,9 +185,8 @@ def card_of_trainer(
 
 
 def _usage(trainer: Any, place: str) -> str:
-    """How the model is asked: what it is for follows from its class, whether it is told chats from its tokenizer."""
-    processing = getattr(trainer, "processing_class", None)
-    chats = bool(getattr(processing, "chat_template", None))
+    """An example for the class of the model, with a chat if its tokenizer has a template."""
+    chats = bool(getattr(getattr(trainer, "processing_class", None), "chat_template", None))
     base = getattr(trainer.model, "get_base_model", None)
     name = type(base() if base is not None else trainer.model).__name__
     if name.endswith("ForSequenceClassification"):
@@ -226,39 +198,27 @@ def _usage(trainer: Any, place: str) -> str:
 
 
 def _training_facts(trainer: Any) -> dict[str, Any]:
-    """The settings that decide what a run computes, its data, how far it went, and the figures of its last evaluation."""
+    """The settings that decide what a run computes, its data, its length, and the figures of its last evaluation."""
     args, state = trainer.args, trainer.state
     facts = {name: getattr(args, name, None) for name in _SETTINGS}
     facts["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     adapters = getattr(trainer.model, "peft_config", None) or {}
     for adapter in adapters.values() if isinstance(adapters, dict) else []:
-        facts |= {
-            f"{adapter.peft_type.value} {name}": getattr(adapter, name, None) for name in ("r", "lora_alpha")
-        }
+        kind = adapter.peft_type.value
+        facts |= {f"{kind} {name}": getattr(adapter, name, None) for name in ("r", "lora_alpha")}
     for name in ("train_dataset", "eval_dataset"):
         rows = getattr(trainer, name, None)
-        facts[f"rows of {name}"] = (
-            len(rows) if isinstance(rows, Sized) and not isinstance(rows, dict) else None
-        )
-    facts["rows per optimiser step"] = (
-        args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    )
-    facts["optimiser steps"] = state.global_step
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    facts["last training loss"] = f"{losses[-1]:.4g}" if losses else None
-    figures: dict[str, Any] = {}
+        if isinstance(rows, Sized) and not isinstance(rows, dict):
+            facts[f"rows of {name}"] = len(rows)
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    facts |= {"rows per optimiser step": rows, "optimiser steps": state.global_step}
     for entry in state.log_history:
+        if "loss" in entry:
+            facts["last training loss"] = f"{entry['loss']:.4g}"
         measured = {name: value for name, value in entry.items() if isinstance(value, (int, float))}
-        figures |= {
-            name: f"{value:.4g}"
-            for name, value in measured.items()
-            if name.startswith("eval_") and name not in _TIMES
-        }
-    return {
-        name: value
-        for name, value in {**facts, **figures}.items()
-        if value is not None and value is not False
-    }
+        names = [name for name in measured if name.startswith("eval_") and name not in _TIMES]
+        facts |= {name: f"{measured[name]:.4g}" for name in names}
+    return {name: value for name, value in facts.items() if value is not None and value is not False}
 
 
 def _project_url() -> str | None:
@@ -286,10 +246,8 @@ def _is_hub_name(name: str) -> bool:
     return plain and not Path(name).exists() and " " not in name
 
 
-def _linked(dataset: str) -> str:
-    return (
-        f"[{dataset}](https://huggingface.co/datasets/{dataset})" if _is_hub_name(dataset) else f"`{dataset}`"
-    )
+def _linked(name: str) -> str:
+    return f"[{name}](https://huggingface.co/datasets/{name})" if _is_hub_name(name) else f"`{name}`"
 
 
 def trl_sanitze_kwargs_for_tagging(

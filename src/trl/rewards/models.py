@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trl.collators.reward import group_batch
@@ -19,7 +19,6 @@ from trl.data.hub import loading_from_hub
 from trl.data.rendering import Chat, ProcessingClass, read_tools, render, text_tokenizer
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.parts import causal_core, embedded_tokens
-from trl.models.policy import Policy
 from trl.models.reference import FrozenModel
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import (
@@ -45,7 +44,7 @@ class ModelSource:
     Args:
         model: a sequence-classification model with one label, or its name or path. `source.model` may be replaced by a
             wrapper of it (an accelerator's prepared model).
-        processing_class: its tokenizer; by default the one saved with it.
+        processing_class: its tokenizer; by default the one saved with it, else the policy's.
         name: of its metrics; by default the last part of the model's path.
         deadline: maximum time of a call in seconds; None for that of `RewardSources`.
         on_failure: "error" or "skip"; None for that of `RewardSources`.
@@ -79,6 +78,9 @@ class ModelSource:
         path = get_config_model_id(core.config).rstrip("/\\").replace("\\", "/")
         self.name = name or path.rpartition("/")[2] or type(core).__name__
         self.deadline, self.on_failure, self.batch_size = deadline, on_failure, batch_size
+        is_made = not isinstance(model, (str, os.PathLike))
+        if processing_class is None and policy_tokenizer is not None and is_made and not _has_tokenizer(core):
+            processing_class = policy_tokenizer
         self.processing_class = processing_class or load_processing_class(core)
         check_processing_class(self.processing_class)
         self.tokenizer = text_tokenizer(self.processing_class)
@@ -193,33 +195,9 @@ def _check_saved(path: str) -> None:
         )
 
 
-def tokenizers_for(sources: list[Any], given: Any, policy: Policy) -> Any:
-    """The tokenizer of each source. `given` is that of the only model, or one for each; a list of another length is returned.
-
-    A model without a given tokenizer uses the one saved with it (None), else the policy's.
-
-    Raises: ValueError for one tokenizer and several models.
-    """
-    if not isinstance(given, (list, tuple)):
-        models = sum(isinstance(source, (nn.Module, str, os.PathLike)) for source in sources)
-        if given is not None and models > 1:
-            raise ValueError(
-                f"reward_processing_classes is one tokenizer for {models} reward models. Give a list with an entry for each reward "
-                "function (None: the tokenizer saved with the model), or leave it out."
-            )
-        given = [given] * len(sources)
-    if len(given) != len(sources):
-        return given
-    return [
-        own if own is not None or not isinstance(source, nn.Module) or _has_tokenizer(source)
-        else policy.processing_class
-        for source, own in zip(sources, given, strict=True)
-    ]  # fmt: skip
-
-
-def _has_tokenizer(model: nn.Module) -> bool:
+def _has_tokenizer(model: Any) -> bool:
     """Whether a tokenizer is saved with the model: in its folder, or on the Hub."""
-    saved = get_config_model_id(causal_core(model).config)
+    saved = get_config_model_id(model.config)
     has_files = any((Path(saved) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
     return bool(saved) and (has_files or not Path(saved).is_dir())
 

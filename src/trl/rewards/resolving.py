@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -15,7 +15,7 @@ from trl.rewards.judges.bases import BaseJudge, BaseRankJudge
 
 READY_MADE = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 SOFT_OVERLONG = "get_soft_overlong_punishment"
-SOFT_OVERLONG_LENGTHS = {"max_completion_len": 1280, "soft_punish_cache": 256}
+_LENGTHS = re.compile(r"\((?:max_completion_len=)?(\d+), *(?:soft_punish_cache=)?(\d+)\)")
 
 
 def __getattr__(name: str) -> Any:
@@ -43,45 +43,26 @@ def _resolve(name: str) -> Callable[..., Any] | str:
     if name.partition("(")[0] == SOFT_OVERLONG:
         from trl.rewards.ready_made import get_soft_overlong_punishment
 
-        return get_soft_overlong_punishment(**(_lengths(name) or SOFT_OVERLONG_LENGTHS))
+        given = _LENGTHS.fullmatch(name.removeprefix(SOFT_OVERLONG) or "(1280, 256)")
+        if given is None:
+            raise ValueError(
+                f"reward function {name!r} cannot be read, expected {SOFT_OVERLONG}(1280, 256): max_completion_len and "
+                "soft_punish_cache, two whole numbers. Quote it in the shell."
+            )
+        return get_soft_overlong_punishment(int(given[1]), int(given[2]))
     if Path(name).expanduser().is_dir():
         return name
-    file, _, function = name.partition(":")
-    if file.endswith(".py"):
-        path = Path(file)
-        outside = path.is_absolute() or ".." in path.parts
-        module = path.stem if outside else ".".join(path.with_suffix("").parts)
-        where = f"in the folder '{path.parent}'" if outside else "from here"
-        dotted = f"{module}.{function.lstrip(':') or '<function>'}"
-        raise ValueError(f"reward function {name!r} is a file. Name a function in it, {where}: {dotted}")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.partition(":")[0].endswith(".py"):
         raise ValueError(
-            f"reward function {name!r} looks like a path, and there is no such folder. Give the folder of a reward model, a Hub name "
-            "such as 'owner/name', or a function as 'module.function'."
+            f"reward function {name!r} is a file. Name a function in it by a path with dots, from here: folder.file.function."
         )
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise _unknown(name, " It looks like a path, and there is no such folder.")
     if "/" in name or os.sep in name:
         return name
     if "." in name:
         return _function(name)
     raise _unknown(name)
-
-
-def _lengths(call: str) -> dict[str, int]:
-    """The arguments of `get_soft_overlong_punishment(...)`, whole numbers."""
-    try:
-        node: Any = ast.parse(call, mode="eval").body
-        if isinstance(node, ast.Name):
-            return {}
-        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-        given = dict(zip(SOFT_OVERLONG_LENGTHS, map(ast.literal_eval, node.args), strict=False)) | keywords
-        if given and set(given) == set(SOFT_OVERLONG_LENGTHS) and all(type(v) is int for v in given.values()):
-            return given  # type: ignore[return-value]
-    except (SyntaxError, ValueError, AttributeError):
-        pass
-    raise ValueError(
-        f"reward function {call!r} cannot be read, expected {SOFT_OVERLONG}(max_completion_len=1280,soft_punish_cache=256), with two "
-        "whole numbers. Quote it in the shell."
-    )
 
 
 def _function(path: str) -> Any:

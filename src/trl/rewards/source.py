@@ -55,8 +55,8 @@ class RewardSources:
         reward_funcs: one or several functions (plain or async), sequence-classification models with one label (or their
             names or paths), judges, or objects with the methods of `RewardSource`.
         weights: of the sources in the sum, 1 by default.
-        processing_classes: tokenizers of reward models: one for all, or a list with an entry for each source (None for a
-            function, or for the tokenizer saved with the model).
+        processing_classes: the tokenizer of the only reward model, or a list with an entry for each source (None for a
+            function, or for the tokenizer saved with the model, else the policy's).
         deadline: maximum time of one call of a source in seconds; None for no limit.
         on_failure: if a source raises, misses its deadline or returns an invalid value, "error" raises `RewardError`, and
             "skip" counts the rows as failures without a score of this source.
@@ -88,7 +88,7 @@ class RewardSources:
             raise ValueError("reward_funcs is empty. Pass at least one function, reward model or judge.")
         _check_limits(deadline, on_failure)  # before reward models are loaded
         self.weights = _weights(weights, len(given))
-        classes = _one_each(processing_classes, len(given))
+        classes = _one_each(processing_classes, given)
         self.sources: list[RewardSource] = [
             _source(each, processing, model_options) for each, processing in zip(given, classes, strict=True)
         ]
@@ -259,15 +259,18 @@ def _weights(weights: Sequence[float] | None, count: int) -> Tensor:
     return found
 
 
-def _one_each(processing_classes: Any, count: int) -> list[Any]:
-    if not isinstance(processing_classes, (list, tuple)):
-        return [processing_classes] * count
-    if len(processing_classes) != count:
+def _one_each(given: Any, sources: Sequence[Any]) -> list[Any]:
+    models = sum(isinstance(source, (nn.Module, str, os.PathLike)) for source in sources)
+    if isinstance(given, (list, tuple)):
+        classes = list(given)
+    else:
+        classes = [given] * (len(sources) if given is None or models < 2 else 1)
+    if len(classes) != len(sources):
         raise ValueError(
-            f"reward_processing_classes has {len(processing_classes)} entries for {count} reward functions. Give one for each, "
-            "None for a function."
+            f"reward_processing_classes has {len(classes)} entries for {len(sources)} reward functions. Give a list with one for "
+            "each: None for a function, or for the tokenizer saved with the model."
         )
-    return list(processing_classes)
+    return classes
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

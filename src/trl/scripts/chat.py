@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,11 +29,11 @@ class ChatArguments(QuantizationOptions, ModelSource):
     device: str | None = option(None, "Device to run on. None: the accelerator, else the CPU.")
     user: str = option("user", "Name to show before your messages.")
     system_prompt: str | None = option(None, "First message, with the role system.")
-    save_folder: str = option("./chat_history/", "No effect: conversations are not saved.")
-    examples_path: str | None = option(None, "No effect: there are no examples.", aliases=["--examples"])
+    save_folder: str = moved("conversations are not saved.", default="./chat_history/")
+    examples_path: str | None = moved("there are no examples.", aliases=["--examples"])
     max_new_tokens: int = option(256, "Longest answer, in tokens.")
     do_sample: bool = option(True, "Draw tokens; else take the most likely ones.")
-    num_beams: int = option(1, "Must be 1: there is no beam search.")
+    num_beams: int = option(1, "There is no beam search.", "[1, 1]")
     temperature: float = option(1.0, "Divides the logits; 0 takes the most likely tokens.")
     top_k: int = option(50, "Draw from this many most likely tokens; 0 for all.")
     top_p: float = option(1.0, "Draw from the fewest tokens that have this probability.")
@@ -51,10 +50,6 @@ class ChatArguments(QuantizationOptions, ModelSource):
         super().check()
         if not self.model_name_or_path:
             raise ValueError("The model is missing. Give its folder or its name on the Hub: trl chat MODEL.")
-        if self.num_beams != 1:
-            raise ValueError(f"num_beams must be 1, got {self.num_beams}: answers are drawn token by token.")
-        if self.examples_path or self.save_folder != "./chat_history/":
-            warnings.warn("examples_path and save_folder have no effect. Leave them out.", stacklevel=2)
         self.sampling(())
 
     def sampling(self, ends: Sequence[int]) -> Any:

@@ -17,7 +17,7 @@ _ORDER = ("essential", MODEL, DATA, TRAINING, METHOD, GENERATION, LOGGING, HARDW
 # The module that first declares a field -> its group. Other modules of the library declare what belongs to a method.
 _OF_MODULE = {
     "trl.options.model": MODEL,
-    "trl.options.dataset": DATA,
+    "trl.options.training": DATA,
     "trl.data.mixtures": DATA,
     "trl.scripts.arguments": DATA,
     "transformers.training_args": TRAINING,
@@ -25,7 +25,7 @@ _OF_MODULE = {
 }
 # Exceptions by name, for modules that declare fields of several groups.
 _MIXED = (
-    *("transformers.training_args", "trl.scripts.arguments", "trl.options.shared", "trl.options.dataset"),
+    *("transformers.training_args", "trl.scripts.arguments", "trl.options.shared", "trl.options.training"),
     *("trl.trainer.sft_config", "trl.trainer.on_policy_config"),
 )
 _LOGGING_NAMES = (

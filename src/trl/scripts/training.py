@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from trl.options.model import ModelConfig
 from trl.scripts import arguments
@@ -21,22 +21,14 @@ from trl.scripts.running import CommandError, Terminated, reporting_input_errors
 
 logger = logging.getLogger(__name__)
 
-Trainer = TypeVar("Trainer", bound=Any)
-
 LAUNCHING = (
     "Any option of `accelerate launch` (--num_processes, --mixed_precision, ...) is taken too, as is --accelerate_config with "
     "a profile (single_gpu, multi_gpu, fsdp1, fsdp2, zero1, zero2, zero3, cpu) or a file."
 )
 
 
-def train(
-    build: Callable[..., Trainer],
-    script_args: ScriptArguments,
-    training_args: Any,
-    *others: Any,
-    command: str,
-) -> Trainer:
-    """Build a trainer from the arguments, train it, save its model, say where it is; returns the trainer.
+def train(name: str, script_args: ScriptArguments, training_args: Any, *others: Any) -> Any:
+    """Build the trainer of the command `name`, train it, save its model, say where it is; returns the trainer.
 
     With `dry_run` the trainer is built and described, and nothing is trained or written.
 
@@ -44,8 +36,8 @@ def train(
         CommandError: for everything about the input that is wrong, before the first step.
     """
     from trl.reporting.trackers import check_trackers
-    from trl.scripts.allocator import keep_freed_memory
     from trl.scripts.dry_run import changed_settings, describe
+    from trl.scripts.env import keep_freed_memory
     from trl.scripts.preflight import check_output_dir, check_push, checkpoint_to_resume
     from trl.scripts.summary import finish
 
@@ -59,20 +51,18 @@ def train(
         checkpoint = checkpoint_to_resume(
             training_args.resume_from_checkpoint, output_dir, without=training_args.resume_without or ()
         )
-        settings, made_folder = (
-            changed_settings(script_args, training_args, *others),
-            not Path(output_dir).exists(),
-        )
-        trainer = build(script_args, training_args, *others)
+        settings = changed_settings(script_args, training_args, *others)
+        made_folder = not Path(output_dir).exists()
+        trainer = build_trainer(name, script_args, training_args, *others)
     if script_args.dry_run:
         describe(trainer, settings, made_folder=made_folder)
         return trainer
-    with reporting_interruptions(trainer, command=command):
+    with reporting_interruptions(trainer, command=name):
         trainer.train(resume_from_checkpoint=checkpoint)
         if any(getattr(each, "is_made", False) for each in trainer.callback_handler.callbacks):
             trainer.accelerator.end_training()
             raise Terminated  # after the checkpoint that enable_jit_checkpoint asks for
-    finish(trainer, dataset_name=script_args.dataset_name, command=command, newest=trainer.newest_checkpoint)
+    finish(trainer, dataset_name=script_args.dataset_name, command=name, newest=trainer.newest_checkpoint)
     return trainer
 
 
@@ -112,15 +102,13 @@ def load_inputs(
     Raises:
         ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
     """
+    from trl.data.formats import split_dialogue
     from trl.scripts.loading import load_train_and_eval, model_init_kwargs
     from trl.scripts.preflight import check_processes
 
     check_processes(training_args)
     if model_args.model_name_or_path is None:
-        raise ValueError(
-            "model_name_or_path is missing. Give the directory of a model or its name on the Hub with "
-            "--model_name_or_path."
-        )
+        raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     if script_args.gradient_checkpointing_use_reentrant and training_args.gradient_checkpointing:
         settings: Any = training_args.gradient_checkpointing_kwargs or {}
         training_args.gradient_checkpointing_kwargs = {**settings, "use_reentrant": True}
@@ -131,42 +119,10 @@ def load_inputs(
         renames=script_args.renames() if isinstance(script_args, ColumnMapping) else {},
         evaluate=training_args.eval_strategy != "no",
     )
-    if getattr(script_args, "dialogue_marker", None) is None:
-        return datasets
-    from trl.data.formats import split_dialogue
-
-    split = partial(split_dialogue, marker=script_args.dialogue_marker)  # pyright: ignore[reportAttributeAccessIssue]
-    train_dataset, eval_dataset = datasets
-    return train_dataset.map(split), None if eval_dataset is None else eval_dataset.map(split)
-
-
-def make_trainer(
-    trainer_class: Callable[..., Trainer],
-    script_args: ScriptArguments,
-    training_args: Any,
-    model_args: ModelConfig,
-    datasets: tuple[Any, Any],
-    **others: Any,
-) -> Trainer:
-    """The trainer that these options describe, on the `datasets` that `load_inputs` answered with.
-
-    `others` are more arguments of its class; a `peft_config` among them stands instead of that of `model_args`.
-    """
-    from trl.models.peft import get_peft_config
-
-    if "peft_config" not in others:
-        others["peft_config"] = get_peft_config(model_args)
-    train_dataset, eval_dataset = datasets
-    trainer = trainer_class(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        **others,
-    )
-    if script_args.ignore_bias_buffers:
-        ignore_boolean_buffers(trainer.model)
-    return trainer
+    if marker := getattr(script_args, "dialogue_marker", None):
+        split = partial(split_dialogue, marker=marker)
+        datasets = tuple(rows if rows is None else rows.map(split) for rows in datasets)
+    return datasets  # type: ignore[return-value]
 
 
 def ignore_boolean_buffers(model: Any) -> None:
@@ -211,8 +167,8 @@ def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, 
     names = script_args.reward_funcs or []
     if not (model or names):
         raise ValueError(
-            "reward_funcs is missing. Give one or several with --reward_funcs: a function of trl.rewards such as "
-            "think_format_reward, a dotted path such as my_module.my_function, or a reward model's folder or name on the Hub."
+            "reward_funcs is missing. Give one or several: a function of trl.rewards such as think_format_reward, a dotted path "
+            "such as my_module.my_function, or a reward model's folder or name on the Hub."
         )
     return {"reward_funcs": [*([model] if model else []), *resolve_reward_funcs(names)]}
 
@@ -266,13 +222,24 @@ def build_trainer(
     Raises:
         ValueError, TypeError, FileNotFoundError, ImportError: for mistakes in the input.
     """
+    from trl.models.peft import get_peft_config
+
     command = COMMANDS[name]
     trainer_class = getattr(import_module(f"trl.trainer.{name}_trainer"), f"{command.prefix}Trainer")
-    others = command.others(script_args, model_args)
-    datasets = load_inputs(script_args, training_args, model_args, dataset_args)
+    others = {"peft_config": get_peft_config(model_args), **command.others(script_args, model_args)}
+    train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
     if others.get("ref_model") is not None and training_args.ref_model_init_kwargs is None:
         training_args.ref_model_init_kwargs = training_args.model_init_kwargs
-    return make_trainer(trainer_class, script_args, training_args, model_args, datasets, **others)
+    trainer = trainer_class(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        **others,
+    )
+    if script_args.ignore_bias_buffers:
+        ignore_boolean_buffers(trainer.model)
+    return trainer
 
 
 def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlParser]]:
@@ -286,8 +253,7 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
         Raises:
             CommandError: for every mistake in the input, before the first step.
         """
-        build = partial(build_trainer, name)
-        return train(build, script_args, training_args, model_args, dataset_args, command=name)
+        return train(name, script_args, training_args, model_args, dataset_args)
 
     def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""

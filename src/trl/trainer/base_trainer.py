@@ -34,16 +34,20 @@ from trl.checkpoints.progress import (
     save_progress,
 )
 from trl.checkpoints.wholeness import naming_weights
-from trl.data.formats import column_names
+from trl.data.prepared_sets import DataSets
+from trl.data.ragged import list_lengths
 from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
+from trl.legacy import move_onto_config
 from trl.legacy.interface import GIVEN, LegacyInterface
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.loading import load_saved_weights
-from trl.models.packed.layout import count_sequence_tokens, count_tokens
+from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, is_packed
+from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel, attach_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
+from trl.models.setup import ClassifierKind
 from trl.models.switches import undisturbed, without_ddp
 from trl.options.checks import warn_unread
 from trl.options.policy_gradient import SYNC_SETTINGS
@@ -54,8 +58,9 @@ from trl.tensors.reduce import Unit, Weighted, reduce_terms, share_of_step
 from trl.trainer.best_metric import check_best_metric, chosen_metric
 from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
+from trl.trainer.inherited_settings import Data, settle_inherited
 from trl.trainer.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Step
-from trl.trainer.row_loaders import GroupedByLength, check_not_dropped, holding, lengths_of_ids
+from trl.trainer.row_loaders import GroupedByLength, OwnRows, check_not_dropped, holding
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,9 @@ class BaseTrainer(LegacyInterface, Trainer):
     _tag_names: ClassVar[list[str]] = ["trl"]
     _name: ClassVar[str] = "training"
     _paper: ClassVar[dict[str, str]] = {}
+    _config_class: ClassVar[type]
+    _columns: tuple[str, ...] = ()  # that a collator reads
+    _predictions: ClassVar[str] = "predictions"  # their name in the outputs of `compute_loss`
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # that every evaluation has
 
     scorer: Scorer | PolicyValueScorer
@@ -79,6 +87,10 @@ class BaseTrainer(LegacyInterface, Trainer):
     _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of `transformers.Trainer`, and `sets`, the `DataSets` that prepare the data sets; those for training are
+        prepared by `train_sets` where it is given."""
+        sets: DataSets | None = kwargs.pop("sets", None)
+        train_sets: DataSets | None = kwargs.pop("train_sets", sets)
         collator = kwargs.get("data_collator")
         if isinstance(collator, PreTrainedTokenizerBase):  # it can be called, too
             raise TypeError(
@@ -86,6 +98,14 @@ class BaseTrainer(LegacyInterface, Trainer):
                 "Give a tokenizer as processing_class=."
             )
         self.check_overrides()
+        if sets is not None and train_sets is not None:
+            self._sets = sets
+            for name, prepare in (
+                ("train_dataset", train_sets.train),
+                ("eval_dataset", sets.evaluation),
+            ):
+                if kwargs[name] is not None:
+                    kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
         chosen_metric(self)  # whose set must exist
@@ -104,6 +124,22 @@ class BaseTrainer(LegacyInterface, Trainer):
             offloading = get_act_offloading_ctx_manager(self.model)  # type: ignore[arg-type]
             self._offloading = lambda: offloading
 
+    def begin(
+        self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any],
+        *, data: Data = "pairs", classifier: ClassifierKind | None = None,
+    ) -> tuple[Policy, Any]:  # fmt: skip
+        """The policy and the config, at the start of a constructor: arguments of older programs are moved onto the config."""
+        self._path = model if isinstance(model, str) else None
+        model, args, processing_class = move_onto_config(
+            self._config_class, model=model, args=args, processing_class=processing_class, older=older
+        )
+        settle_inherited(args, data)
+        policy = set_up_policy(model, args, processing_class, peft_config, classifier=classifier)
+        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
+        return policy, args
+
+    _path: str | None = None  # of the model that was given by name
+    _sets: Any = None
     _tokens_seen: Tensor | int = 0
     _uncounted_steps = 0
     _offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -315,10 +351,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         self._record(found, own)
         if num_items_in_batch is not None:
             loss = self.scale(loss)
-        outputs = (
-            {} if found.predictions is None else {"predictions": found.predictions, "labels": found.labels}
-        )
-        return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+        outputs = {"loss": loss, self._predictions: found.predictions, "labels": found.labels}
+        known = {name: value for name, value in outputs.items() if value is not None}
+        return (loss, known) if return_outputs else loss
 
     def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
         """A batch's part of the step's loss: its terms over the step's number of each kind of unit; `own`: the batch's."""
@@ -497,6 +532,37 @@ class BaseTrainer(LegacyInterface, Trainer):
         if is_half and not self.is_in_train and self.reference is not None:
             self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
 
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Loss, and on request predictions and labels, of one evaluation batch; rows that accelerate repeats do not count."""
+        given = self._prepare_inputs(inputs)
+        batch: Any = self.take_batch(given)
+        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
+        if own < rows:
+            given = batch = first_rows(batch, max(own, 1), of=rows)
+        is_cut = own == rows or (is_packed(batch) and own > 0)
+        self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
+        batch = self._prepare_inputs(self.handed_out(batch, given))
+        # A process without a row of its own runs one for the collectives of a sharded model.
+        with torch.no_grad(), nullcontext() if own else self.unrecorded():
+            if prediction_loss_only:
+                return self.compute_loss(model, batch).detach(), None, None
+            loss, outputs = self.compute_loss(model, batch, return_outputs=True)
+            return loss.detach(), *self.predictions_of(model, batch, outputs)
+
+    def predictions_of(self, model: nn.Module, batch: Any, outputs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Predictions and labels of a batch, from the outputs of `compute_loss`; those of an overridden one may lack them."""
+        if self._predictions in outputs and "labels" in outputs:
+            return outputs[self._predictions].detach(), outputs["labels"]
+        with self.unrecorded():
+            found = self.outcome(model, self.take_batch(batch))
+        return found.predictions.detach(), found.labels
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -547,15 +613,23 @@ class BaseTrainer(LegacyInterface, Trainer):
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """The batches of an evaluation set.
+        """Batches of an evaluation set; rows that are not tokenised yet are prepared as those of the constructor."""
+        given = eval_dataset if self._sets is None else self._sets.later(eval_dataset)
+        is_own = given is None or isinstance(given, str) or given is self.eval_dataset
+        # The parent keeps one loader with persistent workers, and takes it for any set that is given.
+        persistent = self.args.dataloader_persistent_workers and is_own
+        with holding(self.args, "dataloader_persistent_workers", persistent):
+            return super().get_eval_dataloader(given)
 
-        With `dataloader_persistent_workers` the parent keeps the loaders of the trainer's own sets, and takes that of one set
-        for any other: a set that is given gets a loader, and workers, of its own.
-        """
-        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
-            return super().get_eval_dataloader(eval_dataset)
-        with holding(self.args, "dataloader_persistent_workers", False):
-            return super().get_eval_dataloader(eval_dataset)
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
+        return super().get_test_dataloader(
+            test_dataset if self._sets is None else self._sets.later(test_dataset)
+        )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(self._columns)
 
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
         if not is_training:
@@ -592,11 +666,12 @@ class BaseTrainer(LegacyInterface, Trainer):
         return stream.count if isinstance(stream, CountedStream) else 0
 
     def row_lengths(self, dataset: Any) -> list[int] | None:
-        """The number of tokens of each row, where the rows' columns say it: by `length_column_name`, or by `input_ids`."""
-        names = column_names(dataset) if hasattr(dataset, "column_names") else []
-        if self.args.length_column_name in names:
+        """The number of tokens of each row in all its sequences; None where the columns do not say it."""
+        if self.args.length_column_name in dataset.column_names:
             return list(dataset[self.args.length_column_name])
-        return lengths_of_ids(dataset)
+        if "input_ids" in dataset.column_names:
+            return list_lengths(dataset, "input_ids").tolist()
+        return None if self._sets is None else self._sets.row_tokens(dataset)
 
     _order: Sampler | None = None
 
@@ -616,10 +691,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         return self._order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
-        """Rows are evaluated in their order, so that predictions are, too, however rows are trained on."""
-        if not has_length(eval_dataset) or self.args.world_size > 1:
-            return None
-        return SequentialSampler(eval_dataset)
+        """Rows, and so predictions, keep their order, also with `group_by_length`."""
+        stays = not has_length(eval_dataset) or self.args.world_size > 1
+        return None if stays else SequentialSampler(eval_dataset)
 
     @property
     def order_seed(self) -> int:
@@ -691,20 +765,22 @@ class BaseTrainer(LegacyInterface, Trainer):
             return str(self._checkpoint_writer.staging)
         return super()._get_output_dir(trial)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    @contextmanager
+    def _loading(self, folder: str) -> Iterator[None]:
+        """Weights that the parent could not place by name are loaded as `from_pretrained` does."""
         self._weights_are_renamed = False
-        with naming_weights(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with naming_weights(folder):
+            yield
             if self._weights_are_renamed:
-                load_saved_weights(self.scorer.core, resume_from_checkpoint)
+                load_saved_weights(self.scorer.core, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with self._loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        self._weights_are_renamed, best = False, self.state.best_model_checkpoint
-        assert best is not None
-        with naming_weights(best):
+        with self._loading(str(self.state.best_model_checkpoint)):
             super()._load_best_model()
-            if self._weights_are_renamed:
-                load_saved_weights(self.scorer.core, best)
 
     _weights_are_renamed = False
 

@@ -17,10 +17,9 @@ from transformers import (
 
 from trl._lazy import attach
 from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
-from trl.legacy import BCO_ARGUMENTS, LegacyArgument
 from trl.legacy.interface import call_with
 from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
-from trl.models.packed.layout import row_count
+from trl.models.pairs import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
 from trl.reporting.step_scores import Processes, RunningMean
@@ -140,7 +139,6 @@ class BCOTrainer(UnpairedTrainer):
         "id": "2404.04656",
     }
     _config_class: ClassVar[type] = BCOConfig
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = BCO_ARGUMENTS
     _point: ClassVar[str] = "delta"
     method: BCOMethod
     args: BCOConfig

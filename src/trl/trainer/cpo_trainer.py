@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
-from trl.legacy import CPO_ARGUMENTS, LegacyArgument
 from trl.objectives.pairs import PairScores, power_ratio
 from trl.objectives.reference_free import PER_TOKEN, cpo_terms
 from trl.tensors.reduce import LossTerms
@@ -45,7 +43,7 @@ class CPOTrainer(ReferenceFreeTrainer):
         train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
-        model_init: makes the model, in place of `model`: called for each `train`.
+        model_init: makes the model, in place of `model`; it is called once.
         peft_config: trains a new adapter with these settings instead of the model.
         compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are beta times the log-probs of chosen and
             rejected, labels 0.
@@ -69,7 +67,6 @@ class CPOTrainer(ReferenceFreeTrainer):
     }
     _method_class: ClassVar[type[ReferenceFreeMethod]] = CPOMethod
     _config_class: ClassVar[type] = CPOConfig
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = CPO_ARGUMENTS
     _loss_method: ClassVar[str] = "cpo_loss"
     args: CPOConfig
 

@@ -23,15 +23,14 @@ from trl.collators.vision import DataCollatorForVisionPreference
 from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
-from trl.legacy import DPO_ARGUMENTS, move_onto_config
 from trl.legacy.dpo_methods import LegacyDPOMethods
 from trl.legacy.interface import GIVEN, REFERENCES
-from trl.models.packed.layout import pair_units, row_count, scored_sequences
+from trl.models.packed.layout import scored_sequences
+from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
 from trl.models.peft import is_peft_model
-from trl.models.policy import Policy, make_scorer, set_up_policy
+from trl.models.policy import Policy, make_scorer
 from trl.models.reference import FrozenModel, Reference, do_without_reference, make_reference
-from trl.models.scoring.base import shares_prefix
-from trl.models.scoring.causal import Scored, mean_logits
+from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
 from trl.objectives.preference import (
@@ -52,8 +51,8 @@ from trl.tensors.sequences import (
     tokens_by_sequence,
     wpo_weights,
 )
+from trl.trainer import images
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_images import PAIR_RAW_COLUMNS, ImagePairSets, collator_for_image_pairs
 from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import PreferenceTrainer
@@ -226,7 +225,8 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
     }
     args: DPOConfig
     method: DPOMethod
-    _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, *REFERENCE_COLUMNS, OWN_PROMPT)
+    _config_class: ClassVar[type] = DPOConfig
+    _columns: tuple[str, ...] = (*PAIR_COLUMNS, *REFERENCE_COLUMNS, OWN_PROMPT)
 
     def __init__(
         self,
@@ -245,23 +245,17 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
         peft_config: Any | None = None,
         **older: Any,
     ) -> None:
-        model, args, processing_class = move_onto_config(
-            DPO_ARGUMENTS, DPOConfig, model=model, args=args, processing_class=processing_class, older=older
-        )
+        policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)
-        policy = set_up_policy(model, args, processing_class, peft_config)
         self._take_policy(policy, args)
-        self.reference = self._make_reference(
-            policy, ref_model, model_path=model if isinstance(model, str) else None, args=args
-        )
+        self.reference = self._make_reference(policy, ref_model, args)
         self.with_images = isinstance(data_collator, DataCollatorForVisionPreference) or has_images(
             train_dataset, eval_dataset
         )
         if self.with_images:
-            data_collator = collator_for_image_pairs(
-                data_collator, args, policy.processing_class, policy.model
-            )
-            sets = ImagePairSets(data_collator, policy.model)
+            self._columns = images.PAIR_COLUMNS
+            sets = images.image_pair_sets(data_collator, args, policy)
+            data_collator = sets.collator
         else:
             sets = pair_sets(args, policy)
             data_collator = data_collator or pair_collator(policy, shares_prefix=self.shares_prefix)
@@ -285,7 +279,7 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
     with_images: bool = False
 
     def _take_policy(self, policy: Policy, args: DPOConfig) -> None:
-        self.scorer = policy.scorer
+        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self.method = DPOMethod(args)
 
@@ -302,15 +296,13 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
         if ref_model is not None:
             self.reference = FrozenModel(ref_model, make_scorer(ref_model, tokenizer))
         elif is_peft_model(model):
-            self.reference = self._make_reference(policy, None, model_path=None, args=args)
+            self.reference = self._make_reference(policy, None, args)
         self._sets = pair_sets(args, policy)
         super().adopt()
 
     # ---- the reference
 
-    def _make_reference(
-        self, policy: Policy, ref_model: Any, *, model_path: str | None, args: DPOConfig
-    ) -> Reference | None:
+    def _make_reference(self, policy: Policy, ref_model: Any, args: DPOConfig) -> Reference | None:
         if args.reference_free and ref_model is None and args.ref_adapter_name is None:
             do_without_reference(
                 policy.model,
@@ -327,7 +319,7 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
             model_adapter_name=args.model_adapter_name,
             ref_adapter_name=args.ref_adapter_name,
             force_use_ref_model=args.force_use_ref_model,
-            model_path=model_path,
+            model_path=self._path,
             model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
             precompute=args.precompute_ref_log_probs,
         )
@@ -353,11 +345,6 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
     def take_batch(self, batch: Any) -> Any:
         """A batch in the form of `PairCollator`."""
         return as_pair_batch(batch, prefix_sharing=self.shares_prefix)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        if self.with_images:
-            self._signature_columns = list(PAIR_RAW_COLUMNS)
 
     # ---- the reference's log-probs
 

@@ -33,7 +33,7 @@ from trl.models.policy import Policy
 from trl.models.setup import pad_token_id
 from trl.rollouts.experience import Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
-from trl.trainer.sft_images import check_image_token, check_parts
+from trl.trainer.images import check_image_token, check_parts
 
 ROWS_KEPT = 64  # rows of the data set whose decoded images stay in memory
 ROWS_AT_ONCE = 16  # rows whose images are decoded together when prompts are made into tokens
@@ -121,7 +121,7 @@ class ImagePromptSets(PromptSets):
 
     def __init__(self, policy: Policy, settings: PromptPreparation, **limits: Any) -> None:
         super().__init__(policy.processing_class, settings, **limits)
-        check_parts(policy.processing_class, policy.model)
+        check_parts(policy)
         check_processor(policy.processing_class)
         self.images, self._config = PromptImages(policy), causal_core(policy.model).config
 

@@ -21,7 +21,6 @@ from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
 from trl.options.checks import warn_unread
 from trl.options.generation import TOOL_SETTINGS
-from trl.rewards.models import tokenizers_for
 from trl.rewards.source import RewardSources
 from trl.rollouts.tool_loop import ToolLoop
 from trl.rollouts.tools import tools_of
@@ -192,7 +191,7 @@ def reward_sources(
     sources = RewardSources(
         given,
         weights=args.reward_weights,
-        processing_classes=tokenizers_for(given, processing_classes, policy),
+        processing_classes=processing_classes,
         deadline=args.reward_deadline,
         on_failure=args.reward_failure,
         policy_tokenizer=policy.tokenizer,

@@ -26,7 +26,6 @@ from trl.checkpoints.progress import Run
 from trl.collators.rows import IGNORED
 from trl.collators.step_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.data.rendering import text_tokenizer
-from trl.legacy import ITERATIVE_SFT_ARGUMENTS, LegacyArgument
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
 from trl.models.switches import empty_cache
@@ -64,7 +63,6 @@ class IterativeSFTTrainer(SFTTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "iterative-sft"]
     _name: ClassVar[str] = "Iterative SFT"
     _config_class: ClassVar[type[SFTConfig]] = IterativeSFTConfig
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = ITERATIVE_SFT_ARGUMENTS
 
     def __init__(
         self,

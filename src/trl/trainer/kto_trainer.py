@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from trl.collators.unpaired import single_completions
-from trl.legacy import KTO_ARGUMENTS, LegacyArgument
 from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
-from trl.models.packed.layout import row_count
+from trl.models.pairs import row_count
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
@@ -97,7 +96,6 @@ class KTOTrainer(UnpairedTrainer):
         "id": "2402.01306",
     }
     _config_class: ClassVar[type] = KTOConfig
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = KTO_ARGUMENTS
     _point: ClassVar[str] = "kl"
     method: KTOMethod
     args: KTOConfig

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from trl.collators.scored_prompts import with_prompts_scored
-from trl.legacy import ORPO_ARGUMENTS, LegacyArgument
 from trl.objectives.pairs import PairScores
 from trl.objectives.reference_free import orpo_terms
 from trl.tensors.reduce import LossTerms
@@ -43,7 +41,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
         train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
-        model_init: makes the model, in place of `model`: called for each `train`.
+        model_init: makes the model, in place of `model`; it is called once.
         peft_config: trains a new adapter with these settings instead of the model.
         compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are beta times the mean log-probs of chosen and
             rejected, labels 0.
@@ -67,7 +65,6 @@ class ORPOTrainer(ReferenceFreeTrainer):
     }
     _method_class: ClassVar[type[ReferenceFreeMethod]] = ORPOMethod
     _config_class: ClassVar[type] = ORPOConfig
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = ORPO_ARGUMENTS
     _loss_method: ClassVar[str] = "odds_ratio_loss"
     _loss_sign: ClassVar[int] = -1
     args: ORPOConfig

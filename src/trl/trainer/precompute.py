@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,9 @@ import torch
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
-from datasets import Dataset, config
-from datasets.fingerprint import Hasher, generate_random_fingerprint
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from datasets import Dataset, IterableDataset, config
+from datasets.fingerprint import Hasher
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -80,68 +79,47 @@ def precompute_ref_log_probs(
             f"datasets.Dataset, got a {type(dataset).__name__}. Load it without streaming, or set it to False."
         )
     if has_reference_columns(dataset, scoring.columns, dataset_name):
-        logger.info(
-            "%s dataset: its own columns %s are the reference's.", dataset_name, list(scoring.columns)
-        )
         return dataset
     name = _fingerprint(dataset, scoring, reference_fingerprint, accelerator.mixed_precision)
     file = Path(config.HF_DATASETS_CACHE) / FOLDER / f"{name}.safetensors"
-    caching = datasets.is_caching_enabled() and name is not None
-    known = _read(file, scoring.columns, len(dataset)) if caching else None
-    if all(gather_object([known is not None])):
-        assert known is not None and name is not None
+    caching = datasets.is_caching_enabled()
+    values = _read(file, scoring.columns, len(dataset)) if caching else None
+    if all(gather_object([values is not None])):
         logger.info("%s dataset: log-probabilities of the reference are read from %s.", dataset_name, file)
-        return _with_columns(dataset, known, name)
-    if caching:  # a folder that cannot be written is found before the pass
-        file.parent.mkdir(parents=True, exist_ok=True)
-    values = _score_all(dataset, scoring, accelerator, dataset_name)
-    _check_finite(values, dataset_name)
-    if caching and accelerator.is_local_main_process:
-        _write(file, values)
-        logger.info("%s dataset: log-probabilities of the reference are kept in %s.", dataset_name, file)
-    accelerator.wait_for_everyone()
-    return _with_columns(dataset, values, name or generate_random_fingerprint())
-
-
-# ---- the pass
+    else:
+        if caching:  # a folder that cannot be written is found before the pass
+            file.parent.mkdir(parents=True, exist_ok=True)
+        values = _score_all(dataset, scoring, accelerator, dataset_name)
+        if caching and accelerator.is_local_main_process:
+            _write(file, values)
+            logger.info("%s dataset: log-probabilities of the reference are kept in %s.", dataset_name, file)
+        accelerator.wait_for_everyone()
+    for column, numbers in (values or {}).items():
+        found = xxhash.xxh3_64((name + column).encode()).hexdigest()
+        dataset = dataset.add_column(column, numbers, new_fingerprint=found)  # type: ignore[call-arg]
+    return dataset
 
 
 def _score_all(
     dataset: Dataset, scoring: ReferencePass, accelerator: Accelerator, dataset_name: str
 ) -> dict[str, np.ndarray]:
-    """Every process scores batches of consecutive rows, all equally many: sharded weights need all of them."""
-    values = {column: np.full(len(dataset), np.nan) for column in scoring.columns}
-    batches = list(_own_batches(len(dataset), scoring.batch_size, accelerator))
+    """Every process scores as many batches of consecutive rows, because sharded weights need all of them."""
+    size, rank, processes = scoring.batch_size, accelerator.process_index, accelerator.num_processes
+    starts = range(0, len(dataset), size)
+    # Where batches do not come out even, some processes score the last one again.
+    own = [starts[min(first + rank, len(starts) - 1)] for first in range(0, len(starts), processes)]
     found = []
     title = f"Reference log-probabilities ({dataset_name})"
-    for rows in tqdm(batches, desc=title, disable=not accelerator.is_local_main_process):
-        batch = scoring.collate([dataset[row] for row in rows])
-        scores = scoring.score(send_to_device(batch, accelerator.device))
-        found.append((rows.start, {name: _as_column(scores[name], len(rows)) for name in scoring.columns}))
+    for start in tqdm(own, desc=title, disable=not accelerator.is_local_main_process):
+        rows = [dataset[row] for row in range(start, min(start + size, len(dataset)))]
+        scores = scoring.score(send_to_device(scoring.collate(rows), accelerator.device))
+        found.append(
+            (start, {name: scores[name].detach().cpu().double().numpy() for name in scoring.columns})
+        )
+    values = {column: np.full(len(dataset), np.nan) for column in scoring.columns}
     for start, scores in gather_object(found):
         for name, part in scores.items():
             values[name][start : start + len(part)] = part
-    return values
-
-
-def _own_batches(rows: int, batch_size: int, accelerator: Accelerator) -> Iterator[range]:
-    """This process's batches; where they do not come out even, some processes do the last one again."""
-    starts = range(0, rows, batch_size)
-    for first in range(0, len(starts), accelerator.num_processes):
-        start = starts[min(first + accelerator.process_index, len(starts) - 1)]
-        yield range(start, min(start + batch_size, rows))
-
-
-def _as_column(values: Tensor, rows: int) -> np.ndarray:
-    if values.shape != (rows,):
-        raise ValueError(
-            f"a reference must give one value per row, expected shape ({rows},), got {tuple(values.shape)}. Check the "
-            "score function."
-        )
-    return values.detach().to("cpu", torch.float64).numpy()
-
-
-def _check_finite(values: Mapping[str, np.ndarray], dataset_name: str) -> None:
     for column, numbers in values.items():
         bad = np.flatnonzero(~np.isfinite(numbers))
         if len(bad):
@@ -149,17 +127,15 @@ def _check_finite(values: Mapping[str, np.ndarray], dataset_name: str) -> None:
                 f"{dataset_name} dataset, row {bad[0]}: {column} must be finite, got {numbers[bad[0]]} ({len(bad)} such "
                 "rows). Check the reference's weights, and its precision: float16 overflows where bfloat16 does not."
             )
+    return values
 
 
 def has_reference_columns(dataset: Any, columns: Sequence[str], dataset_name: str) -> bool:
-    """Whether a data set has the reference's columns.
-
-    Raises: ValueError where it has some of them.
-    """
-    known = column_names(dataset)
+    """Whether a data set has the reference's columns. Raises ValueError where it has some of them."""
+    known = column_names(dataset) if isinstance(dataset, (Dataset, IterableDataset)) else []
     present = [column for column in columns if column in known]
     if present and len(present) < len(columns):
-        missing = sorted(set(columns) - set(present))
+        missing = [column for column in columns if column not in known]
         raise ValueError(
             f"{dataset_name} dataset has the reference's columns {present} and lacks {missing}, expected all or none. Remove "
             "them to have all computed."
@@ -167,21 +143,11 @@ def has_reference_columns(dataset: Any, columns: Sequence[str], dataset_name: st
     return bool(present)
 
 
-def _with_columns(dataset: Dataset, values: Mapping[str, np.ndarray], name: str) -> Dataset:
-    for column, numbers in values.items():
-        dataset = dataset.add_column(column, numbers, new_fingerprint=xxhash.xxh3_64((name + column).encode()).hexdigest())  # type: ignore[call-arg]  # fmt: skip
-    return dataset
-
-
-# ---- the file
-
-
 def _read(file: Path, columns: Sequence[str], rows: int) -> dict[str, np.ndarray] | None:
     """The columns in a file, None where it is not there or not whole."""
     if not file.is_file():
         return None
-    with safe_open(file, framework="numpy") as opened:
-        values = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    values = load_file(file)
     if set(values) != set(columns) or any(len(numbers) != rows for numbers in values.values()):
         return None
     return {column: values[column] for column in columns}
@@ -195,25 +161,10 @@ def _write(file: Path, values: Mapping[str, np.ndarray]) -> None:
     os.replace(aside, file)
 
 
-# ---- the fingerprint
-
-
-def _fingerprint(
-    dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str
-) -> str | None:
-    """The name under which the values are kept; None, said in the log, where nobody can tell what they depend on."""
-    made_by = {}
-    if type(scoring.collate) not in _LAY_OUT_TOKENS:
-        try:
-            made_by = {"collate": Hasher.hash(scoring.collate)}
-        except Exception as error:  # whatever a collator of one's own raises when it is pickled
-            logger.warning(
-                "The log-probabilities of the reference are not kept: data_collator %r cannot be pickled (%s), so that a later "
-                "run could not tell whether it is the same.", scoring.collate, error,
-            )  # fmt: skip
-            return None
+def _fingerprint(dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str) -> str:
+    own_collator = type(scoring.collate) not in _LAY_OUT_TOKENS
     parts = {
-        **made_by,
+        **({"collate": Hasher.hash(scoring.collate)} if own_collator else {}),
         "format": FORMAT,
         "columns": list(scoring.columns),
         "settings": dict(scoring.settings),

@@ -3,76 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from trl.data.prepared_sets import DataSets
 from trl.legacy.interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
-from trl.models.packed.layout import first_rows
 from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.reporting.metrics import MetricSums
 from trl.tensors.reduce import LossTerms
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluation_samples import log_evaluation_samples
-from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.method import Outcome as Outcome
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.row_loaders import holding
 
 
 class PreferenceTrainer(BaseTrainer):
-    """Base of the trainers that learn from judged completions.
-
-    The order of a step: the micro-batches are drawn and counted, `prepare_step` finds what a loss must know of all of
-    them, and each then gives its `outcome`: terms, which are divided by the step's counts and added.
-
-    Where a subclass overrides `get_batch_loss_metrics`, that gives the loss.
-    """
+    """Base of the trainers that learn from judged completions; an overridden `get_batch_loss_metrics` gives the loss."""
 
     _not_called = NOT_CALLED
-    _columns: ClassVar[tuple[str, ...]] = ()
     reference: Reference | AskedInAdvance | None = None
 
-    def __init__(
-        self,
-        policy: Policy,
-        args: Any,
-        *,
-        sets: DataSets,
-        train_dataset: Any,
-        eval_dataset: Any,
-        train_sets: DataSets | None = None,
-        **given: Any,
-    ) -> None:
-        """Prepare the data sets, those for training as `train_sets` says where it is given, and those of later, too.
-
-        `given` are further arguments of `transformers.Trainer`.
-        """
-        self._sets = sets
-        settle_inherited(args, "pairs")
+    def __init__(self, policy: Policy, args: Any, **given: Any) -> None:
+        """`given` are further arguments of `BaseTrainer`."""
         if getattr(args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):
             raise ValueError(
                 f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} overrides. "
                 "Set it to False."
             )
-        if train_dataset is not None:
-            train_dataset = (train_sets or sets).train(train_dataset)
-        if eval_dataset is not None:
-            eval_dataset = sets.evaluation(eval_dataset)
-        super().__init__(
-            model=policy.model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=policy.processing_class,
-            **given,
-        )
+        super().__init__(model=policy.model, args=args, processing_class=policy.processing_class, **given)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on the device; the reference's log-probs keep their precision, also under DeepSpeed, which casts floats."""
@@ -81,37 +45,6 @@ class PreferenceTrainer(BaseTrainer):
             name: value.to(self.args.device) for name, value in inputs.items() if name.startswith("ref_")
         }
         return {**found, **known} if known else found
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, and on request predictions and labels, of one evaluation batch.
-
-        Rows that accelerate repeats at the end count nowhere; their predictions are zeros, which the caller drops.
-        """
-        given = self._prepare_inputs(inputs)
-        batch: Any = self.take_batch(given)
-        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
-        if own < rows:
-            given = batch = first_rows(batch, max(own, 1), of=rows)
-        batch = self._prepare_inputs(self.handed_out(batch, given))
-        with torch.no_grad(), nullcontext() if own else self.unrecorded():
-            if prediction_loss_only:
-                return self.compute_loss(model, batch).detach(), None, None
-            loss, outputs = self.compute_loss(model, batch, return_outputs=True)
-        if "predictions" not in outputs:  # of an overridden method, which gives metrics
-            with torch.no_grad(), self.unrecorded():
-                found = self.outcome(model, self.take_batch(batch))
-            outputs = {"predictions": found.predictions, "labels": found.labels}
-        whole = [
-            _filled_up(outputs[name].detach(), rows if own < rows else 0)
-            for name in ("predictions", "labels")
-        ]
-        return loss.detach(), whole[0], whole[1]
 
     def adopt(self) -> None:
         """Begin to count, and check what is overridden."""
@@ -169,79 +102,38 @@ class PreferenceTrainer(BaseTrainer):
         if getattr(self.args, "generate_during_eval", False):
             log_evaluation_samples(self, dataloader.dataset, prefix=prefix)
 
-    # ---- the data
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches of an evaluation set; rows that are not tokenised yet are prepared as those of the constructor."""
-        return super().get_eval_dataloader(self._prepared(eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
-        return super().get_test_dataloader(self._prepared(test_dataset))
-
-    def _prepared(self, dataset: Any) -> Any:
-        return self._sets.later(dataset)
-
-    def row_lengths(self, dataset: Any) -> list[int] | None:
-        """The number of tokens of each row, in all its sequences."""
-        return super().row_lengths(dataset) or self._sets.row_tokens(dataset)
-
     # ---- the reference
 
     def take_reference(self, columns: Sequence[str], scoring: ReferencePass | None = None) -> None:
-        """Bring the reference to the device, let callbacks move it, and with `scoring` ask it about all rows now.
+        """`settle_reference`, and with `scoring` compute its log-probs of all rows now; call it at the end of the constructor.
 
-        Call it at the end of the constructor. `columns` are those in which rows may bring its log-probs themselves.
-
-        Raises: ValueError for rows that have some of them, and for rows that have them where the reference moves.
+        Raises: ValueError for rows that have some of its `columns`, or have them although the reference changes.
         """
         if self.reference is None or isinstance(self.reference, AskedInAdvance):
             return
         self.settle_reference()
-        self._check_own_columns(columns)
-        if scoring is not None:
-            assert self.model is not None
-            self._ask_in_advance(scoring, self.reference.fingerprint(self.model))
-
-    def _check_own_columns(self, columns: Sequence[str]) -> None:
-        fixed = [
-            name
-            for name, part in self._named_sets().items()
-            if isinstance(part, (Dataset, IterableDataset)) and has_reference_columns(part, columns, name)
-        ]
-        if self._moved_reference is not None and fixed:
-            raise ValueError(
-                f"{fixed[0]} dataset has the reference's log-probabilities, columns {list(columns)}, and the reference moves while "
-                "training (sync_ref_model, or a callback): these numbers would stay as they are. Remove the columns, or let the "
-                "reference stand still."
-            )
-
-    def _named_sets(self) -> dict[str, Any]:
-        evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        return {**evaluation, "train": self.train_dataset}
-
-    def _ask_in_advance(self, scoring: ReferencePass, fingerprint: str) -> None:
-
-        def known(dataset: Any, name: str) -> Any:
-            return precompute_ref_log_probs(
-                dataset,
-                scoring,
-                reference_fingerprint=fingerprint,
-                accelerator=self.accelerator,
-                dataset_name=name,
-            )
-
+        several = isinstance(self.eval_dataset, dict)
+        evaluation: Any = self.eval_dataset if several else {"eval": self.eval_dataset}
+        for name, part in {**evaluation, "train": self.train_dataset}.items():
+            has_columns = part is not None and has_reference_columns(part, columns, name)
+            if has_columns and self._moved_reference is not None:
+                raise ValueError(
+                    f"the {name} dataset has the reference's log-probabilities, columns {list(columns)}, but the reference changes "
+                    "in training (sync_ref_model, or a callback). Remove the columns, or keep the reference fixed."
+                )
+        if scoring is None:
+            return
+        assert self.model is not None
+        known = partial(
+            precompute_ref_log_probs, scoring=scoring, accelerator=self.accelerator,
+            reference_fingerprint=self.reference.fingerprint(self.model),
+        )  # fmt: skip
         if self.train_dataset is not None:
-            self.train_dataset = known(self.train_dataset, "train")
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: known(part, name) for name, part in self.eval_dataset.items()}
-        elif self.eval_dataset is not None:
-            self.eval_dataset = known(self.eval_dataset, "eval")
+            self.train_dataset = known(self.train_dataset, dataset_name="train")
+        if self.eval_dataset is not None:
+            made = {name: known(part, dataset_name=name) for name, part in evaluation.items()}
+            self.eval_dataset = made if several else made["eval"]
         self.reference = AskedInAdvance(scoring.columns)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = list(self._columns)
 
 
 class AskedInAdvance:
@@ -259,9 +151,3 @@ class AskedInAdvance:
             f"rows without {' and '.join(self.columns)}: the reference was asked before the first step "
             "(precompute_ref_log_probs=True) and is gone. Pass the data set to the constructor, or add these columns."
         )
-
-
-def _filled_up(values: Tensor, rows: int) -> Tensor:
-    """The values with rows of zeros up to at least `rows`."""
-    missing = max(rows - len(values), 0)
-    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.options.dataset import RowOptions
 from trl.options.docs import documented
 from trl.options.groups import option, same
 from trl.options.shared import shared
+from trl.options.training import RowOptions
 
 
 @documented

@@ -13,9 +13,7 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
-from trl.legacy import PRM_ARGUMENTS, move_onto_config
 from trl.models.packed.layout import IGNORED, is_packed
-from trl.models.policy import set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import STEP_CLASSIFIER
 from trl.objectives.reward_modelling import step_classification
@@ -26,7 +24,6 @@ from trl.trainer.prepared_sets import row_sets
 from trl.trainer.prm_config import PRMConfig
 
 AnyDataset = Dataset | IterableDataset
-COLUMNS = ("input_ids", "labels")
 
 
 class StepLogits(NamedTuple):
@@ -91,7 +88,8 @@ class PRMTrainer(PreferenceTrainer):
     args: PRMConfig
     scorer: ClassificationScorer
     method = PRMMethod()
-    _columns: ClassVar[tuple[str, ...]] = COLUMNS
+    _config_class: ClassVar[type] = PRMConfig
+    _columns: tuple[str, ...] = ("input_ids", "labels")
 
     def __init__(
         self,
@@ -111,12 +109,9 @@ class PRMTrainer(PreferenceTrainer):
     ) -> None:
         if model is None and model_init is not None:
             model = model_init()
-        model, args, processing_class = move_onto_config(
-            PRM_ARGUMENTS, PRMConfig, model=model, args=args, processing_class=processing_class, older=older
+        policy, args = self.begin(
+            model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER
         )
-        assert isinstance(args, PRMConfig)
-        policy = set_up_policy(model, args, processing_class, peft_config, classifier=STEP_CLASSIFIER)
-        self.scorer = policy.scorer
         sets = partial(row_sets, prepare_stepwise_dataset, StepwisePreparation, args, policy)
         super().__init__(
             policy,

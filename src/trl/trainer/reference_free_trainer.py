@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
-from trl.legacy import LegacyArgument, move_onto_config, pair_methods
-from trl.models.packed.layout import pair_units, row_count
-from trl.models.policy import Policy, is_encoder_decoder, set_up_policy
-from trl.models.scoring.base import shares_prefix
-from trl.models.scoring.causal import Scored, mean_logits
+from trl.legacy import pair_methods
+from trl.legacy.interface import call_with
+from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
+from trl.models.policy import is_encoder_decoder
+from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import chosen_nll
@@ -125,10 +125,8 @@ class ReferenceFreeTrainer(PreferenceTrainer):
     generate_from_model = pair_methods.generate_from_model
 
     args: Any
-    _columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
+    _columns: tuple[str, ...] = (*PAIR_COLUMNS, OWN_PROMPT)
     _method_class: ClassVar[type[ReferenceFreeMethod]]
-    _config_class: ClassVar[type]
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]]
     _loss_method: ClassVar[str]
     _loss_sign: ClassVar[int] = 1  # -1 for a method that gives what is subtracted
 
@@ -148,16 +146,13 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
         **older: Any,
     ) -> None:
-        model, args, processing_class = move_onto_config(
-            self._legacy_arguments,
-            self._config_class,
-            model=model,
-            args=args,
-            processing_class=processing_class,
-            older=older,
-        )
-        self.args, self.model_init, self._peft_config = args, model_init, peft_config
-        policy = self._set_up(self._first_model(model), processing_class)
+        if model_init is not None:
+            if model is not None:
+                raise ValueError("model and model_init were both given, expected one. Leave out the other.")
+            set_seed(42 if args is None else args.seed)
+            model = call_with(model_init, trial=None)
+        policy, args = self.begin(model, args, processing_class, peft_config, older)
+        self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self.method = self._method_class(args)
         super().__init__(
@@ -172,32 +167,6 @@ class ReferenceFreeTrainer(PreferenceTrainer):
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self.model_init = model_init
-
-    # ---- the policy
-
-    def _first_model(self, model: Any) -> Any:
-        if self.model_init is None:
-            return model
-        if model is not None:
-            raise ValueError("model and model_init were both given, expected one. Leave out the other.")
-        set_seed(self.args.seed)
-        return super().call_model_init()
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        """A fresh model from `model_init` for each `train`, set up like the first."""
-        noise = self.scorer.neftune_alpha
-        model = self._set_up(super().call_model_init(trial), self.processing_class).model
-        self.scorer.neftune_alpha = noise
-        return model
-
-    def _set_up(self, model: Any, processing_class: Any) -> Policy:
-        policy = set_up_policy(model, self.args, processing_class, self._peft_config)
-        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
-        self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, self.args)
-        return policy
-
-    # ---- the data
 
     def take_batch(self, batch: Any) -> Any:
         """A batch in the form of `PairCollator`."""

@@ -16,10 +16,8 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
 from trl.data.preference import RewardPreparation, prepare_reward_dataset
-from trl.legacy import REWARD_ARGUMENTS, move_onto_config
-from trl.models.packed.layout import padded_rows, row_count
-from trl.models.policy import set_up_policy
-from trl.models.scoring.base import shares_prefix
+from trl.models.packed.layout import padded_rows
+from trl.models.pairs import row_count, shares_prefix
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.objectives.reward_modelling import bradley_terry
@@ -111,7 +109,8 @@ class RewardTrainer(PreferenceTrainer):
     _name: ClassVar[str] = "Reward"
     args: RewardConfig
     scorer: ClassificationScorer
-    _columns: ClassVar[tuple[str, ...]] = (*REWARD_COLUMNS, "margin")
+    _config_class: ClassVar[type] = RewardConfig
+    _columns: tuple[str, ...] = (*REWARD_COLUMNS, "margin")
 
     def __init__(
         self,
@@ -129,24 +128,21 @@ class RewardTrainer(PreferenceTrainer):
         peft_config: Any | None = None,
         **older: Any,
     ) -> None:
-        model, args, processing_class = move_onto_config(
-            REWARD_ARGUMENTS,
-            RewardConfig,
-            model=model,
-            args=args,
-            processing_class=processing_class,
-            older=older,
-        )
+        policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=REWARD_MODEL)
         assert isinstance(args, RewardConfig)
-        policy = set_up_policy(model, args, processing_class, peft_config, classifier=REWARD_MODEL)
-        self.scorer = policy.scorer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self.method = RewardMethod(args)
+        collator = RewardCollator(
+            prefix_sharing=self.shares_prefix,
+            packed=self.scorer.packed,
+            pad_token_id=self.scorer.pad_token_id,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+        )
         super().__init__(
             policy,
             args,
             sets=row_sets(prepare_reward_dataset, RewardPreparation, args, policy),
-            data_collator=data_collator or self._collator(args),
+            data_collator=data_collator or collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             compute_metrics=compute_metrics,
@@ -157,14 +153,6 @@ class RewardTrainer(PreferenceTrainer):
         )
 
     # ---- the data
-
-    def _collator(self, args: RewardConfig) -> RewardCollator:
-        return RewardCollator(
-            prefix_sharing=self.shares_prefix,
-            packed=self.scorer.packed,
-            pad_token_id=self.scorer.pad_token_id,
-            pad_to_multiple_of=args.pad_to_multiple_of,
-        )
 
     def take_batch(self, batch: Any) -> Any:
         """A batch in the form of `RewardCollator`."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
-from trl.legacy import RLOO_ARGUMENTS, move_arguments
+from trl.legacy import move_arguments
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import leave_one_out, normalized, reward_statistics
 from trl.objectives.group_policy import sequence_policy_loss
@@ -128,7 +128,7 @@ class RLOOTrainer(OnlineTrainer):
             "args": args,
             "processing_class": processing_class,
         }
-        moved = move_arguments(RLOO_ARGUMENTS, RLOOConfig, named, older)
+        moved = move_arguments(RLOOConfig, named, older)
         super().__init__(
             moved["model"],
             moved["reward_funcs"],

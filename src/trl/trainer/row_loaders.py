@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
-from datasets import Dataset
 from torch import Tensor
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
-
-from trl.data.ragged import list_lengths
 
 
 def check_not_dropped(args: TrainingArguments, loader: Any, dataset: Any) -> None:
@@ -37,12 +34,6 @@ def holding(holder: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(holder, name, kept)
-
-
-def lengths_of_ids(dataset: Any) -> list[int] | None:
-    """The number of tokens of each row that has `input_ids`; None for other rows."""
-    is_tokenised = isinstance(dataset, Dataset) and "input_ids" in dataset.column_names
-    return list_lengths(dataset, "input_ids").tolist() if is_tokenised else None
 
 
 class GroupedByLength(LengthGroupedSampler):
@@ -67,9 +58,8 @@ class GroupedByLength(LengthGroupedSampler):
 class OwnRows:
     """Gathers, in place of `Accelerator.gather_for_metrics`, what the evaluation loop of transformers gathers of one batch.
 
-    That one counts rows of the data set, to leave out those that accelerate repeated at the end; packed ones are several rows
-    of logits. First the loop gathers the loss, repeated as often as a batch has rows; then inputs, logits and labels,
-    `(S, ...)` each, of whose rows the first `own` (None: all) are this process's own.
+    That one counts rows of the data set to leave out repeated ones, and packed rows have several rows of logits. The loop
+    first gathers the loss, then inputs, logits and labels `(S, ...)`, whose first `own` rows (None: all) count.
     """
 
     def __init__(self, accelerator: Accelerator, own: int | None) -> None:

@@ -6,10 +6,10 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from trl.options.checks import warn_caller
-from trl.options.dataset import SequenceOptions
 from trl.options.docs import documented
 from trl.options.groups import moved, option, same
 from trl.options.shared import shared
+from trl.options.training import SequenceOptions
 
 SFTLoss = Literal["nll", "dft"]
 PackingStrategy = Literal["bfd", "wrapped"]

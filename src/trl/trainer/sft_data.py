@@ -15,7 +15,6 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.formats import column_names
 from trl.data.image_rows import refuse_images
 from trl.data.prepared_sets import DataSets
@@ -26,9 +25,9 @@ from trl.data.templates import get_training_chat_template
 from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
+from trl.models.policy import Policy
 from trl.models.setup import check_positions, check_table, table_of_positions
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_images import check_rows
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +36,14 @@ PACKED_ROWS_TRIED = 16
 
 
 class SFTDatasets(DataSets):
-    """Tokenises data sets before the first step, each on the main process first; rows with images stay as they are."""
+    """Tokenises data sets before the first step, each on the main process first."""
 
     def __init__(
-        self,
-        args: SFTConfig,
-        processing_class: ProcessingClass,
-        *,
-        formatting_func: Callable[[dict[str, Any]], Any] | None,
-        model: Any,
-        image_collator: Any = None,
+        self, args: SFTConfig, policy: Policy, *, formatting_func: Callable[[dict[str, Any]], Any] | None
     ) -> None:
-        """`image_collator` makes the batches where rows have images: they stay raw until then."""
-        self.args, self.formatting_func, self.model = args, formatting_func, model
-        self.image_collator = image_collator
-        self.vocab_size = embedded_tokens(model)
-        self.processing_class = (
-            for_training(processing_class) if args.assistant_only_loss else processing_class
-        )
+        self.args, self.formatting_func, self.model = args, formatting_func, policy.model
+        given = policy.processing_class
+        self.processing_class = for_training(given) if args.assistant_only_loss else given
         extra: dict[str, Any] = dict(args.dataset_kwargs or {})  # type: ignore[arg-type]
         unknown = sorted(set(extra) - set(PREPARATION_KEYS))
         if unknown:
@@ -91,11 +80,6 @@ class SFTDatasets(DataSets):
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return check_finished(dataset, name)
         args = self.args
-        if self.image_collator is not None:
-            is_ours = isinstance(self.image_collator, DataCollatorForVisionLanguageModeling)
-            if is_ours and not self._extra.get("skip_prepare"):
-                check_rows(dataset, self.image_collator, self.model, name=name)
-            return dataset
         refuse_images(dataset, name=name)
         settings = SFTPreparation(
             text_field=args.dataset_text_field,
@@ -107,7 +91,7 @@ class SFTDatasets(DataSets):
             formatting_func=self.formatting_func,
             num_proc=args.dataset_num_proc,
             dataset_name=name,
-            vocab_size=self.vocab_size,
+            vocab_size=embedded_tokens(self.model),
             **self._extra,
         )
         with PartialState().main_process_first():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -24,22 +23,19 @@ from trl._lazy import attach
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
 from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.image_rows import has_images
-from trl.legacy import SFT_ARGUMENTS, LegacyArgument, move_onto_config
-from trl.models.packed.layout import count_scored, first_rows, is_packed, padded_batch
+from trl.models.packed.layout import count_scored, padded_batch
 from trl.models.parts import check_decoder_only
-from trl.models.policy import set_up_policy
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.inherited_settings import settle_inherited
+from trl.trainer.images import TEXT_COLUMNS, image_sets
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.row_loaders import OwnRows, holding
+from trl.trainer.row_loaders import holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
-from trl.trainer.sft_images import RAW_COLUMNS, collator_for_images
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -120,7 +116,10 @@ class SFTTrainer(BaseTrainer):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "entropy", "mean_token_accuracy")
     _name: ClassVar[str] = "SFT"
     _config_class: ClassVar[type[SFTConfig]] = SFTConfig
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]] = SFT_ARGUMENTS
+    _columns: tuple[str, ...] = (
+        "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks", "attention_mask", "position_ids"
+    )  # fmt: skip
+    _predictions: ClassVar[str] = "logits"
     scorer: Scorer
 
     def __init__(
@@ -141,43 +140,30 @@ class SFTTrainer(BaseTrainer):
         formatting_func: Callable[[dict[str, Any]], Any] | None = None,
         **older: Any,
     ) -> None:
-        model, args, processing_class = move_onto_config(
-            self._legacy_arguments, self._config_class, model=model, args=args, processing_class=processing_class,
-            older=older,
-        )  # fmt: skip
+        policy, args = self.begin(model, args, processing_class, peft_config, older, data="rows")
         assert isinstance(args, SFTConfig)
-        settle_inherited(args, "rows")
         self.method = SFTMethod(args.loss_type)
         _check_one_loss(args, compute_loss_func)
-        policy = set_up_policy(model, args, processing_class, peft_config)
         self.check_model(policy.scorer.core)
-        loaded, processing_class, self.scorer = policy.model, policy.processing_class, policy.scorer
         self._padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
         self.with_images = isinstance(data_collator, DataCollatorForVisionLanguageModeling) or has_images(
             train_dataset, eval_dataset
         )
         if self.with_images:
-            data_collator = collator_for_images(
-                data_collator, args, processing_class, loaded, formatting_func
-            )
-        data_collator = data_collator or self.make_collator(args)
-        self._sets = SFTDatasets(
-            args, processing_class, formatting_func=formatting_func, model=loaded,
-            image_collator=data_collator if self.with_images else None,
-        )  # fmt: skip
-        if train_dataset is not None:
-            train_dataset = self._sets.train(train_dataset)
-        if eval_dataset is not None:
-            eval_dataset = self._sets.evaluation(eval_dataset)
-        check_collator(data_collator, train_dataset, args)
-
+            self._columns += (*TEXT_COLUMNS, args.dataset_text_field)
+            sets = image_sets(data_collator, args, policy, formatting_func)
+            data_collator = sets.collator
+        else:
+            sets = SFTDatasets(args, policy, formatting_func=formatting_func)
+            data_collator = data_collator or self.make_collator(args)
         super().__init__(
-            model=loaded,
+            model=policy.model,
             args=args,
+            sets=sets,
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=policy.processing_class,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -185,6 +171,7 @@ class SFTTrainer(BaseTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        check_collator(self.data_collator, self.train_dataset, args)
 
     # ---- what a variant may do otherwise
 
@@ -201,44 +188,13 @@ class SFTTrainer(BaseTrainer):
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
 
-    # ---- the data
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches of an evaluation set; rows that the trainer did not prepare yet are treated as those of the constructor."""
-        return super().get_eval_dataloader(self._prepared(eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Batches to predict on; rows that the trainer did not prepare yet are treated as those of the constructor."""
-        return super().get_test_dataloader(self._prepared(test_dataset))
-
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
         if is_training:
             return super()._get_dataloader(dataset, is_training=True, **given)
         with holding(self, "data_collator", CountedSequences(self.data_collator)):
             return super()._get_dataloader(dataset, **given)
 
-    def _prepared(self, dataset: Any) -> Any:
-        return self._sets.later(dataset)
-
     # ---- the loss
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """This micro-batch's part of the mean over the optimiser step's trained tokens.
-
-        `num_items_in_batch` counts the trained tokens of the whole step (all micro-batches, all processes); without it
-        the loss is the mean over this batch. `return_outputs` also gives the logits, of padded rows.
-        """
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not return_outputs:
-            return found
-        loss, outputs = found
-        return loss, {"loss": loss, "logits": outputs["predictions"]}
 
     def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
         """The terms of a batch, of the user's own loss or label smoothing where there is one; predictions are the logits of
@@ -268,46 +224,19 @@ class SFTTrainer(BaseTrainer):
         terms = found.terms[0]._replace(values=total, weights=torch.ones_like(total))
         return found._replace(terms=[terms], predictions=logits)
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, and on request logits and labels, of one evaluation batch."""
-        inputs = self._prepare_inputs(inputs)
-        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
-        if own < rows:
-            inputs = first_rows(inputs, max(own, 1), of=rows)
-        is_cut = own == rows or (is_packed(inputs) and own > 0)
-        self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
-        # A process without a row of its own runs one for the collectives of a sharded model.
-        with torch.no_grad(), nullcontext() if own else self.unrecorded():
-            if prediction_loss_only:
-                return self.compute_loss(model, inputs).detach(), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return loss.detach(), outputs["logits"].detach(), self.scorer.padded_inputs(inputs)["labels"]
-
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = [
-                "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks",
-                "attention_mask", "position_ids",
-            ]  # fmt: skip
-            if self.with_images:
-                assert isinstance(self.args, SFTConfig)
-                self._signature_columns += [*RAW_COLUMNS, self.args.dataset_text_field]
+    def predictions_of(self, model: nn.Module, batch: Any, outputs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Logits and labels of padded rows."""
+        return outputs["logits"].detach(), self.scorer.padded_inputs(batch)["labels"]
 
 
 def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None) -> None:
     """Refuse settings of which each is a loss of its own."""
-    own = "compute_loss_func" if compute_loss_func is not None else None
-    smoothing = (
-        f"label_smoothing_factor={args.label_smoothing_factor}" if args.label_smoothing_factor else None
-    )
-    other = "loss_type='dft'" if args.loss_type != "nll" else None
-    given = [name for name in (own, smoothing, other) if name]
+    losses = {
+        "compute_loss_func": compute_loss_func is not None,
+        f"label_smoothing_factor={args.label_smoothing_factor}": bool(args.label_smoothing_factor),
+        f"loss_type={args.loss_type!r}": args.loss_type != "nll",
+    }
+    given = [name for name, is_set in losses.items() if is_set]
     if len(given) > 1:
         raise ValueError(
             f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them."

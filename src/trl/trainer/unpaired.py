@@ -29,12 +29,11 @@ from trl.collators.unpaired import (
     single_completions,
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
-from trl.legacy import LegacyArgument, move_onto_config, pair_methods, unpaired_methods
+from trl.legacy import pair_methods, unpaired_methods
 from trl.legacy.interface import GIVEN, NOT_CALLED_OF_UNPAIRED
-from trl.models.packed.layout import row_count
-from trl.models.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
-from trl.models.reference import Reference, make_reference
-from trl.models.scoring.base import shares_prefix
+from trl.models.pairs import row_count, shares_prefix
+from trl.models.policy import is_encoder_decoder, make_scorer
+from trl.models.reference import make_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
@@ -123,22 +122,20 @@ class UnpairedTrainer(PreferenceTrainer):
     compute_reference_log_probs = unpaired_methods.compute_reference_log_probs
     recorded_columns = unpaired_methods.recorded_columns
     recorded_outcome = unpaired_methods.recorded_outcome
-    null_ref_context = unpaired_methods.null_ref_context
+    null_ref_context = pair_methods.null_ref_context
     generate_from_model_and_ref = unpaired_methods.generate_from_model_and_ref
     generate_from_model = pair_methods.generate_from_model
     get_batch_logps = staticmethod(pair_methods.get_batch_logps)
     get_batch_loss_metrics = pair_methods.get_batch_loss_metrics
     store_metrics = pair_methods.store_metrics
 
-    _columns: ClassVar[tuple[str, ...]] = (
+    _columns: tuple[str, ...] = (
         *UNPAIRED_COLUMNS,
         *completion_columns(mismatched=True)[1:],
         OWN_PROMPT,
         *REFERENCE_NAMES,
         EMBEDDING_COLUMN,
     )
-    _config_class: ClassVar[type]
-    _legacy_arguments: ClassVar[Mapping[str, LegacyArgument]]
     _point: ClassVar[str]  # the metric of what rewards are compared with
     args: Any
     scorer: Scorer
@@ -164,25 +161,21 @@ class UnpairedTrainer(PreferenceTrainer):
     ) -> None:
         if model_init is not None:
             older["model_init"] = model_init
-        model, args, processing_class = move_onto_config(
-            self._legacy_arguments,
-            self._config_class,
-            model=model,
-            args=args,
-            processing_class=processing_class,
-            older=older,
-        )
-        policy = set_up_policy(model, args, processing_class, peft_config)
-        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
+        policy, args = self.begin(model, args, processing_class, peft_config, older)
         self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
         self.model_adapter_name, self.ref_adapter_name = model_adapter_name, ref_adapter_name
-        self.reference = unpaired_reference(
-            policy,
-            ref_model,
-            args,
-            model_path=model if isinstance(model, str) else None,
+        self.reference = make_reference(
+            policy.model,
+            scorer=policy.scorer,
+            make_scorer=lambda model: make_scorer(model, policy.tokenizer),
+            ref_model=ref_model,
+            ref_model_init_kwargs=args.ref_model_init_kwargs,
             model_adapter_name=model_adapter_name,
             ref_adapter_name=ref_adapter_name,
+            force_use_ref_model=ref_model is not None,  # also for a PeftModel
+            model_path=self._path,
+            model_init_kwargs=args.model_init_kwargs,
+            precompute=args.precompute_ref_log_probs,
         )
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None
@@ -259,31 +252,6 @@ class UnpairedTrainer(PreferenceTrainer):
             scored = scorer.score(model, batch, ScoreOptions())
         count = row_count(batch) * self.method.completions_per_row
         return sum_by_sequence(scored.logps, scored.positions.sequence, count)
-
-
-def unpaired_reference(
-    policy: Policy,
-    ref_model: Any,
-    args: Any,
-    *,
-    model_path: str | None,
-    model_adapter_name: str | None = None,
-    ref_adapter_name: str | None = None,
-) -> Reference:
-    """The reference of a trainer of unpaired completions; a `ref_model` that is given counts, also for a `PeftModel`."""
-    return make_reference(
-        policy.model,
-        scorer=policy.scorer,
-        make_scorer=lambda model: make_scorer(model, policy.tokenizer),
-        ref_model=ref_model,
-        ref_model_init_kwargs=args.ref_model_init_kwargs,
-        model_adapter_name=model_adapter_name,
-        ref_adapter_name=ref_adapter_name,
-        force_use_ref_model=ref_model is not None,
-        model_path=model_path,
-        model_init_kwargs=args.model_init_kwargs,
-        precompute=args.precompute_ref_log_probs,
-    )
 
 
 def _warn_of_blocks(dataset: Any, strategy: str) -> None:

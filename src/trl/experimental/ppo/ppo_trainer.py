@@ -42,13 +42,13 @@ from trl.experimental.ppo.setup import (
 )
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
-from trl.legacy import PPO_V2_ARGUMENTS, move_arguments
+from trl.legacy import move_arguments
 from trl.legacy.interface import NotCalled
 from trl.models.loading import load_saved_weights
+from trl.models.pairs import shares_prefix
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer
 from trl.models.reference import make_reference
-from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
 from trl.models.switches import undisturbed
 from trl.objectives.kl import k1
@@ -129,7 +129,7 @@ class PPOTrainer(OnlineTrainer):
         **older: Any,
     ) -> None:
         named = {"args": args, "processing_class": processing_class, "model": model, "ref_model": ref_model}
-        moved = move_arguments(PPO_V2_ARGUMENTS, PPOConfig, named, older)
+        moved = move_arguments(PPOConfig, named, older)
         model, ref_model, processing_class = moved["model"], moved["ref_model"], moved["processing_class"]
         args = own_copy(moved["args"])
         settle_inherited(args, "rollouts")

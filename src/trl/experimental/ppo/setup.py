@@ -22,7 +22,6 @@ from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
 from trl.models.switches import disable_dropout_in_model
-from trl.rewards.models import tokenizers_for
 from trl.rewards.source import RewardSources
 from trl.rollouts.schedule import RolloutSizes
 
@@ -227,7 +226,7 @@ def reward_sources(
     sources = RewardSources(
         given,
         weights=args.reward_weights,
-        processing_classes=tokenizers_for(given, processing_classes, parts.policy),
+        processing_classes=processing_classes,
         deadline=args.reward_deadline,
         on_failure=args.reward_failure,
         read="ids",

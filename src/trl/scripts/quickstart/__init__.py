@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from trl.scripts.allocator import keep_freed_memory
+from trl.scripts.env import keep_freed_memory
 from trl.scripts.plain_parser import PlainParser
 
 DESCRIPTION = """\

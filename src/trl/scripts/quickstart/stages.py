@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -47,8 +47,22 @@ class Run:
     pairs: dict[str, Dataset] = field(default_factory=dict)
     curves: dict[str, Curves] = field(default_factory=dict)
 
-    def settings(self, stage: str, steps: int, **settings: Any) -> dict[str, Any]:
-        """Config values of a stage; those that all stages share have defaults here."""
+    def train(
+        self,
+        stage: str,
+        kinds: tuple[type[Trainer], Callable[..., Any]],
+        shown: dict[str, str],
+        *,
+        steps: int,
+        given: dict[str, Any],
+        answers: bool = True,
+        **settings: Any,
+    ) -> Trainer:
+        """Train with a trainer and a config of these `kinds`, and save the model.
+
+        `given` are arguments of the trainer, `settings` values of the config, `steps` its optimiser steps; the `shown` metrics
+        (name -> label) are printed, with the model's answers if there are `answers`.
+        """
         steps = self.max_steps or steps
         common = {
             "output_dir": str(self.output_dir / stage),
@@ -64,17 +78,15 @@ class Run:
             "use_cpu": True,
             "seed": self.seed,
         }
-        return {**common, **settings}
-
-    def train(self, stage: str, trainer: Trainer, shown: dict[str, str], *, answers: bool = True) -> int:
-        """Train and save the model; returns the number of steps."""
+        args = kinds[1](**{**common, **settings})
+        trainer = kinds[0](**{"model": self.model, "args": args, "processing_class": self.tokenizer, **given})
         progress = Progress(self.console, shown, self.tokenizer, self.task.held_out if answers else None)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(progress)
         trainer.train()
         trainer.save_model()
         self.curves[stage] = progress.curves
-        return trainer.state.global_step
+        return trainer
 
     def rows(self, name: str, rows: list[Row]) -> Dataset:
         """The rows as a data set, written to `<name>.jsonl` as well."""
@@ -102,21 +114,17 @@ def sft(run: Run, name: str) -> dict[str, Any]:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    settings = run.settings(
+    trainer = run.train(
         name,
-        200,
+        (SFTTrainer, SFTConfig),
+        {"loss": "loss"},
+        steps=200,
+        given={"train_dataset": run.rows("train", run.task.train), "callbacks": [StopsEarly(run)]},
         per_device_train_batch_size=64,
         learning_rate=1e-3,
         lr_scheduler_type="constant_with_warmup",
     )
-    trainer = SFTTrainer(
-        model=run.model,
-        args=SFTConfig(**settings),
-        train_dataset=run.rows("train", run.task.train),
-        processing_class=run.tokenizer,
-        callbacks=[StopsEarly(run)],
-    )
-    return {"steps": run.train(name, trainer, {"loss": "loss"})}
+    return {"steps": trainer.state.global_step}
 
 
 def reward(run: Run, name: str) -> dict[str, Any]:
@@ -124,30 +132,27 @@ def reward(run: Run, name: str) -> dict[str, Any]:
     from trl.trainer.reward_config import RewardConfig
     from trl.trainer.reward_trainer import RewardTrainer
 
-    for split, rows, seed in (("pairs", run.task.train, 0), ("held_out_pairs", run.task.held_out, 1)):
-        run.pairs[split] = run.rows(split, make_pairs(run.model, run.tokenizer, rows, seed=run.seed + seed))
+    for split, rows, seed in (("train", run.task.train, 0), ("eval", run.task.held_out, 1)):
+        pairs = make_pairs(run.model, run.tokenizer, rows, seed=run.seed + seed)
+        run.pairs[f"{split}_dataset"] = run.rows(f"{split}_pairs", pairs)
     torch.manual_seed(run.seed)
     model = AutoModelForSequenceClassification.from_pretrained(
         run.output_dir / "sft", num_labels=1, num_hidden_layers=3
     )
-    settings = run.settings(
+    trainer = run.train(
         name,
-        150,
+        (RewardTrainer, RewardConfig),
+        {"loss": "loss", "accuracy": "pair accuracy"},
+        steps=150,
+        given={"model": model, **run.pairs},
+        answers=False,
         per_device_train_batch_size=128,
         learning_rate=2e-3,
         lr_scheduler_type="cosine",
         center_rewards_coefficient=0.01,
     )
-    trainer = RewardTrainer(
-        model=model,
-        args=RewardConfig(**settings),
-        train_dataset=run.pairs["pairs"],
-        eval_dataset=run.pairs["held_out_pairs"],
-        processing_class=run.tokenizer,
-    )
-    steps = run.train(name, trainer, {"loss": "loss", "accuracy": "pair accuracy"}, answers=False)
     run.reward_model = trainer.model
-    return {"steps": steps, "pair_accuracy": trainer.evaluate()["eval_accuracy"]}
+    return {"steps": trainer.state.global_step, "pair_accuracy": trainer.evaluate()["eval_accuracy"]}
 
 
 def dpo(run: Run, name: str) -> dict[str, Any]:
@@ -158,33 +163,33 @@ def dpo(run: Run, name: str) -> dict[str, Any]:
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    settings = run.settings(
+    trainer = run.train(
         name,
-        150,
+        (DPOTrainer, DPOConfig),
+        {"loss": "loss", "rewards/accuracies": "pair accuracy"},
+        steps=150,
+        given=dict(run.pairs),
         per_device_train_batch_size=64,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         beta=0.1,
         rpo_alpha=0.5,
     )
-    trainer = DPOTrainer(
-        model=run.model,
-        args=DPOConfig(**settings),
-        train_dataset=run.pairs["pairs"],
-        eval_dataset=run.pairs["held_out_pairs"],
-        processing_class=run.tokenizer,
-    )
-    steps = run.train(name, trainer, {"loss": "loss", "rewards/accuracies": "pair accuracy"})
-    return {"steps": steps, "pair_accuracy": trainer.evaluate()["eval_rewards/accuracies"]}
+    accuracy = trainer.evaluate()["eval_rewards/accuracies"]
+    return {"steps": trainer.state.global_step, "pair_accuracy": accuracy}
 
 
 def ppo(run: Run, name: str) -> dict[str, Any]:
     """PPO on sampled answers, rewarded by the reward model."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    settings = run.settings(
+    prompts = Dataset.from_list(run.task.train).select_columns("prompt")
+    trainer = run.train(
         name,
-        150,
+        (PPOTrainer, PPOConfig),
+        {"objective/scores": "reward", "objective/kl": "KL from sft"},
+        steps=150,
+        given={"reward_funcs": run.reward_model, "train_dataset": prompts},
         per_device_train_batch_size=128,
         num_mini_batches=2,
         num_ppo_epochs=2,
@@ -197,23 +202,20 @@ def ppo(run: Run, name: str) -> dict[str, Any]:
         stop_token="eos",
         missing_eos_penalty=3.0,
     )
-    trainer = PPOTrainer(
-        model=run.model,
-        args=PPOConfig(**settings),
-        reward_funcs=run.reward_model,
-        train_dataset=Dataset.from_list(run.task.train).select_columns("prompt"),
-        processing_class=run.tokenizer,
-    )
-    return {"steps": run.train(name, trainer, {"objective/scores": "reward", "objective/kl": "KL from sft"})}
+    return {"steps": trainer.state.global_step}
 
 
 def group(run: Run, name: str) -> dict[str, Any]:
     """GRPO or RLOO on sampled answers, rewarded for being right."""
     config = getattr(import_module(f"trl.trainer.{name}_config"), f"{name.upper()}Config")
     trainer_class = getattr(import_module(f"trl.trainer.{name}_trainer"), f"{name.upper()}Trainer")
-    settings = run.settings(
+    prompts = [{"prompt": row["prompt"], "answer": row["completion"]} for row in run.task.train]
+    trainer = run.train(
         name,
-        200,
+        (trainer_class, config),
+        {"rewards/is_right/mean": "right samples"},
+        steps=200,
+        given={"reward_funcs": is_right, "train_dataset": run.rows("prompts", prompts)},
         per_device_train_batch_size=128,
         steps_per_generation=2,
         num_generations=8,
@@ -221,15 +223,7 @@ def group(run: Run, name: str) -> dict[str, Any]:
         learning_rate=1e-3,
         lr_scheduler_type="linear",
     )
-    prompts = [{"prompt": row["prompt"], "answer": row["completion"]} for row in run.task.train]
-    trainer = trainer_class(
-        model=run.model,
-        reward_funcs=is_right,
-        args=config(**settings),
-        train_dataset=run.rows("prompts", prompts),
-        processing_class=run.tokenizer,
-    )
-    return {"steps": run.train(name, trainer, {"rewards/is_right/mean": "right samples"})}
+    return {"steps": trainer.state.global_step}
 
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "grpo": group, "rloo": group}

@@ -1,8 +1,9 @@
-"""Pairwise judges that are language models behind a chat endpoint: one request for each pair."""
+"""Pairwise judges that are models: behind a chat endpoint, with one request for each pair, and PairRM."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from string import Formatter
 from typing import Any
+
+from accelerate import PartialState
 
 from trl.rewards.judges.bases import BasePairwiseJudge, shown_pairs
 
@@ -42,6 +45,8 @@ class ChatPairwiseJudge(BasePairwiseJudge):
     doubled. Up to `max_workers` requests run at the same time; after `max_requests` (None: no limit) every answer is -1.
     """
 
+    request_options: Mapping[str, Any]
+
     def __init__(self, system_prompt: str | None, *, max_requests: int | None, max_workers: int) -> None:
         self.system_prompt = QUESTION if system_prompt is None else system_prompt
         _check_placeholders(self.system_prompt)
@@ -53,9 +58,14 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         self.num_requests = 0
         self._warned: set[Any] = set()
 
-    @abstractmethod
     def answer(self, content: str) -> str | None:
         """The model's answer to a message."""
+        messages = [{"role": "user", "content": content}]
+        return self._request(messages=messages, **self.request_options).choices[0].message.content
+
+    @abstractmethod
+    def _request(self, **options: Any) -> Any:
+        """What the endpoint answers to a request."""
 
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
@@ -148,11 +158,8 @@ class HfPairwiseJudge(ChatPairwiseJudge):
         self.model, self.client = model, client
         self.request_options = {"max_tokens": 1, **(request_options or {})}
 
-    def answer(self, content: str) -> str | None:
-        """The model's answer to a message."""
-        messages = [{"role": "user", "content": content}]
-        found = self.client.chat_completion(messages=messages, **self.request_options)
-        return found.choices[0].message.content
+    def _request(self, **options: Any) -> Any:
+        return self.client.chat_completion(**options)
 
 
 class OpenAIPairwiseJudge(ChatPairwiseJudge):
@@ -189,13 +196,8 @@ class OpenAIPairwiseJudge(ChatPairwiseJudge):
         options = dict(request_options or {})
         self.request_options = options if "max_completion_tokens" in options else {"max_tokens": 1, **options}
 
-    def answer(self, content: str) -> str | None:
-        """The model's answer to a message."""
-        messages = [{"role": "user", "content": content}]
-        found = self.client.chat.completions.create(
-            model=self.model, messages=messages, **self.request_options
-        )
-        return found.choices[0].message.content
+    def _request(self, **options: Any) -> Any:
+        return self.client.chat.completions.create(model=self.model, **options)
 
 
 def _openai_client(timeout: float) -> Any:
@@ -216,10 +218,63 @@ def _check_placeholders(template: str) -> None:
     try:
         found = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:
-        raise ValueError(
-            f"system_prompt cannot be read ({error}). Double braces that are not placeholders."
-        ) from error
+        found = str(error)
     if found != set(PLACEHOLDERS):
         raise ValueError(
-            f"system_prompt has the placeholders {sorted(found)}, expected {list(PLACEHOLDERS)}. Double other braces."
+            f"system_prompt has {found}, expected the placeholders {', '.join(PLACEHOLDERS)}. Double other braces."
         )
+
+
+class PairRMJudge(BasePairwiseJudge):
+    """PairRM (Jiang et al. 2023, arXiv:2306.02561), a model of 0.4 billion parameters that compares two completions.
+
+    Raises: ImportError if llm-blender cannot be imported; its release 0.0.2 needs transformers 4.
+    """
+
+    def __init__(self) -> None:
+        try:
+            blender: Any = import_module("llm_blender")
+        except ImportError as error:
+            raise ImportError(
+                f"PairRMJudge needs llm-blender, which cannot be imported ({error}). Install a release for transformers 5 with "
+                "`pip install llm-blender`, or use another pairwise judge."
+            ) from error
+        self.blender = blender.Blender()
+        self.blender.loadranker("llm-blender/PairRM", device=str(PartialState().device))
+
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[list[str]],
+        shuffle_order: bool = True,
+        return_scores: bool = False,
+        temperature: float = 1.0,
+    ) -> list[int | float]:
+        """0 or 1 for each pair; with `return_scores`, the probability that the first completion is better.
+
+        The probability is the softmax of the model's two scores divided by `temperature`.
+        """
+        if not temperature > 0:
+            raise ValueError(f"temperature must be > 0, got {temperature}. Use 1 for the model's own scores.")
+        pairs = shown_pairs(prompts, completions, shuffle=shuffle_order)
+        if not pairs:
+            return []
+        found = self.blender.rank(
+            [pair.prompt for pair in pairs],
+            [[pair.first, pair.second] for pair in pairs],
+            return_scores=return_scores,
+            disable_tqdm=True,
+        )
+        rows = zip(pairs, found, strict=True)
+        if not return_scores:
+            return [pair.given(int(ranks[0] > ranks[1])) for pair, ranks in rows]
+        return [_first_is_better([row[pair.given(0)], row[pair.given(1)]], temperature) for pair, row in rows]
+
+
+def _first_is_better(scores: Sequence[float], temperature: float) -> float:
+    """The first entry of the softmax of two scores.
+
+    >>> _first_is_better([1.0, 1.0], 0.5)
+    0.5
+    """
+    return 0.5 + 0.5 * math.tanh((float(scores[0]) - float(scores[1])) / (2 * temperature))

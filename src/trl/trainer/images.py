@@ -1,0 +1,208 @@
+"""Rows with images: what is checked before the first step. The rows stay as they are until the collator reads them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import ProcessorMixin
+
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.collators.preference import REFERENCE_COLUMNS, DPODataCollatorWithPadding, PairCollator
+from trl.collators.vision import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
+from trl.data.formats import column_names
+from trl.data.image_checks import check_image_rows, check_pair_image_rows
+from trl.data.image_rows import IMAGE_COLUMNS
+from trl.data.prepared_sets import DataSets
+from trl.data.validation import check_sft_settings
+from trl.models.parts import causal_core, embedded_tokens
+from trl.models.policy import Policy
+from trl.models.setup import check_positions
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.sft_config import SFTConfig
+
+# The columns of raw rows that the collators read.
+TEXT_COLUMNS = (
+    *IMAGE_COLUMNS, "messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs"
+)  # fmt: skip
+PAIR_COLUMNS = (
+    *IMAGE_COLUMNS, "prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *REFERENCE_COLUMNS
+)  # fmt: skip
+
+_PADDED = "rows with images are padded"
+_REFUSED = {
+    "packing": "an image belongs to its row, and rows with images are padded",
+    "eval_packing": "an image belongs to its row, and rows with images are padded",
+    "padding_free": _PADDED,
+    "assistant_only_loss": "the assistant's tokens are not told apart beside images; 'prompt' and 'completion' columns "
+    "train the completion only",
+}
+_REFUSED_OF_PAIRS = {"padding_free": _PADDED, "prefix_sharing": _PADDED}
+
+
+@dataclass
+class ImageSets(DataSets):
+    """Data sets with images: checked, shuffled where there is a seed, and otherwise left as they are for `collator`.
+
+    `check(dataset, collator, name=...)` is that of the rows' kind; None where the collator is the user's.
+    """
+
+    collator: Any
+    model: Any
+    check: Callable[..., None] | None
+    shuffle_seed: int | None = None
+
+    def later(self, dataset: Any) -> Any:
+        return self.evaluation(dataset) if isinstance(dataset, (Dataset, IterableDataset)) else dataset
+
+    def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            return dataset
+        if is_training and self.shuffle_seed is not None:
+            dataset = dataset.shuffle(seed=self.shuffle_seed)
+        if self.check is not None:
+            self.check(dataset, self.collator, name=name)
+            _try_first_row(dataset, self.collator, self.model, name)
+        return dataset
+
+
+def image_sets(
+    given: Any, args: SFTConfig, policy: Policy, formatting_func: Callable[..., Any] | None
+) -> ImageSets:
+    """The sets of supervised fine-tuning, with the `given` collator, which may read rows in any way, or the default one.
+
+    Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
+    """
+    _refuse(args, _REFUSED)
+    if formatting_func is not None:
+        raise ValueError(
+            "formatting_func was given with rows of images, expected None: the processor needs messages or texts beside "
+            "the images. Map the rows to 'messages', or to 'prompt' and 'completion', before training."
+        )
+    options: Any = args.dataset_kwargs or {}
+    if unused := sorted(set(options) - {"skip_prepare_dataset"}):
+        raise ValueError(
+            f"dataset_kwargs has {unused}, expected skip_prepare_dataset only: the data collator tokenises rows with images. "
+            "Leave them out."
+        )
+    check: Callable[..., None] | None = None
+    if not _is_foreign(given, DataCollatorForVisionLanguageModeling, (DataCollatorForLanguageModeling,)):
+        processor = check_parts(policy)
+        given = given or DataCollatorForVisionLanguageModeling(
+            processor,
+            max_length=args.max_length,
+            completion_only_loss=args.completion_only_loss,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+            dataset_text_field=args.dataset_text_field,
+        )
+        check = None if options.get("skip_prepare_dataset") else _check_texts
+    return ImageSets(given, policy.model, check, args.seed if args.shuffle_dataset else None)
+
+
+def image_pair_sets(given: Any, args: DPOConfig, policy: Policy) -> ImageSets:
+    """The sets of preference pairs, with the `given` collator, which may read rows in any way, or the default one.
+
+    Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
+    """
+    _refuse(args, _REFUSED_OF_PAIRS)
+    of_text = (PairCollator, DPODataCollatorWithPadding)
+    if _is_foreign(given, DataCollatorForVisionPreference, of_text):
+        if args.generate_during_eval:
+            raise ValueError(
+                f"generate_during_eval=True with images needs the default data_collator, got {given!r}. Set it to False, or leave "
+                "data_collator out."
+            )
+        return ImageSets(given, policy.model, None)
+    processor = check_parts(policy)
+    given = given or DataCollatorForVisionPreference(
+        processor,
+        max_prompt_length=args.max_prompt_length,
+        max_completion_length=args.max_completion_length,
+        max_length=args.max_length,
+        tools=args.tools,  # type: ignore[arg-type]
+    )
+    return ImageSets(given, policy.model, _check_pairs)
+
+
+def _check_texts(dataset: Any, collator: DataCollatorForVisionLanguageModeling, *, name: str) -> None:
+    row_type = check_image_rows(
+        dataset, collator.processor, text_field=collator.dataset_text_field, name=name
+    )
+    check_sft_settings(
+        row_type,
+        name=name,
+        columns=column_names(dataset),
+        assistant_only_loss=False,
+        completion_only_loss=collator.completion_only_loss or None,
+        is_formatted=False,
+    )
+
+
+def _check_pairs(dataset: Any, collator: DataCollatorForVisionPreference, *, name: str) -> None:
+    check_pair_image_rows(dataset, collator.processor, name=name, tools=collator.tools)
+
+
+def _refuse(args: Any, refused: Mapping[str, str]) -> None:
+    for name, why in refused.items():
+        if getattr(args, name) is True:
+            raise ValueError(f"{name}=True with rows of images, expected False: {why}. Set {name}=False.")
+
+
+def _is_foreign(given: Any, ours: type, of_text: tuple[type, ...]) -> bool:
+    """Whether a data_collator is the user's own. Raises TypeError for one of ours that reads tokens only."""
+    if isinstance(given, of_text):
+        raise TypeError(
+            f"data_collator is a {type(given).__name__}, which drops the images of the rows. Leave it out, give a "
+            f"{ours.__name__}, or remove the column of images to train on text."
+        )
+    return given is not None and not isinstance(given, ours)
+
+
+def check_parts(policy: Policy) -> ProcessorMixin:
+    """The policy's processor. Raises ImportError, TypeError or ValueError without Pillow, a processor or a model for images."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ImportError("rows with images need Pillow. Install it with: pip install 'trl[vlm]'")
+    processing_class, core = policy.processing_class, causal_core(policy.model)
+    if not isinstance(processing_class, ProcessorMixin) or not hasattr(processing_class, "image_processor"):
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}, but the rows have images, expected a processor. "
+            "Load it with AutoProcessor.from_pretrained, or remove the column of images to train on text."
+        )
+    if "pixel_values" not in inspect.signature(type(core).forward).parameters:
+        raise ValueError(
+            f"model is a {type(core).__name__}, which takes no images, but the rows have some, expected a vision-language "
+            "model. Load one with AutoModelForImageTextToText, or remove the column of images to train on text."
+        )
+    return processing_class
+
+
+def _try_first_row(dataset: Any, collator: Any, model: Any, name: str) -> None:
+    """Make a batch of the first row. Raises ValueError where the model cannot take it."""
+    batch = copy.copy(collator)([next(iter(dataset))])  # a copy: the trial does not count in rows_cut
+    ids = batch["input_ids"]
+    check_positions(model, [ids.shape[1]], dataset_name=name)
+    rows = embedded_tokens(model)
+    if int(ids.max()) >= rows:
+        raise ValueError(
+            f"{name} dataset, row 0: the processor makes token id {int(ids.max())}, expected 0 to {rows - 1}, the model's "
+            "vocabulary. Use the processor that belongs to the model."
+        )
+    check_image_token(batch, causal_core(model).config, name)
+
+
+def check_image_token(batch: dict[str, torch.Tensor], config: Any, name: str) -> None:
+    """Raise ValueError where the processor marks the places of images with another token than the model looks for."""
+    token = getattr(config, "image_token_id", None)
+    token = getattr(config, "image_token_index", None) if token is None else token
+    if token is None or batch.get("pixel_values") is None or bool((batch["input_ids"] == token).any()):
+        return
+    raise ValueError(
+        f"{name} dataset, row 0: no token {token} in the processor's tokens, expected it where the image belongs (the "
+        "model's image_token_id). Use the processor that belongs to the model."
+    )
