@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from trl.experimental.ppo.ppo_trainer import PPOTrainer as PPOv2Trainer  # noqa: F401
     from trl.models.chat_setup import clone_chat_template as clone_chat_template
     from trl.models.chat_setup import setup_chat_format as setup_chat_format
+    from trl.models.peft import get_kbit_device_map as get_kbit_device_map
     from trl.models.peft import get_peft_config as get_peft_config
-    from trl.models.quantization import get_kbit_device_map as get_kbit_device_map
-    from trl.models.quantization import get_quantization_config as get_quantization_config
+    from trl.models.peft import get_quantization_config as get_quantization_config
     from trl.models.reference_weights import create_reference_model as create_reference_model
     from trl.models.value_head import SUPPORTED_ARCHITECTURES as SUPPORTED_ARCHITECTURES
     from trl.models.value_head import AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead

@@ -43,8 +43,7 @@ _SCRIPTS: Row = {"trl.data.mixtures": "DatasetMixtureConfig get_dataset",
 _COMMANDS: Row = {"trl.scripts.arguments": "DPOScriptArguments RewardScriptArguments SFTScriptArguments",
     "trl.scripts.config_file": "YamlConfigParser", "trl.scripts.parser": "TrlParser",
     "trl.scripts.running": "init_zero_verbose"}
-_MODEL_OPTIONS: Row = {"trl.models.peft": "get_peft_config",
-    "trl.models.quantization": "get_kbit_device_map get_quantization_config"}
+_MODEL_OPTIONS: Row = {"trl.models.peft": "get_kbit_device_map get_peft_config get_quantization_config"}
 _DATA_SET_PPO: Row = {"trl.models.scoring.values": "INVALID_LOGPROB PolicyAndValueWrapper"}
 _GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.schedule": "RepeatSampler",
     "trl.tensors.statistics": "nanmax nanmin nanstd"}
@@ -196,8 +195,7 @@ NAMES: dict[str, Row] = {
         "trl.models.distributed": "ensure_master_addr_port prepare_deepspeed=prepare_frozen_deepspeed",
         "trl.models.loading": "create_model_from_path get_config_model_id",
         "trl.models.padded_queries": "forward get_reward",
-        "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
-        "trl.models.quantization": "get_kbit_device_map get_quantization_config",
+        "trl.models.peft": "get_kbit_device_map get_peft_config get_quantization_config peft_module_casting_to_bf16",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
         "trl.reporting.accuracy": "compute_accuracy",
         "trl.reporting.model_card": "generate_model_card trl_sanitze_kwargs_for_tagging",

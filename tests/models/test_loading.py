@@ -17,7 +17,7 @@ from trl.models.loading import (
     get_config_model_id,
     load_processing_class,
 )
-from trl.models.quantization import resolve_dtype
+from trl.models.peft import resolve_dtype
 from trl.models.setup import check_processing_class
 
 

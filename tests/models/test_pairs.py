@@ -8,7 +8,7 @@ from datasets import Dataset
 from tests.tiny import tiny_model
 from tests.trainer import dpo_runs
 from tests.trainer.preference_methods import METHODS
-from trl.models.pairs import shares_prefix
+from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scorer
 
 PROMPT, ANSWER = [3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16]

@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from tests.tiny import tiny_model
 from trl.models.peft import (
+    get_kbit_device_map,
     get_peft_config,
+    get_quantization_config,
     is_peft_model,
     peft_module_casting_to_bf16,
     prepare_model_for_kbit_training,
     prepare_peft_model,
 )
-from trl.models.quantization import get_kbit_device_map, get_quantization_config
 
 IDS = torch.tensor([[1, 7, 9, 4, 2]])
 
@@ -76,7 +77,7 @@ def test_missing_peft_names_the_extra(monkeypatch):
 
 
 def test_missing_bitsandbytes_names_the_extra(monkeypatch):
-    monkeypatch.setattr("trl.models.quantization.find_spec", lambda name: None)
+    monkeypatch.setattr("trl.models.peft.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install trl\[quantization\]"):
         get_quantization_config(model_args(load_in_4bit=True))
 

@@ -26,10 +26,14 @@ from trl.legacy.pair_methods import (
     whole_sequences,
     with_losses,
 )
-from trl.models.packed.layout import IGNORED, padded_rows, scored_sequences
-from trl.models.pairs import mean_logits, row_count
+from trl.models.packed.layout import IGNORED, padded_rows, row_count, scored_sequences
 from trl.models.policy import make_scorer
+<<<<<<< ours
 from trl.models.scoring.causal import Scored
+=======
+from trl.models.reference import FrozenModel
+from trl.models.scoring.causal import Scored, mean_logits
+>>>>>>> theirs
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import (

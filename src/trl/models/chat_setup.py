@@ -123,28 +123,23 @@ def _add_missing_tokens(tokenizer: Any, source: Any) -> list[int]:
     return tokenizer.convert_tokens_to_ids(names)
 
 
+@torch.no_grad()
 def _grow_embeddings(
     model: PreTrainedModel, vocabulary: int, vocabulary_before: int, added: list[int], multiple: int | None
 ) -> None:
-    rows_before = embedded_tokens(model)
-    rows = max(rows_before, -(-vocabulary // (multiple or 1)) * (multiple or 1))
-    if rows > rows_before:
-        model.resize_token_embeddings(rows, mean_resizing=False)
-    new_rows = sorted({*added, *range(rows_before, rows)})
-    if new_rows:
-        _start_at_mean(model, new_rows, min(vocabulary_before, rows_before))
-
-
-@torch.no_grad()
-def _start_at_mean(model: PreTrainedModel, new_rows: list[int], known: int) -> None:
-    """Set rows of the input and output embeddings (and the head's bias) to the mean of the first `known` rows.
+    """Grow the embeddings to `vocabulary` rows or more; new rows and tokens start at the mean of the known ones.
 
     So a new token starts about as likely as an average one, instead of at noise that outshines trained rows
     (Hewitt 2021, "Initializing new word embeddings for pretrained language models").
     """
+    rows_before = embedded_tokens(model)
+    rows = max(rows_before, -(-vocabulary // (multiple or 1)) * (multiple or 1))
+    if rows > rows_before:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    new_rows, known = sorted({*added, *range(rows_before, rows)}), min(vocabulary_before, rows_before)
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     tensors = [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
-    unique = {id(tensor): tensor for tensor in tensors if tensor is not None}.values()
+    unique = {id(tensor): tensor for tensor in tensors if tensor is not None and new_rows}.values()
     with gathered_parameters(unique, modifier_rank=0):
         for tensor in unique:
             index = torch.tensor(new_rows, device=tensor.device)

@@ -19,8 +19,7 @@ from transformers import (
 
 from trl.data.hub import loading_from_hub, may_be_on_hub
 from trl.data.rendering import text_tokenizer
-from trl.models.peft import require_peft
-from trl.models.quantization import get_kbit_device_map, resolve_dtype
+from trl.models.peft import get_kbit_device_map, require_peft, resolve_dtype
 
 logger = logging.getLogger(__name__)
 

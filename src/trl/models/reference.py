@@ -21,8 +21,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens
-from trl.models.peft import is_peft_model
-from trl.models.quantization import forbid_inference_packing, is_quantized
+from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
 from trl.models.switches import same_trainable, undisturbed, without_ddp
 

@@ -42,7 +42,12 @@ def load_model(model: Any, init_kwargs: dict[str, Any] | None) -> Any:
     """
     if isinstance(model, (str, os.PathLike)):
         return create_model_from_path(os.fspath(model), **(init_kwargs or {}))
-    _check_head(check_given(model, init_kwargs))
+    core = check_given(model, init_kwargs)
+    if not core.can_generate() and core.get_output_embeddings() is None:
+        raise TypeError(
+            f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
+            "model. Load it with AutoModelForCausalLM."
+        )
     return model
 
 
@@ -54,25 +59,7 @@ def check_given(model: Any, init_kwargs: dict[str, Any] | None) -> PreTrainedMod
     if model is None:
         raise ValueError("model must be a name, a path or a model, got None. Pass it as the first argument.")
     core = causal_core(model)
-    _check_weights(core)
-    if init_kwargs:
-        raise ValueError(
-            f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Pass its name or path."
-        )
-    return core
-
-
-def _check_head(core: PreTrainedModel) -> None:
-    """Raise TypeError for a bare decoder, and for one with a classifier on top."""
-    if not core.can_generate() and core.get_output_embeddings() is None:
-        raise TypeError(
-            f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
-            "model. Load it with AutoModelForCausalLM."
-        )
-
-
-def _check_weights(core: PreTrainedModel) -> None:
-    """Raise ValueError for a model without weights; FSDP and ZeRO-3 fill such a one in themselves."""
+    # FSDP and ZeRO-3 fill the weights of a meta model in themselves.
     is_filled = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or is_deepspeed_zero3_enabled()
     missing = [name for name, parameter in core.named_parameters() if parameter.is_meta]
     if missing and not is_filled:
@@ -80,15 +67,19 @@ def _check_weights(core: PreTrainedModel) -> None:
             f"model has no weights for {len(missing)} parameters ({missing[0]}, ...): they are on the meta device. Load "
             "it with from_pretrained, without init_empty_weights and without offloading to disk."
         )
+    if init_kwargs:
+        raise ValueError(
+            f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Pass its name or path."
+        )
+    return core
 
 
 def check_processing_class(processing_class: Any) -> None:
     """Raise TypeError for what is neither a tokenizer nor a processor, ValueError for a tokenizer without a vocabulary."""
     if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
         tokenizer = text_tokenizer(processing_class)
-        if isinstance(tokenizer, PreTrainedTokenizerBase) and len(tokenizer) <= len(
-            tokenizer.all_special_ids
-        ):
+        is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
+        if is_tokenizer and len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError(
                 f"the tokenizer of '{tokenizer.name_or_path}' has no vocabulary, only {len(tokenizer)} special tokens: the folder "
                 "holds no tokenizer files. Save one there with tokenizer.save_pretrained, or pass processing_class."
@@ -116,10 +107,6 @@ def take_chat_template(
     if path is None:
         return model, peft_config
     if Path(path).is_file() or Path(path).suffix in TEMPLATE_FILES:
-        if not Path(path).is_file():
-            raise FileNotFoundError(
-                f"chat_template_path={path!r}: no such file. Give the path of a Jinja file."
-            )
         tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         return model, peft_config
     try:

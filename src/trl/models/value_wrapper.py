@@ -29,8 +29,13 @@ from transformers.utils.hub import cached_file
 from trl.data.hub import loading_from_hub
 from trl.models.loading import create_model_from_path, without_records
 from trl.models.parts import causal_core
-from trl.models.peft import is_peft_model, merge_adapter, prepare_model_for_kbit_training, require_peft
-from trl.models.quantization import is_quantized
+from trl.models.peft import (
+    is_peft_model,
+    is_quantized,
+    merge_adapter,
+    prepare_model_for_kbit_training,
+    require_peft,
+)
 from trl.models.switches import same_trainable, undisturbed
 
 logger = logging.getLogger(__name__)

@@ -90,31 +90,19 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str) -> Tensor:
     """
     penalty = lookup(KL_PENALTIES | KL_ESTIMATORS, kind, "kl_penalty")
     if logps.shape != ref_logps.shape:
+        shapes = f"{tuple(logps.shape)} and {tuple(ref_logps.shape)}"
         raise ValueError(
-            f"policy and reference must be scored on the same tokens, got log-probs of shapes {tuple(logps.shape)} and "
-            f"{tuple(ref_logps.shape)}. Give both the same queries and responses."
+            f"policy and reference must be scored on the same tokens, got log-probs of shapes {shapes}."
         )
     return penalty(logps, ref_logps)
 
 
-def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, n_steps: int) -> float:
-    """The coefficient after `n_steps` samples whose mean KL per sequence was `kl` nats: drawn to where KL is `target`.
-
-    The proportional error `kl / target - 1`, cut to 0.2, changes it over a `horizon` of samples.
-    Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593).
-
-    >>> adapted_kl_coef(1.0, 12.0, target=6.0, horizon=1000, n_steps=500)
-    1.1
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * n_steps / horizon)
-
-
 @dataclass
 class AdaptiveKLController:
-    """A KL coefficient, `value`, that follows `adapted_kl_coef`.
+    """A KL coefficient, `value`, that is moved to where the mean KL per sequence is `target` nats.
 
-    Raises ValueError for a target or a horizon that is not positive.
+    The proportional error `kl / target - 1`, cut to 0.2, changes it over a `horizon` of samples.
+    Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593). Raises ValueError for a target or horizon <= 0.
     """
 
     init_kl_coef: float
@@ -131,9 +119,8 @@ class AdaptiveKLController:
 
     def update(self, current: float, n_steps: int) -> None:
         """Take in the mean KL of the latest `n_steps` samples (over all processes)."""
-        self.value = adapted_kl_coef(
-            self.value, float(current), target=self.target, horizon=self.horizon, n_steps=n_steps
-        )
+        error = min(max(float(current) / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
 
 
 @dataclass

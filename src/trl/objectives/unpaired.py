@@ -28,14 +28,9 @@ class UnpairedScores:
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.logps, self.ref_logps, self.desirable)]
         if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-            raise ValueError(
-                f"logps, ref_logps and desirable must have one shape (B,), got {shapes}. "
-                "Sum the token log-probs of each completion."
-            )
+            raise ValueError(f"logps, ref_logps and desirable must have one shape (B,), got {shapes}.")
         if self.desirable.dtype != torch.bool:
-            raise ValueError(
-                f"desirable must be a bool tensor, got {self.desirable.dtype}. Compare the labels with True first."
-            )
+            raise ValueError(f"desirable must be a bool tensor, got {self.desirable.dtype}.")
 
     @property
     def ratios(self) -> Tensor:

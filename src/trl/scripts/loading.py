@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from datasets import Dataset, IterableDataset
 
 from trl.data.formats import column_names
-from trl.models.quantization import get_kbit_device_map, get_quantization_config
+from trl.models.peft import get_kbit_device_map, get_quantization_config
 from trl.options.model import ModelConfig
 from trl.scripts.arguments import ScriptArguments
 from trl.scripts.plain_parser import did_you_mean

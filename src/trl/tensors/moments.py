@@ -79,9 +79,7 @@ def whiten_by(values: Tensor, measured: Moments, *, shift_mean: bool = True) -> 
     tensor([-0.7071,  0.7071])
     """
     if int(measured.count) < 2:
-        raise ValueError(
-            f"whitening needs at least 2 values, got {int(measured.count)}. Use a larger batch or longer responses."
-        )
+        raise ValueError(f"whitening needs at least 2 values, got {int(measured.count)}. Use a larger batch.")
     mean, variance = measured.mean.to(values.dtype), measured.variance.to(values.dtype)
     whitened = (values - mean) * torch.rsqrt(variance + _FLOOR)
     return whitened if shift_mean else whitened + mean
@@ -109,8 +107,7 @@ class RunningMoments:
         batch = over_processes(moments(xs), self.accelerator)
         if not math.isfinite(float(batch.mean)):
             raise ValueError(
-                f"running moments take finite values, got a mean of {float(batch.mean)}. Look for NaN or infinity in "
-                "the scores."
+                f"running moments take finite values, got a mean of {float(batch.mean)}. Check the scores."
             )
         # The count of nothing is 1e-24, so that older files and programs can divide by it.
         before = [self.count, self.mean, self.var * self.count] if self.count >= 1 else [0, 0, 0]

@@ -29,14 +29,10 @@ def pad(
             [0, 0, 4]])
     """
     if padding_side not in ("left", "right"):
-        raise ValueError(
-            f"padding_side must be 'left' or 'right', got {padding_side!r}. Use 'right' for training."
-        )
+        raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
     ranks = {tensor.ndim for tensor in tensors}
     if len(ranks) != 1:
-        raise ValueError(
-            f"tensors must be one or more of the same rank, got ranks {sorted(ranks)}. Unsqueeze first."
-        )
+        raise ValueError(f"tensors must be one or more of the same rank, got ranks {sorted(ranks)}.")
     shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
     if pad_to_multiple_of is not None:
         shape[0] += -shape[0] % pad_to_multiple_of
@@ -128,13 +124,13 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Sequence | Tensor | None]) -> d
     if len(set(lengths.values())) > 1:
         raise ValueError(f"all sequences must have one length, got {lengths}. Shuffle unlike ones apart.")
     order = torch.randperm(next(iter(lengths.values()), 0))
-    found: dict[str, Any] = {}
-    for name, values in seq_dict.items():
+
+    def shuffled(values: Any) -> Any:
         if isinstance(values, Tensor):
-            found[name] = values[order.to(values.device)]
-        else:
-            found[name] = None if values is None else [values[i] for i in order.tolist()]
-    return found
+            return values[order.to(values.device)]
+        return None if values is None else [values[i] for i in order.tolist()]
+
+    return {name: shuffled(values) for name, values in seq_dict.items()}
 
 
 def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
@@ -145,9 +141,7 @@ def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
     """
     if a % b:
         opening = f"{custom_error_message}: " if custom_error_message else ""
-        raise ValueError(
-            f"{opening}{a} is not a multiple of {b} ({a} / {b} = {a / b}). Change one of the two."
-        )
+        raise ValueError(f"{opening}{a} is not a multiple of {b} ({a} / {b} = {a / b}). Change one.")
     return a // b
 
 
@@ -178,9 +172,9 @@ def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.int64) -> Tenso
     tensor([1, 3])
     """
     length = bools.size(-1)
-    positions = torch.arange(length, dtype=dtype, device=bools.device)
     if length == 0:
         return torch.zeros(bools.shape[:-1], dtype=dtype, device=bools.device)
+    positions = torch.arange(length, dtype=dtype, device=bools.device)
     return torch.where(bools.bool(), positions, length).amin(dim=-1)
 
 
@@ -227,8 +221,7 @@ def split_pixel_values_by_grid(batch: dict[str, Tensor]) -> dict[str, Tensor | l
     if sum(images) != len(grids) or sum(lengths) != len(patches):
         raise ValueError(
             f"image_grid_thw must hold one grid per image and as many patches as pixel_values, got {len(grids)} grids "
-            f"for {sum(images)} images and {sum(lengths)} patches for {len(patches)} in pixel_values. "
-            "Check that the processor saw the same images."
+            f"for {sum(images)} images and {sum(lengths)} patches for {len(patches)} in pixel_values."
         )
     sections = [sum(lengths[start:stop]) for start, stop in pairwise([0, *accumulate(images)])]
     return {
@@ -244,7 +237,8 @@ def unsplit_pixel_values_by_grid(batch: dict[str, Tensor | list[Tensor]]) -> dic
     >>> unsplit_pixel_values_by_grid({"pixel_values": [torch.ones(2, 1), torch.ones(4, 1)]})["pixel_values"].shape
     torch.Size([6, 1])
     """
-    joined: dict[str, Tensor] = {}
-    for name, value in batch.items():
-        joined[name] = torch.cat(value) if name in _PER_ROW and isinstance(value, list) else value  # pyright: ignore[reportArgumentType]
-    return joined
+    lists: Any = {
+        name: value for name, value in batch.items() if name in _PER_ROW and isinstance(value, list)
+    }
+    whole: Any = batch
+    return {**whole, **{name: torch.cat(value) for name, value in lists.items()}}

@@ -23,10 +23,8 @@ class Ragged:
 
     def __post_init__(self) -> None:
         if self.values.ndim != 1 or self.lengths.ndim != 1:
-            raise ValueError(
-                f"values and lengths must be flat, got shapes {tuple(self.values.shape)} and {tuple(self.lengths.shape)}. "
-                "Concatenate the rows first."
-            )
+            shapes = f"{tuple(self.values.shape)} and {tuple(self.lengths.shape)}"
+            raise ValueError(f"values and lengths must be flat, got shapes {shapes}.")
 
     @classmethod
     def of(cls, rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> Ragged:

@@ -96,10 +96,8 @@ def reduce_terms(terms: LossTerms, denominator: Tensor | float) -> Tensor:
     tensor(1.)
     """
     if terms.values.shape != terms.weights.shape:
-        raise ValueError(
-            f"values and weights must have one shape, got {tuple(terms.values.shape)} and "
-            f"{tuple(terms.weights.shape)}. Expand the weights to one per {terms.per}."
-        )
+        shapes = f"{tuple(terms.values.shape)} and {tuple(terms.weights.shape)}"
+        raise ValueError(f"values and weights must have one shape, got {shapes}.")
     total = (where_counted(terms.values, terms.weights) * terms.weights).sum()
     return share_of_step(total, denominator)
 

@@ -67,9 +67,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     count = int((mask.expand_as(values) != 0).sum())
     needed = 2 if unbiased else 1
     if count < needed:
-        raise ValueError(
-            f"mask must keep at least {needed} entries for a variance, got {count}. Use a larger (mini-)batch."
-        )
+        raise ValueError(f"mask must keep at least {needed} entries for a variance, got {count}.")
     variance = masked_mean((values - masked_mean(values, mask)).square(), mask)
     return variance * count / (count - 1) if unbiased else variance
 

@@ -19,7 +19,7 @@ from trl._lazy import attach
 from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
 from trl.legacy.interface import call_with
 from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
-from trl.models.pairs import row_count
+from trl.models.packed.layout import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
 from trl.reporting.step_scores import Processes, RunningMean

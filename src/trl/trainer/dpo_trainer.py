@@ -25,12 +25,12 @@ from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy.dpo_methods import LegacyDPOMethods
 from trl.legacy.interface import GIVEN, REFERENCES
-from trl.models.packed.layout import scored_sequences
-from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
+from trl.models.packed.layout import pair_units, row_count, scored_sequences
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import FrozenModel, Reference, do_without_reference, make_reference
-from trl.models.scoring.causal import Scored
+from trl.models.scoring.base import shares_prefix
+from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
 from trl.objectives.preference import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trl.collators.unpaired import single_completions
 from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
-from trl.models.pairs import row_count
+from trl.models.packed.layout import row_count
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence

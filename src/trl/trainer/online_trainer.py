@@ -22,10 +22,10 @@ from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.engine import PolicyCopy
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
-from trl.models.pairs import shares_prefix
 from trl.models.parts import causal_core, check_decoder_only
 from trl.models.policy import set_up_policy
 from trl.models.reference import Reference
+from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer

@@ -45,10 +45,10 @@ from trl.generation.transformers.engine import TransformersEngine, context_lengt
 from trl.legacy import move_arguments
 from trl.legacy.interface import NotCalled
 from trl.models.loading import load_saved_weights
-from trl.models.pairs import shares_prefix
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer
 from trl.models.reference import make_reference
+from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
 from trl.models.switches import undisturbed
 from trl.objectives.kl import k1

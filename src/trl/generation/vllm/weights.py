@@ -20,7 +20,7 @@ from trl.generation.transformers.decoders import has_readable_weight, readable_w
 from trl.generation.transformers.engine import without_wrappers
 from trl.models.distributed import fsdp2_units, gathered_modules, is_sharded, whole_shape
 from trl.models.parts import causal_core, prompt_learning_unsupported
-from trl.models.quantization import is_quantized
+from trl.models.peft import is_quantized
 
 _WITHOUT_HEAD = ("gemma2",)  # vLLM (0.32) has no head for them besides the embedding
 

@@ -48,12 +48,8 @@ VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "ke
 
 def is_segment_table(attention_mask: Tensor | None) -> bool:
     """Whether an attention mask is a segment table: int64 of shape `(1, 1, S, 4)`."""
-    return (
-        attention_mask is not None
-        and attention_mask.dtype == torch.int64
-        and attention_mask.ndim == 4
-        and attention_mask.shape[-1] == 4
-    )
+    mask = attention_mask
+    return mask is not None and mask.dtype == torch.int64 and mask.ndim == 4 and mask.shape[-1] == 4
 
 
 class _Call(NamedTuple):
@@ -143,7 +139,9 @@ def packed_attention(
 
     plan = _Plan.of(attention_mask)
     # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
-    window = _binding_window(plan.segments, sliding_window or getattr(module, "sliding_window", None))
+    window: int | None = sliding_window or getattr(module, "sliding_window", None)
+    if window and max(call.prompt + call.length for call in plan.calls) <= window:
+        window = None  # no segment is long enough to meet it
     query, key, value = _in_autocast_dtype(query, key, value)
     if _takes_variable_length(query, dropout, softcap):
         return _variable_length(query, key, value, plan, scaling, window), None
@@ -214,14 +212,6 @@ def _soft_capped(
         scores = scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return F.dropout(weights.to(query.dtype), dropout) @ value
-
-
-def _binding_window(segments: Segments, window: int | None) -> int | None:
-    """The sliding window, or None where no segment is long enough to meet it."""
-    if not window:
-        return None
-    longest = max(length + prefix for _, length, _, prefix in segments)
-    return window if longest > window else None
 
 
 # ---- one kernel for all segments on a GPU
@@ -295,11 +285,10 @@ def packed_unsupported(model: PreTrainedModel) -> str | None:
     if config.model_type not in PACKED_MODEL_TYPES:
         known = ", ".join(sorted(PACKED_MODEL_TYPES))
         return f"its architecture ({config.model_type}) is not among those checked: {known}"
-    if _runs_variable_length(config):
+    implementation = config._attn_implementation
+    if implementation in ("sdpa", "eager", PACKED_ATTENTION) or _runs_variable_length(config):
         return None
-    if config._attn_implementation not in ("sdpa", "eager", PACKED_ATTENTION):
-        return f"its attention implementation is {config._attn_implementation!r}, not 'sdpa', 'eager' or flash attention"
-    return None
+    return f"its attention implementation is {implementation!r}, not 'sdpa', 'eager' or flash attention"
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:

@@ -86,6 +86,17 @@ def scored_sequences(batch: Mapping[str, Any]) -> Tensor:
     return _positions(labels, sequence, batch.get("attention_mask"), positions).sequence
 
 
+def row_count(batch: Mapping[str, Any], *, per_row: int = 1) -> int:
+    """The number of rows of a batch; padded batches without `rows` have `per_row` sequences per row."""
+    return len(batch["rows"]) if "rows" in batch else batch["input_ids"].shape[0] // per_row
+
+
+def pair_units(batch: Mapping[str, Any]) -> Tensor:
+    """The number of pairs of a batch, and of trained tokens in chosen completions: int64 `(2,)`."""
+    chosen = (scored_sequences(batch) % 2 == 0).sum().cpu()
+    return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])
+
+
 def _restarting(batch: Mapping[str, Any]) -> Tensor | None:
     """The positions of a packed row, which restart at 0 with each sequence; None for padded rows."""
     if not is_packed(batch):

@@ -129,3 +129,24 @@ def _by_row(module: Any, rows: ModelBatch) -> Any:
         return cosines, sines
 
     return forward
+
+
+def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
+    """Whether completions share one copy of their prompt; warns if a model of packed rows does not support it.
+
+    Raises: ValueError if it is required and not supported.
+    """
+    if scorer.shares_prefixes or not prefix_sharing:
+        return prefix_sharing is not False
+    unsupported = "its flash attention only separates plain sequences"
+    if prefix_sharing is True:
+        why = unsupported if scorer.packed else "; ".join(scorer.fallbacks) or "it takes padded rows only"
+        raise ValueError(
+            f"prefix_sharing=True, but {type(scorer.core).__name__} cannot take shared prompts: {why}. Use 'auto', which "
+            "repeats prompts where it must."
+        )
+    if scorer.packed:
+        logger.warning(
+            "prefix sharing is disabled: the prompt is repeated for each completion, because %s.", unsupported
+        )
+    return False

@@ -39,7 +39,7 @@ from trl.models.scoring.head import (
 from trl.models.switches import in_eval_mode
 from trl.models.value_head import SUPPORTED_ARCHITECTURES
 from trl.models.value_wrapper import last_hidden
-from trl.tensors.reduce import Weighted
+from trl.tensors.reduce import Weighted, weighted
 from trl.tensors.softmax_rows import LogitRule
 from trl.tensors.vocabulary_loss import LogitsOf, LossOfLogits, VocabularyLoss, vocabulary_loss
 
@@ -253,3 +253,15 @@ def _scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:
     total = values.pop("entropy_total", None)
     count = torch.tensor(batch.real_tokens.numel(), device=batch.real_tokens.device)
     return Scored(batch.scored, entropy=None if total is None else Weighted(total, count), **values)
+
+
+def mean_logits(scored: Scored, completion: Tensor | None = None) -> dict[str, Weighted]:
+    """`logits/chosen` and `logits/rejected`: the mean logit over the vocabulary and the scored positions of each kind.
+
+    `completion` bool `(K,)`: the positions that count, where others are scored too.
+    """
+    assert scored.mean_logits is not None
+    is_chosen = scored.positions.sequence % 2 == 0
+    counted = torch.ones_like(is_chosen) if completion is None else completion
+    masks = {"chosen": is_chosen & counted, "rejected": ~is_chosen & counted}
+    return {f"logits/{name}": weighted(scored.mean_logits, mask) for name, mask in masks.items()}

@@ -38,7 +38,11 @@ class ClassificationScorer(ScorerBase):
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
         core = causal_core(model)
-        _check_classifier(core)
+        if core.can_generate() or core.base_model is core:
+            raise TypeError(
+                f"model is a {type(core).__name__}, expected a sequence or token classifier. Load it with "
+                "AutoModelForSequenceClassification (num_labels=1 for a reward model) or AutoModelForTokenClassification."
+            )
         if reason := prompt_learning_unsupported(model):
             raise ValueError(f"{reason}, which classifiers do not support. Use LoRA, or train all weights.")
         head, reason = (
@@ -135,15 +139,6 @@ class ClassificationScorer(ScorerBase):
             )
         logits = self._own_logits(model, rows)
         return logits if logits.ndim == 2 else logits.flatten(0, 1)[rows.sequence_ends]
-
-
-def _check_classifier(core: PreTrainedModel) -> None:
-    if core.can_generate() or core.base_model is core:
-        raise TypeError(
-            f"model is a {type(core).__name__}, which has no classification head, expected a sequence or token "
-            "classifier. Load it with AutoModelForSequenceClassification (num_labels=1 for a reward model) or "
-            "AutoModelForTokenClassification."
-        )
 
 
 def head_of(core: PreTrainedModel) -> nn.Module | None:

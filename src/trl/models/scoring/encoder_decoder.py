@@ -31,7 +31,16 @@ class Seq2SeqScorer(Scorer):
         super().__init__(model, pad_token_id=pad_token_id, packed=False)
 
     def _set_up_head(self, core: PreTrainedModel) -> str | None:
-        _check_encoder_decoder(core)
+        if not getattr(core.config, "is_encoder_decoder", False) or not core.can_generate():
+            raise TypeError(
+                f"model is a {type(core).__name__}, expected an encoder-decoder that generates. Load one with "
+                "AutoModelForSeq2SeqLM."
+            )
+        if getattr(core.config, "decoder_start_token_id", None) is None:
+            raise ValueError(
+                f"the config of {type(core).__name__} must have a decoder_start_token_id, got None. Set it to the token that "
+                "every completion begins with (T5: the pad token)."
+            )
         scaled = getattr(core.config, "scale_decoder_outputs", False)  # T5, where the embeddings are the head
         self.core, self.rule = core, LogitRule(scale=core.config.d_model**-0.5 if scaled else 1.0)
         head, encoder, decoder = core.get_output_embeddings(), core.get_encoder(), core.get_decoder()
@@ -98,19 +107,6 @@ def language_scorer(model: Any, *, pad_token_id: int = 0, packed: bool | None = 
     if getattr(model.config, "is_encoder_decoder", False):
         return Seq2SeqScorer(model, pad_token_id=pad_token_id)
     return Scorer(model, pad_token_id=pad_token_id, packed=packed)
-
-
-def _check_encoder_decoder(core: PreTrainedModel) -> None:
-    if not getattr(core.config, "is_encoder_decoder", False) or not core.can_generate():
-        raise TypeError(
-            f"model is a {type(core).__name__}, expected an encoder-decoder that generates. Load one with "
-            "AutoModelForSeq2SeqLM."
-        )
-    if getattr(core.config, "decoder_start_token_id", None) is None:
-        raise ValueError(
-            f"the config of {type(core).__name__} must have a decoder_start_token_id, got None. Set it to the token that "
-            "every completion begins with (T5: the pad token)."
-        )
 
 
 def _shifted_right(core: Any, labels: Tensor, *, pad_token_id: int) -> Tensor:
