@@ -74,6 +74,9 @@ def test_each_column_is_padded_by_itself():
     assert batch["chosen_attention_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["chosen_labels"].tolist() == [[7, 8], [7, -1]]
     assert batch["x_attention_mask"].tolist() == [[1, 0], [1, 1]]
+    assert "chosen_labels_attention_mask" not in batch
+    own = DPODataCollatorWithPadding()([{"x_attention_mask": [0, 1], "x_input_ids": [4, 5]}])
+    assert own["x_attention_mask"].tolist() == [[0, 1]]
     assert batch["ref_chosen_logps"].tolist() == [0.5, 0.5] and batch["note"] == ["a", "b"]
 
 
