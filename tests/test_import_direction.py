@@ -90,14 +90,7 @@ def upward_imports(path: Path) -> list[str]:
 
 
 def test_every_folder_has_a_level():
-    known = {
-        *LEVEL,
-        *EVERYWHERE,
-        "__init__",
-        "accelerate_configs",
-        "py.typed",
-        "__pycache__",
-    }
+    known = {*LEVEL, *EVERYWHERE, "__init__", "accelerate_configs", "py.typed", "__pycache__"}
     assert {place(child.name) for child in PACKAGE.iterdir()} <= known
 
 

@@ -41,11 +41,7 @@ _FIELDS: dict[str, dict] = {
     "olmo2": _NO_HEAD_DIM,
     "granite": {**_NO_HEAD_DIM, "logits_scaling": 2.0},
     "mixtral": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        **_NO_HEAD_DIM,
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 24,
-    },
+    "qwen2_moe": {**_NO_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**_HEADS, **_EXPERTS},
     "gpt_neox": {**_NO_GROUPS, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "gpt2": {

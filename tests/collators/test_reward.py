@@ -2,12 +2,7 @@ import pytest
 import torch
 from tests.trainer.resume_worker import tokenizer
 
-from trl.collators.reward import (
-    RewardCollator,
-    RewardDataCollatorWithPadding,
-    as_reward_batch,
-    shared_length,
-)
+from trl.collators.reward import RewardCollator, RewardDataCollatorWithPadding, as_reward_batch, shared_length
 from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, padded_rows
 
 ROWS = [

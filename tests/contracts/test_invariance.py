@@ -33,10 +33,7 @@ def batches(size: int, count: int, **settings: Any) -> dict[str, Any]:
 REPEATED = {"prefix_sharing": False}
 CHECKPOINTED = {"gradient_checkpointing": True}
 IN_ADVANCE = {"precompute_ref_log_probs": True}
-OF_GROUPS = {
-    "split": batches(4, 2, steps_per_generation=4),
-    "within": batches(2, 4, steps_per_generation=8),
-}
+OF_GROUPS = {"split": batches(4, 2, steps_per_generation=4), "within": batches(2, 4, steps_per_generation=8)}
 # Cuts of all methods of a family: names of patches, and settings.
 CUTS: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "rows": {

@@ -165,10 +165,7 @@ def test_the_stop_token_is_added_where_the_template_has_none() -> None:
 def test_tools_come_from_the_rows_or_the_settings() -> None:
     look = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
     tokenizer = tiny_tokenizer("qwen3_like")
-    for rows, settings in (
-        ([{**CHAT, "tools": json.dumps([look])}], {}),
-        ([CHAT], {"tools": [look]}),
-    ):
+    for rows, settings in (([{**CHAT, "tools": json.dumps([look])}], {}), ([CHAT], {"tools": [look]})):
         prompts = [
             prepare(rows, tokenizer, **settings)[0][0]["prompt_input_ids"],
             prepare_reward(rows, tokenizer, **settings)[0][0]["chosen_input_ids"],
@@ -221,10 +218,7 @@ CUTS: dict[str, tuple[PairLengths, list[tuple[list[int], list[int]]]]] = {
         [(P[:5], []), (P[:5], [])],
     ),
     "all three": (PairLengths(6, 4, 5), [(P[3:], C), ([15], R[:5])]),
-    "prompt first, enough": (
-        PairLengths(12, 3, truncation_order="prompt_first"),
-        [(P[3:], C), (P[3:], R)],
-    ),
+    "prompt first, enough": (PairLengths(12, 3, truncation_order="prompt_first"), [(P[3:], C), (P[3:], R)]),
     "prompt first, fits": (PairLengths(14, 3, truncation_order="prompt_first"), [(P, C), (P, R)]),
     "prompt first, then completions": (
         PairLengths(8, 3, truncation_order="prompt_first"),
@@ -405,10 +399,7 @@ REWARDS: dict[str, tuple[dict, tuple]] = {
         },
         ([7, 6], [8, 9]),
     ),
-    "older columns without masks": (
-        {"input_ids_chosen": [7, 6], "input_ids_rejected": [8]},
-        ([7, 6], [8]),
-    ),
+    "older columns without masks": ({"input_ids_chosen": [7, 6], "input_ids_rejected": [8]}, ([7, 6], [8])),
 }
 
 

@@ -22,10 +22,7 @@ def test_the_best_of_each_group_remain_and_equal_scores_in_their_order():
 def test_advantages_are_over_what_remains():
     """Rewards 1, 3, 5, 7 of which the second and the fourth remain: mean 5, deviation sqrt(8)."""
     trainer, _ = make("gfpo")
-    rows = {
-        SCORES: torch.tensor([1.0, 3.0, 5.0, 7.0]).double(),
-        FILTERED: torch.tensor([1.0, 0.0, 1.0, 0.0]),
-    }
+    rows = {SCORES: torch.tensor([1.0, 3.0, 5.0, 7.0]).double(), FILTERED: torch.tensor([1.0, 0.0, 1.0, 0.0])}
     worth, advantages = trainer.method.rewards_and_advantages(rows, 4)
     step = 2 / (8**0.5 + 1e-4)
     torch.testing.assert_close(

@@ -21,11 +21,7 @@ from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 
 EOS, PAD = 2, 0
-KINDS = {
-    "fused": {"route": "fused"},
-    "forward": {"route": "forward"},
-    "generate": {"route": "generate"},
-}
+KINDS = {"fused": {"route": "fused"}, "forward": {"route": "forward"}, "generate": {"route": "generate"}}
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "cohere", "olmo2", "granite",
             "gpt2", "gpt_neox", "opt", "mixtral", "qwen3_moe", "bloom", "falcon"]  # fmt: skip
 FLOAT32 = (

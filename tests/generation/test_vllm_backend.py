@@ -11,12 +11,7 @@ import torch
 from trl.generation.serving.app import BackendDied, NoChannel
 from trl.generation.serving.bodies import ChatBody, GenerateBody, WeightBody
 from trl.generation.vllm import backend as vllm_backend
-from trl.generation.vllm.backend import (
-    WORKER,
-    ServedModel,
-    VLLMBackend,
-    remove_shared_memory,
-)
+from trl.generation.vllm.backend import WORKER, ServedModel, VLLMBackend, remove_shared_memory
 
 
 class ClientError(Exception):

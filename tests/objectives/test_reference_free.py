@@ -5,13 +5,7 @@ import torch
 
 from tests.objectives.pair_cases import s, tensor
 from trl.objectives.pairs import PairOptions, PairScores
-from trl.objectives.reference_free import (
-    CPO_LOSSES,
-    cpo_terms,
-    log1mexp,
-    log_odds,
-    orpo_terms,
-)
+from trl.objectives.reference_free import CPO_LOSSES, cpo_terms, log1mexp, log_odds, orpo_terms
 
 BETA, GAMMA = 2.0, 0.5
 # c = -1, r = -1.5 with beta 2: beta (c - r) = 1. alpha 1: (1 - e^1) and (1 - e^1.5).

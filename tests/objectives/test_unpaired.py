@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from tests.objectives.pair_cases import s, tensor
-from trl.objectives.unpaired import (
-    UnpairedScores,
-    bco_terms,
-    kl_estimate,
-    kto_terms,
-    udm_weights,
-)
+from trl.objectives.unpaired import UnpairedScores, bco_terms, kl_estimate, kto_terms, udm_weights
 from trl.tensors.reduce import count_units, reduce_terms, weighted
 
 BETA = 0.5

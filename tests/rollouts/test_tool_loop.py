@@ -186,13 +186,7 @@ def test_a_process_that_is_done_goes_on_with_the_others():
     """Where all must generate together, it asks for nothing until the last of them is done."""
     others = iter([False, False, False, True])
     script = Script(["hi </s>"])
-    loop = ToolLoop(
-        WORDS,
-        tools_of(TOOLS),
-        iterations=None,
-        deadline=5.0,
-        context_length=None,
-    )
+    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=None, deadline=5.0, context_length=None)
     sampling = Sampling(max_new_tokens=9, stop_token_ids=(END,))
     (found,) = loop.play(
         [[0, *PROMPT]],

@@ -8,12 +8,7 @@ import torch
 
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
-from trl import (
-    AutoModelForCausalLMWithValueHead,
-    AutoModelForSeq2SeqLMWithValueHead,
-    PPOConfig,
-    PPOTrainer,
-)
+from trl import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead, PPOConfig, PPOTrainer
 
 QUERIES = [[5, 6, 7], [8, 9, 10, 11, 12], [5, 6, 7], [13, 14]]
 RESPONSES = [[20, 21, 22, 23], [24, 25], [26, 27, 28, 29, 30], [31, 32, 2]]
@@ -38,10 +33,7 @@ def value_model(
 ) -> Any:
     """A tiny model with a value head of fixed weights and no dropout."""
     if architecture in ("t5", "bart"):
-        auto, inner = (
-            AutoModelForSeq2SeqLMWithValueHead,
-            tiny_seq2seq(architecture, dtype=dtype, seed=seed),
-        )
+        auto, inner = (AutoModelForSeq2SeqLMWithValueHead, tiny_seq2seq(architecture, dtype=dtype, seed=seed))
     else:
         auto, inner = AutoModelForCausalLMWithValueHead, tiny_model(architecture, dtype=dtype, seed=seed)
     with torch.random.fork_rng(devices=[]):

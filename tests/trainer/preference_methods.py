@@ -22,10 +22,7 @@ METHODS: dict[str, Method] = {
     "dpo-wpo": (dpo_runs.make, {"use_weighting": True}),
     "dpo-ld": (dpo_runs.make, {"ld_alpha": 0.3}),
     "dpo-js": (dpo_runs.make, {"f_divergence_type": "js_divergence"}),
-    "dpo-alpha": (
-        dpo_runs.make,
-        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5},
-    ),
+    "dpo-alpha": (dpo_runs.make, {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5}),
     "dpo-reference-free": (dpo_runs.make, {"reference_free": True}),
     "cpo-sigmoid": (cpo_runs.make, {"beta": 0.3}),
     "cpo-simpo": (cpo_runs.make, {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.5}),

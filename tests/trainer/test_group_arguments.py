@@ -131,8 +131,7 @@ class Ask(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("event", "steps", "saved"),
-    [("on_step_begin", 4, 5), ("on_pre_optimizer_step", 1, 2)],
+    ("event", "steps", "saved"), [("on_step_begin", 4, 5), ("on_pre_optimizer_step", 1, 2)]
 )
 def test_a_checkpoint_on_a_signal_is_that_of_a_whole_step(event, steps, saved, tmp_path):
     """A window that was made and a micro-batch that was learned from count once in the run that goes on."""

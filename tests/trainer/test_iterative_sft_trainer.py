@@ -317,10 +317,7 @@ def test_settings_that_cannot_work(short, tmp_path):
     for settings, message in {
         "truncation_mode": ({"truncation_mode": "keep_middle"}, "truncation_mode must be one of"),
         "packing": ({"packing": True, "max_length": 8}, "packing must be False"),
-        "parts": (
-            {"logging_steps": 0.1, "max_steps": -1},
-            "logging_steps=0.1 is a share of max_steps",
-        ),
+        "parts": ({"logging_steps": 0.1, "max_steps": -1}, "logging_steps=0.1 is a share of max_steps"),
     }.values():
         with pytest.raises(ValueError, match=message):
             IterativeSFTConfig(tmp_path, use_cpu=True, **settings)
