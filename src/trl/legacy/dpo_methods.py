@@ -28,12 +28,7 @@ from trl.legacy.pair_methods import (
 )
 from trl.models.packed.layout import IGNORED, padded_rows, row_count, scored_sequences
 from trl.models.policy import make_scorer
-<<<<<<< ours
-from trl.models.scoring.causal import Scored
-=======
-from trl.models.reference import FrozenModel
 from trl.models.scoring.causal import Scored, mean_logits
->>>>>>> theirs
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import (

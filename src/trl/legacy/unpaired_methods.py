@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.legacy.pair_methods import IGNORED, sequences_of, with_losses
-<<<<<<< ours
-from trl.models.pairs import row_count
-=======
 from trl.models.packed.layout import row_count
-from trl.models.reference import AdapterReference
->>>>>>> theirs
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.unpaired import UnpairedScores, unpaired_metrics

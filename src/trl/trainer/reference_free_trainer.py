@@ -18,19 +18,12 @@ from transformers import (
 )
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
-<<<<<<< ours
 from trl.legacy import pair_methods
 from trl.legacy.interface import call_with
-from trl.models.pairs import mean_logits, pair_units, row_count, shares_prefix
-from trl.models.policy import is_encoder_decoder
-from trl.models.scoring.causal import Scored
-=======
-from trl.legacy import LegacyArgument, move_onto_config, pair_methods
 from trl.models.packed.layout import pair_units, row_count
-from trl.models.policy import Policy, is_encoder_decoder, set_up_policy
+from trl.models.policy import is_encoder_decoder
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored, mean_logits
->>>>>>> theirs
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import chosen_nll

@@ -16,15 +16,8 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
 from trl.data.preference import RewardPreparation, prepare_reward_dataset
-<<<<<<< ours
-from trl.models.packed.layout import padded_rows
-from trl.models.pairs import row_count, shares_prefix
-=======
-from trl.legacy import REWARD_ARGUMENTS, move_onto_config
 from trl.models.packed.layout import padded_rows, row_count
-from trl.models.policy import set_up_policy
 from trl.models.scoring.base import shares_prefix
->>>>>>> theirs
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.objectives.reward_modelling import bradley_terry

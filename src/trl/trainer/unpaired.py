@@ -31,16 +31,10 @@ from trl.collators.unpaired import (
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import pair_methods, unpaired_methods
 from trl.legacy.interface import GIVEN, NOT_CALLED_OF_UNPAIRED
-<<<<<<< ours
-from trl.models.pairs import row_count, shares_prefix
+from trl.models.packed.layout import row_count
 from trl.models.policy import is_encoder_decoder, make_scorer
 from trl.models.reference import make_reference
-=======
-from trl.models.packed.layout import row_count
-from trl.models.policy import Policy, is_encoder_decoder, make_scorer, set_up_policy
-from trl.models.reference import Reference, make_reference
 from trl.models.scoring.base import shares_prefix
->>>>>>> theirs
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
