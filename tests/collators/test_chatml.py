@@ -82,7 +82,7 @@ def test_conversations_without_an_answer(tokenizer, messages):
 
 def test_a_template_that_refuses():
     tokenizer = word_tokenizer(chat_template="{{ raise_exception('no users') }}")
-    with pytest.raises(ValueError, match=r"row 0 of the batch, 'messages': .*no users"):
+    with pytest.raises(ValueError, match=r"row 0 of the batch, column 'messages': .*no users"):
         DataCollatorForChatML(tokenizer)([{"messages": chat("hi", "yes")}])
 
 

@@ -37,7 +37,7 @@ def test_the_class_of_a_step_stands_on_the_last_token_of_its_separator() -> None
     quiet = [[-100] * (len(step) - 1) for step in steps]
     assert rows[0]["labels"] == [-100] * len(prompt) + quiet[0] + [1] + quiet[1] + [0]
     assert (report.rows, report.steps, report.removed_steps) == (3, 6, 0)
-    assert report.summary() == f"train dataset: 3 rows, {report.tokens} tokens, 6 labelled steps"
+    assert report.summary() == f"train dataset: 3 rows, {report.tokens} tokens, 6 steps"
 
 
 def test_only_the_last_step_is_labelled_in_training_and_all_in_evaluation() -> None:
@@ -73,8 +73,8 @@ def test_what_truncation_takes_is_counted_and_told(caplog: pytest.LogCaptureFixt
     assert (report.rows, report.steps) == (3, 6)
     assert report.removed_steps == 6 - sum(left)
     assert report.untrained_rows == left.count(0) > 0
-    assert f"{report.removed_steps} of 6 labelled steps were cut off" in caplog.text
-    assert f"{left.count(0)} of 3 rows have no trained token left" in caplog.text
+    assert f"{report.removed_steps} labelled steps were cut off" in caplog.text
+    assert f"in {left.count(0)} of 3 rows" in caplog.text
     dropped, report = prepare(ROWS, max_length=10, untrained_rows="drop")
     assert (len(dropped), report.dropped_rows) == (3 - left.count(0), left.count(0))
     with pytest.raises(

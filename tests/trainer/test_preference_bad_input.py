@@ -175,11 +175,11 @@ class Told:
 
 TOLD: dict[str, Told] = {
     "equal completions": Told(
-        ("dpo", "cpo", "orpo", "reward"), r"in 2 rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
+        ("dpo", "cpo", "orpo", "reward"), r"in 2 of \d+ rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
         [PAIR, {**PAIR, "rejected": " blue"}, PAIR, {**PAIR, "rejected": " blue"}],
     ),
     "equal completions of pairs taken apart": Told(
-        UNPAIRED, r"in 2 rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
+        UNPAIRED, r"in 2 of \d+ rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
         [CHAT, {**CHAT, "rejected": [UP]}, CHAT, {**CHAT, "rejected": [UP]}],
     ),
     "desirable rows alone": Told(UNPAIRED, r"all 4 rows are desirable \(label true\)\. That can be trained on", [RATED] * 4),

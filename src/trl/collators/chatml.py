@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trl.collators.rows import IGNORED, Row, as_ids, pad_rows, pad_with_mask
 from trl.data.formats import common_prefix_length
-from trl.data.rendering import Chat, TemplateRefusal, split_rendering
+from trl.data.rendering import Chat, split_rendering
 from trl.data.tokenization import encode
+from trl.data.validation import Place
 
 _DEFAULT_MAX_LENGTH = 1024
 
@@ -58,7 +58,13 @@ class DataCollatorForChatML:
     def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         rows = [self._encode(index, row) for index, row in enumerate(examples)]
-        self._report_cut([boundary for _, boundary in rows])
+        if lost := sum(boundary >= self.max_length for _, boundary in rows):
+            self.rows_without_completion += lost
+            warnings.warn(
+                f"{lost} of {len(rows)} rows have a prompt of max_length {self.max_length} tokens or more and are not "
+                f"trained ({self.rows_without_completion} rows so far). Raise max_length or shorten the prompts.",
+                stacklevel=2,
+            )
         pad: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
         ids = [ids[: self.max_length] for ids, _ in rows]
         prompts = [row[:boundary] for row, (_, boundary) in zip(ids, rows, strict=True)]
@@ -88,27 +94,11 @@ class DataCollatorForChatML:
         return whole, boundary
 
     def _render(self, index: int, row: Row) -> tuple[str, str]:
-        messages = self._messages(index, row)
-        try:
-            return split_rendering(self.tokenizer, Chat(messages[:-1]), messages[-1:])
-        except TemplateRefusal as error:
-            raise ValueError(f"row {index} of the batch, {self.messages_key!r}: {error}") from error
-
-    def _messages(self, index: int, row: Row) -> list[dict[str, Any]]:
         messages = row.get(self.messages_key)
         if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise ValueError(
                 f"row {index} of the batch: {self.messages_key!r} is {str(messages)[:80]!r}, expected a list of at least 2 "
                 "messages that ends with an assistant's. Add the answer, or name the column with messages_key."
             )
-        return messages
-
-    def _report_cut(self, boundaries: Sequence[int]) -> None:
-        lost = sum(boundary >= self.max_length for boundary in boundaries)
-        if lost:
-            self.rows_without_completion += lost
-            warnings.warn(
-                f"{lost} of {len(boundaries)} rows have a prompt of max_length {self.max_length} tokens or more and are not "
-                f"trained ({self.rows_without_completion} rows so far). Raise max_length or shorten the prompts.",
-                stacklevel=3,
-            )
+        with Place("", index, self.messages_key).named():
+            return split_rendering(self.tokenizer, Chat(messages[:-1]), messages[-1:])

@@ -76,30 +76,32 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         labels = self._labels(examples, ids)
         visible = read_column(examples, "attention_mask")
         if visible is not None:
-            ids, labels = _only_visible(ids, visible), _only_visible(labels, visible)
-        if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
-            return pack_sequences(
-                torch.cat(ids),
-                torch.cat(labels),
-                _sequence_lengths(examples, ids),
-                pad_token_id=self.pad_token_id,
-                multiple=self.pad_to_multiple_of,
+            ids, labels = (
+                [row[mask != 0] for row, mask in zip(rows, visible, strict=True)] for rows in (ids, labels)
             )
-        side, multiple = self.padding_side, self.pad_to_multiple_of
-        padded, mask = pad_with_mask(ids, self.pad_token_id, side=side, multiple=multiple)
-        labelled = pad_rows(labels, IGNORED, side=side, multiple=multiple)
+        pad, multiple = self.pad_token_id, self.pad_to_multiple_of
+        if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
+            lengths = _sequence_lengths(examples, ids)
+            return pack_sequences(
+                torch.cat(ids), torch.cat(labels), lengths, pad_token_id=pad, multiple=multiple
+            )
+        padded, mask = pad_with_mask(ids, pad, side=self.padding_side, multiple=multiple)
+        labelled = pad_rows(labels, IGNORED, side=self.padding_side, multiple=multiple)
         return {"input_ids": padded, "attention_mask": mask, "labels": labelled}
 
     def _labels(self, rows: Sequence[Row], ids: list[Tensor]) -> list[Tensor]:
         labels = [row.clone() for row in read_column(rows, "labels") or ids]
-        _check_lengths(labels, ids, "labels")
         masks = ("completion_mask", "assistant_masks") if self.completion_only_loss else ("assistant_masks",)
-        for name in masks:
-            column = read_column(rows, name)
-            if column is not None:
-                _check_lengths(column, ids, name)
-                for row_labels, mask in zip(labels, column, strict=True):
-                    row_labels[mask == 0] = IGNORED
+        columns = {name: read_column(rows, name) for name in masks}
+        for name, column in {"labels": labels, **columns}.items():
+            for index, values in enumerate(column or ()):
+                if len(values) != len(ids[index]):
+                    raise ValueError(
+                        f"row {index} of the batch: {name!r} has {len(values)} items, but 'input_ids' has {len(ids[index])}. "
+                        "Make them equally long."
+                    )
+                if name != "labels":
+                    labels[index][values == 0] = IGNORED
         return labels
 
 
@@ -115,19 +117,6 @@ def _sequence_lengths(rows: Sequence[Row], ids: list[Tensor]) -> list[int]:
             )
         lengths += parts
     return lengths
-
-
-def _check_lengths(column: list[Tensor], ids: list[Tensor], name: str) -> None:
-    for index, (values, row_ids) in enumerate(zip(column, ids, strict=True)):
-        if len(values) != len(row_ids):
-            raise ValueError(
-                f"row {index} of the batch: {name!r} has {len(values)} items, but 'input_ids' has {len(row_ids)}. "
-                "Make them equally long."
-            )
-
-
-def _only_visible(rows: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-    return [row[mask != 0] for row, mask in zip(rows, masks, strict=True)]
 
 
 NOT_PLAIN = ("attention_mask", "segment_table", "rows")
@@ -150,15 +139,9 @@ class CountedSequences:
     def __call__(self, rows: Sequence[Any]) -> Any:
         """The batch of some rows."""
         batch = self.collate(rows)
-        if not isinstance(batch, Mapping) or "position_ids" not in batch:
+        if not isinstance(batch, Mapping) or "position_ids" not in batch or set(NOT_PLAIN) & set(batch):
             return batch
-        if any(name in batch for name in NOT_PLAIN):
-            return batch
-        counts = [_sequences(row) for row in rows]
+        lengths = [row.get("seq_lengths") for row in rows]
+        counts = [1 if own is None else sum(int(length) > 0 for length in own) for own in lengths]
         begun = int((batch["position_ids"] == 0).sum()) - ("filler" in batch)
         return {"sequences": torch.tensor(counts), **batch} if sum(counts) == begun else batch
-
-
-def _sequences(row: Mapping[str, Any]) -> int:
-    lengths: Sequence[int] | Tensor | None = row.get("seq_lengths")
-    return 1 if lengths is None else sum(int(length) > 0 for length in lengths)

@@ -42,26 +42,6 @@ def shared_length(*sequences: Tensor) -> int:
     return min(int(same.sum()), shorter - 1)
 
 
-def pair_batch(
-    pairs: Sequence[Pair],
-    *,
-    prefix_sharing: bool,
-    pad_token_id: int = 0,
-    multiple: int | None = None,
-) -> dict[str, Tensor]:
-    """Pairs of sequences as one packed batch: sequence 2i is pair i's preferred one, 2i + 1 the other.
-
-    With `prefix_sharing` the common prefix of a pair occurs once, before the two rests. The row's length is rounded up to
-    `multiple`, by `filler` tokens. `rows (B,)` counts the pairs. Raises ValueError for an empty sequence.
-
-    >>> batch = pair_batch([(torch.tensor([5, 6, 7]), torch.tensor([5, 6, 8, 9]))], prefix_sharing=True)
-    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
-    ([[5, 6, 7, 8, 9]], [[0, 1, 2, 2, 3]])
-    """
-    _check_pairs(pairs)
-    return group_batch(pairs, prefix_sharing=prefix_sharing, pad_token_id=pad_token_id, multiple=multiple)
-
-
 def group_batch(
     groups: Sequence[Sequence[Tensor]],
     *,
@@ -69,9 +49,10 @@ def group_batch(
     pad_token_id: int = 0,
     multiple: int | None = None,
 ) -> dict[str, Tensor]:
-    """Groups of whole sequences (none empty) as one packed batch, as in `pair_batch`.
+    """Groups of whole sequences (none empty) as one packed batch, in their order.
 
-    `rows (B,)` counts the groups.
+    With `prefix_sharing` the common prefix of a group occurs once, before the rests. The row's length is rounded up to
+    `multiple`, by `filler` tokens. `rows (B,)` counts the groups.
 
     >>> group = [torch.tensor(ids) for ids in ([5, 6, 7], [5, 6, 8], [5, 6, 9])]
     >>> group_batch([group], prefix_sharing=True)["input_ids"].tolist()
@@ -114,7 +95,7 @@ def _check_pairs(pairs: Sequence[Pair]) -> None:
 class RewardCollator:
     """Batches rows of `chosen_input_ids` and `rejected_input_ids` (whole sequences), and `margin` where they have it.
 
-    A batch is one packed row as `pair_batch` makes it; where not `packed`, rows padded on the right, chosen and rejected in
+    A batch is one packed row as `group_batch` makes it; where not `packed`, rows padded on the right, chosen and rejected in
     turn.
 
     Args:
@@ -138,15 +119,16 @@ class RewardCollator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         pairs = [(as_ids(row["chosen_input_ids"]), as_ids(row["rejected_input_ids"])) for row in rows]
-        multiple = self.pad_to_multiple_of
+        pad, multiple = self.pad_token_id, self.pad_to_multiple_of
+        _check_pairs(pairs)
         if self.packed:
-            batch = pair_batch(
-                pairs, prefix_sharing=self.prefix_sharing, pad_token_id=self.pad_token_id, multiple=multiple
+            batch = group_batch(
+                pairs, prefix_sharing=self.prefix_sharing, pad_token_id=pad, multiple=multiple
             )
         else:
-            _check_pairs(pairs)
-            sequences = [sequence for pair in pairs for sequence in pair]
-            ids, mask = pad_with_mask(sequences, self.pad_token_id, multiple=multiple)
+            ids, mask = pad_with_mask(
+                [sequence for pair in pairs for sequence in pair], pad, multiple=multiple
+            )
             batch = {"rows": torch.arange(len(pairs)), "input_ids": ids, "attention_mask": mask}
         if rows[0].get("margin") is not None:
             batch["margin"] = torch.tensor([float(row["margin"]) for row in rows], dtype=torch.float64)
@@ -241,8 +223,9 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
         return batch if "rows" in batch else _in_turn(batch)
     columns = REWARD_COLUMNS if set(REWARD_COLUMNS) <= set(batch) else OLDER_COLUMNS
     check_columns(batch, columns)
-    chosen, rejected = (real_tokens(batch, column) for column in columns)
-    found = pair_batch(list(zip(chosen, rejected, strict=True)), prefix_sharing=prefix_sharing)
+    pairs = list(zip(*(real_tokens(batch, column) for column in columns), strict=True))
+    _check_pairs(pairs)
+    found = group_batch(pairs, prefix_sharing=prefix_sharing)
     found = {name: value.to(batch[columns[0]].device) for name, value in found.items()}
     return {**found, "margin": batch["margin"]} if batch.get("margin") is not None else found
 

@@ -4,7 +4,7 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,63 +26,25 @@ STREAM_BATCH = 64  # rows of a stream that are tokenised at a time, and checked 
 SHOWN_ROWS = 3
 
 
-class Text(NamedTuple):
-    """How a report writes a count: in its summary, and as a warning if it needs a user's attention."""
-
-    phrase: str
-    warning: str | None = None
-
-
-TEXTS: Mapping[str, Text] = {
-    "desirable_rows": Text("{0.desirable_rows} desirable"),
-    "steps": Text("{0.steps} labelled steps"),
-    "removed_steps": Text(
-        "{0.removed_steps} of them cut off",
-        "{0.removed_steps} of {0.steps} labelled steps were cut off and are not trained. Raise max_length or "
-        "max_completion_length, or lower max_prompt_length.",
-    ),
-    "truncated_rows": Text("{0.truncated_rows} truncated ({0.removed_tokens} tokens removed)"),
-    "untrained_rows": Text(
-        "{0.untrained_rows} with nothing trained",
-        "{0.untrained_rows} of {0.rows} rows have no trained token left (first: {0.first[untrained_rows]}), and "
-        "{0.dropped_rows} of them were dropped. Raise max_length, shorten the prompts, or filter these rows.",
-    ),
-    "dropped_rows": Text("{0.dropped_rows} of these dropped"),
-    "unstopped_rows": Text(
-        "{0.unstopped_rows} without a trained stop token",
-        "in {0.unstopped_rows} of {0.rows} rows a turn ends without a stop token, so the model does not learn to stop "
-        "there. Put the token inside the template's generation marks, or add one to the template.",
-    ),
-    "shifted_rows": Text(
-        "{0.shifted_rows} with a boundary inside a token",
-        "in {0.shifted_rows} of {0.rows} rows a token reaches over the end of the prompt, or of a turn; it is "
-        "trained. Let prompts end before a space, not after it.",
-    ),
-    "removed_begin_tokens": Text(
-        "{0.removed_begin_tokens} doubled begin tokens removed",
-        "{0.removed_begin_tokens} begin tokens that repeated the tokenizer's own were removed.",
-    ),
-    "equal_rows": Text(
-        "{0.equal_rows} with equal completions",
-        "in {0.equal_rows} rows (first: {0.first[equal_rows]}) the chosen and the rejected completion are equal, so they "
-        "show no preference. Filter these rows, or raise the lengths if truncation made them equal.",
-    ),
-    "promptless_rows": Text(
-        "{0.promptless_rows} without prompt tokens",
-        "in {0.promptless_rows} of {0.rows} rows (first: {0.first[promptless_rows]}) the prompt has no token, or truncation removed all, and "
-        "the completion's first token is not trained. Give prompts, a tokenizer that adds a begin token, or longer "
-        "limits.",
-    ),
-    "empty_completions": Text(
-        "{0.empty_completions} with a completion of the eos token alone",
-        "in {0.empty_completions} of {0.rows} rows (first: {0.first[empty_completions]}) one answer is a beginning of the "
-        "other, so its completion is the eos token alone. If that is not intended, add a column 'prompt'.",
-    ),
-    "repeated_prompts": Text(
-        "{0.repeated_prompts} whose answers repeated the prompt",
-        "in {0.repeated_prompts} of {0.rows} rows (first: {0.first[repeated_prompts]}) 'chosen' and 'rejected' repeat the "
-        "messages of 'prompt'; these were removed. Give the answers only, or remove the column 'prompt'.",
-    ),
+# Counts that need a user's attention, and the warning behind "in N of M rows"; of tokens and steps, behind their number.
+WARNINGS: Mapping[str, str] = {
+    "removed_steps": "labelled steps were cut off and are not trained. Raise max_length or max_completion_length, or lower "
+    "max_prompt_length.",
+    "untrained_rows": "no trained token is left; {0.dropped_rows} of them were dropped. Raise max_length, shorten the "
+    "prompts, or filter these rows.",
+    "unstopped_rows": "a turn ends without a stop token, so the model does not learn to stop there. Put the token inside "
+    "the template's generation marks, or add one to the template.",
+    "shifted_rows": "a token reaches over the end of the prompt, or of a turn; it is trained. Let prompts end before a "
+    "space, not after it.",
+    "removed_begin_tokens": "begin tokens that repeated the tokenizer's own were removed.",
+    "equal_rows": "the chosen and the rejected completion are equal, so they show no preference. Filter these rows, or "
+    "raise the lengths if truncation made them equal.",
+    "promptless_rows": "the prompt has no token, or truncation removed all, and the completion's first token is not "
+    "trained. Give prompts, a tokenizer that adds a begin token, or longer limits.",
+    "empty_completions": "one answer is a beginning of the other, so its completion is the eos token alone. If that is "
+    "not intended, add a column 'prompt'.",
+    "repeated_prompts": "'chosen' and 'rejected' repeat the messages of 'prompt'; these were removed. Give the answers "
+    "only, or remove the column 'prompt'.",
 }
 
 
@@ -148,7 +110,7 @@ class PreparationReport:
     removed_steps: int = 0
     is_streaming: bool = False
     first: dict[str, list[int]] = field(default_factory=dict)
-    texts: Mapping[str, Text] = field(default_factory=lambda: TEXTS, repr=False)
+    warnings: Mapping[str, str] = field(default_factory=lambda: WARNINGS, repr=False)
     warned: list[str] = field(default_factory=list)  # counts that a warning was already given for
 
     def add(self, numbers: Numbers, *, drops: bool) -> np.ndarray:
@@ -167,18 +129,21 @@ class PreparationReport:
         return kept
 
     def summary(self) -> str:
-        """Rows, tokens, and every count that is not zero, in one line."""
-        parts = [f"{self.rows} rows", f"{self.tokens} tokens"]
-        parts += [phrase.format(self) for name, (phrase, _) in self.texts.items() if getattr(self, name)]
+        """Every count that is not zero, in one line."""
+        counts = {item.name: getattr(self, item.name) for item in fields(self) if item.type is int}
+        parts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
         seen = " (streaming, so far)" if self.is_streaming else ""
         return f"{self.dataset_name} dataset{seen}: {', '.join(parts)}"
 
     def warn(self) -> None:
         """Log a warning for each count that needs a user's attention, once."""
-        for name, (_, warning) in self.texts.items():
-            if warning and getattr(self, name) and name not in self.warned:
+        for name, text in self.warnings.items():
+            count = getattr(self, name)
+            if count and name not in self.warned:
                 self.warned.append(name)
-                logger.warning("%s dataset: %s", self.dataset_name, warning.format(self))
+                rows = f"in {count} of {self.rows} rows (first: {self.first[name]})"
+                what = str(count) if name.startswith("removed_") else rows
+                logger.warning("%s dataset: %s %s", self.dataset_name, what, text.format(self))
 
 
 class Vocabulary(NamedTuple):
@@ -233,7 +198,7 @@ class RowKind(ABC):
     """Columns of numbers beside the tokens: summed into the report under these names, then removed."""
     refused: ClassVar[tuple[str, ...]] = ("untrained_rows",)
     """The numbers that the policy "error" refuses."""
-    texts: ClassVar[Mapping[str, Text]] = TEXTS
+    warnings: ClassVar[Mapping[str, str]] = WARNINGS
 
     @abstractmethod
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
@@ -281,7 +246,7 @@ def prepare_rows(
     dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str, keep_columns: Sequence[str] = ()
 ) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of `kind`, and its report; given columns are removed, but for `keep_columns`."""
-    report, kept = PreparationReport(name, texts=kind.texts), (*settings.keep_columns, *keep_columns)
+    report, kept = PreparationReport(name, warnings=kind.warnings), (*settings.keep_columns, *keep_columns)
     rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=kept)
     return count_rows(rows, kind, report, settings.untrained_rows), report
 

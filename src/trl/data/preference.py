@@ -8,12 +8,11 @@ from datasets import Dataset, List, Value
 
 from trl.data.formats import column_names
 from trl.data.pipeline import (
-    TEXTS,
+    WARNINGS,
     AnyDataset,
     Preparation,
     PreparationReport,
     RowKind,
-    Text,
     Vocabulary,
     allowed_ids,
     check_ids,
@@ -30,14 +29,6 @@ from trl.data.validation import check_number
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
 OWN_PROMPT = "rejected_prompt_input_ids"
 REFERENCE_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
-REWARD_TEXTS = {
-    **TEXTS,
-    "untrained_rows": Text(
-        "{0.untrained_rows} longer than max_length",
-        "{0.untrained_rows} of {0.rows} rows (first: {0.first[untrained_rows]}) have a sequence of more than max_length "
-        "tokens; {0.dropped_rows} of them were dropped. Raise max_length to train on them.",
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +302,11 @@ class RewardTokenizer(PairTokenizer):
     refused = ("untrained_rows",)
     columns = ("chosen_input_ids", "rejected_input_ids")
     given_numbers = ("margin",)
-    texts = REWARD_TEXTS
+    warnings: ClassVar[Mapping[str, str]] = {
+        **WARNINGS,
+        "untrained_rows": "a sequence has more than max_length tokens; {0.dropped_rows} of them were dropped. Raise "
+        "max_length to train on them.",
+    }
 
     def _cut(self, tokens: Tokens) -> dict[str, Any]:
         own = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt

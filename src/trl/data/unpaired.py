@@ -330,13 +330,6 @@ def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:
     if dataset.features is not None:
         kept = {column: kind for column, kind in dataset.features.items() if column not in WHOLE}
         features = Features({**kept, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
-    if is_stored and len(dataset) % mismatch.group == 1:
-        logger.warning(
-            "%s dataset: the last row is alone in its batch of %d, so its own completion stands in for a mismatched one. "
-            "Add or remove a row.",
-            name,
-            mismatch.group,
-        )
     rows = dataset.map(
         mismatch,
         batched=True,
