@@ -121,13 +121,7 @@ def test_total_is_policy_plus_weighted_value():
 
 def test_settings_and_shapes_are_checked():
     one = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="cliprange must be > 0, got 0"):
-        clipped_surrogate(one, one, one, one, cliprange=0)
     with pytest.raises(
         ValueError, match=r"old_logps must have the shape of its mask, \(2, 3\), got \(2, 4\)"
     ):
         clipped_surrogate(one, torch.zeros(2, 4), one, one, cliprange=0.2)
-    policy = clipped_surrogate(one, one, one, one, cliprange=0.2)
-    value = clipped_value_loss(*[torch.zeros(1, 3)] * 4, cliprange_value=0.2)
-    with pytest.raises(ValueError, match="of one shape and unit"):
-        with_value_loss(policy, value, vf_coef=0.1)

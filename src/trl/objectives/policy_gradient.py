@@ -40,7 +40,6 @@ def clipped_surrogate(
     >>> clipped_surrogate(new, old, torch.tensor([1.0, 1.0]), torch.ones(2), cliprange=0.2).values
     tensor([-1.2000, -0.5000])
     """
-    check_cliprange(cliprange, "cliprange")
     check_shapes(mask, logps=logps, old_logps=old_logps, advantages=advantages)
     advantages, old_logps = where_counted(advantages, mask).detach(), old_logps.detach()
     ratio = probability_ratio(logps, old_logps, mask)
@@ -59,26 +58,10 @@ def clipped_surrogate(
 
 
 def with_value_loss(policy: LossTerms, value: LossTerms, *, vf_coef: float) -> LossTerms:
-    """`policy + vf_coef * value` per token, with the metrics of both and `loss/total`; the two must count the same tokens.
-
-    Raises ValueError where they are of unlike shapes or units.
-    """
-    if policy.values.shape != value.values.shape or policy.per != value.per:
-        raise ValueError(
-            f"policy and value loss must be of one shape and unit, got {tuple(policy.values.shape)} per {policy.per} and "
-            f"{tuple(value.values.shape)} per {value.per}. Give both the same mask."
-        )
+    """`policy + vf_coef * value` per token, with the metrics of both and `loss/total`; both count the same tokens."""
     values = policy.values + vf_coef * value.values
     total = {"loss/total": weighted(values, policy.weights)}
     return LossTerms(values, policy.weights, policy.per, {**policy.metrics, **value.metrics, **total})
-
-
-def check_cliprange(cliprange: float, name: str) -> None:
-    """Raise ValueError unless the range is positive."""
-    if not cliprange > 0:
-        raise ValueError(
-            f"{name} must be > 0, got {cliprange}. The paper uses 0.2; a large value clips nothing."
-        )
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor) -> None:

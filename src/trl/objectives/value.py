@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trl.objectives.policy_gradient import check_cliprange, check_shapes
+from trl.objectives.policy_gradient import check_shapes
 from trl.tensors.reduce import LossTerms, weighted, where_counted
 from trl.tensors.statistics import clip_by_value
 
@@ -23,7 +23,6 @@ def clipped_value_loss(
     >>> clipped_value_loss(one, 0 * one, one, one, cliprange_value=0.5).values
     tensor([0.1250])
     """
-    check_cliprange(cliprange_value, "cliprange_value")
     check_shapes(mask, vpreds=vpreds, old_values=old_values, returns=returns)
     old_values = where_counted(old_values, mask).detach()
     returns, vpreds = where_counted(returns, mask).detach(), where_counted(vpreds, mask)

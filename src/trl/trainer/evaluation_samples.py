@@ -127,15 +127,17 @@ class ShownCompletions:
         *,
         advantages: Tensor,
     ) -> None:
-        """Bring the rows of all processes together, with scores and advantages; all must call it."""
+        """Gather the rows of all processes, with scores and advantages; all must call it."""
         scores = [column.tolist() for column in source_table(experience.per_row, names)]
         rows = [
-            {"prompt": prompt, "completion": completion, "scores": list(own), "advantage": advantage}
+            {
+                "prompt": prompt,
+                "completion": completion,
+                **dict(zip(names, own, strict=True)),
+                "advantage": advantage,
+            }
             for (prompt, completion), own, advantage in zip(
-                texts,
-                zip(*scores, strict=True),
-                advantages.tolist(),
-                strict=True,
+                texts, zip(*scores, strict=True), advantages.tolist(), strict=True
             )
         ]
         self._rows, self._names = gather_object(rows), tuple(names)
@@ -146,27 +148,14 @@ class ShownCompletions:
         if not rows or not trainer.is_world_process_zero():
             return
         args, step = trainer.args, trainer.state.global_step
-        scores = {
-            name: [None if (value := row["scores"][number]) != value else value for row in rows]
-            for number, name in enumerate(self._names)
-        }
-        print_prompt_completions_sample(
-            [row["prompt"] for row in rows],
-            [row["completion"] for row in rows],
-            scores,  # pyright: ignore[reportArgumentType]  (None where a source has no opinion)
-            [row["advantage"] for row in rows],
-            step,
-            args.num_completions_to_print,
-        )
-        table = pd.DataFrame(
-            {
-                "step": [step] * len(rows),
-                "prompt": [str(row["prompt"]) for row in rows],
-                "completion": [str(row["completion"]) for row in rows],
-                **scores,
-                "advantage": [row["advantage"] for row in rows],
-            }
-        )
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        for name in self._names:  # None where a source has no score
+            columns[name] = [None if value != value else value for value in columns[name]]
+        texts, shown = (columns["prompt"], columns["completion"]), args.num_completions_to_print
+        scores = {name: columns[name] for name in self._names}
+        print_prompt_completions_sample(*texts, scores, columns["advantage"], step, shown)
+        columns |= {name: [str(text) for text in columns[name]] for name in ("prompt", "completion")}
+        table = pd.DataFrame({"step": [step] * len(rows), **columns})
         folder = Path(args.output_dir) / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
