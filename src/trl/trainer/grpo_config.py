@@ -10,7 +10,7 @@ from trl.objectives.group_policy import LOSS_TYPES, GroupOptions
 from trl.objectives.group_ratios import RATIOS, RatioLevel
 from trl.objectives.sampler_correction import CorrectionMode
 from trl.objectives.tables import lookup
-from trl.options.checks import check_at_least, warn_caller
+from trl.options.checks import check_at_least, warn_caller, warn_unread
 from trl.options.docs import documented
 from trl.options.generation import Generation
 from trl.options.groups import option, same
@@ -227,37 +227,26 @@ class GRPOConfig(GroupTraining):
         self._warn_of_ignored()
 
     def _warn_of_ignored(self) -> None:
-        """Say, once, which settings the chosen loss does not read."""
-        vespo, clips = self.loss_type == "vespo", self.loss_type not in ("cispo", "sapo", "vespo")
-        weighs = self.loss_type == "cispo"  # by the upper bound alone
-        uncut = vespo or not self.vllm_importance_sampling_correction
-        corrects_kl = self.use_bias_correction_kl and self.beta > 0
-        defaults = {item.name: item.default for item in fields(GroupOptions)}
-        of_losses = [name for name in defaults if name.startswith(("sapo_", "vespo_"))]
-        ignored = {
-            "epsilon": self.epsilon != defaults["epsilon"]
-            and not clips
-            and not (weighs and self.epsilon_high is None),
-            "epsilon_high": self.epsilon_high is not None and not (clips or weighs),
-            "delta": self.delta is not None and not clips,
-            "use_bias_correction_kl": self.use_bias_correction_kl and self.beta == 0,
-            "importance_sampling_level": vespo
-            and self.importance_sampling_level != "token"
-            and not corrects_kl,
-            "vllm_importance_sampling_mode": uncut and self.vllm_importance_sampling_mode != "sequence_mask",
-            "vllm_importance_sampling_cap": uncut and self.vllm_importance_sampling_cap != 3.0,
-            **{
-                name: getattr(self, name) != defaults[name] and not name.startswith(f"{self.loss_type}_")
-                for name in of_losses
-            },
-        }
-        for name in (name for name, is_ignored in ignored.items() if is_ignored):
-            given = f"loss_type={self.loss_type!r} and beta={self.beta}"
-            if name.startswith("vllm_") and not self.vllm_importance_sampling_correction:
-                given = "vllm_importance_sampling_correction=False"
-            warn_caller(f"{name}={getattr(self, name)} has no effect with {given}. Leave it out.")
+        """Warn of settings that the chosen loss does not read."""
+        bounds = {"cispo": ("epsilon_high",), "sapo": (), "vespo": ()}
+        read = {*bounds.get(self.loss_type, ("epsilon", "epsilon_high", "delta"))}
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            read.add("epsilon")
+        unread = {"epsilon", "epsilon_high", "delta"} - read
+        names = {item.name for item in fields(GroupOptions) if item.name.startswith(("sapo_", "vespo_"))}
+        unread |= {name for name in names if not name.startswith(self.loss_type)}
+        if self.beta == 0:
+            unread.add("use_bias_correction_kl")
+        if self.loss_type == "vespo" and not (self.use_bias_correction_kl and self.beta > 0):
+            unread.add("importance_sampling_level")
+        corrections = {"vllm_importance_sampling_mode", "vllm_importance_sampling_cap"}
+        if not self.vllm_importance_sampling_correction:
+            warn_unread(self, corrections, "with vllm_importance_sampling_correction=False. Leave it out")
+        elif self.loss_type == "vespo":
+            unread |= corrections
+        warn_unread(self, unread, f"with loss_type={self.loss_type!r} and beta={self.beta}. Leave it out")
         bound = self.group_options().high
-        if weighs and bound < 1:
+        if self.loss_type == "cispo" and bound < 1:
             warn_caller(
                 f"loss_type='cispo' takes epsilon_high={bound} as the largest weight of a token, expected more than 1: here every "
                 "token's gradient is cut to that. Set epsilon_high to 5.0, say."
