@@ -69,8 +69,7 @@ NAMES: dict[str, Row] = {
     "trl.commands.cli": {"trl.cli.main": "SUPPORTED_COMMANDS=COMMANDS main"},
     "trl.commands.cli_utils": {**_COMMANDS, "trl.scripts.chat": "ChatArguments"},
     "trl.core": {"trl.collators.rows": "build_bert_batch_from_txt",
-        "trl.generation.transformers.stopping": "LengthSampler",
-        "trl.generation.transformers.padded_queries": "respond_to_batch top_k_top_p_filtering",
+        "trl.generation.transformers.padded_queries": "LengthSampler respond_to_batch top_k_top_p_filtering",
         "trl.models.switches": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING "
         "add_suffix average_torch_dicts convert_to_scalar flatten_dict stack_dicts stats_to_np",
         "trl.tensors.padding": "listify_batch pad_to_size", "trl.tensors.statistics": "clip_by_value "
@@ -79,7 +78,8 @@ NAMES: dict[str, Row] = {
     "trl.data_utils": {**_ROWS, "trl.data.formats": f"{_ROWS['trl.data.formats']} DatasetType"},
     "trl.env_utils": {"accelerate.utils": "strtobool=str_to_bool"},
     "trl.environment": {"trl.rollouts.text_environment": "TextEnvironment TextHistory"},
-    "trl.environment.base_environment": {"trl.generation.transformers.stopping": "StringStoppingCriteria",
+    "trl.environment.base_environment": {
+        "trl.generation.transformers.padded_queries": "StringStoppingCriteria",
         "trl.rollouts.text_environment": "TextEnvironment TextHistory"},
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
     "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",

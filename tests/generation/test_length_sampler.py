@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trl.generation.transformers.stopping import LengthSampler
+from trl.generation.transformers.padded_queries import LengthSampler
 
 
 def test_every_length_of_the_range_and_no_other_is_drawn():

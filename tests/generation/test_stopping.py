@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizers import tiny_tokenizer
-from trl.generation.transformers.stopping import StopStrings, end_tokens
+from trl.generation.transformers.requests import StopStrings, end_tokens
 
 
 def word_tokenizer():

@@ -90,7 +90,7 @@ class Chat:
         self.clear()
 
     def _end_tokens(self, model: Any) -> list[int]:
-        from trl.generation.transformers.stopping import end_tokens
+        from trl.generation.transformers.requests import end_tokens
         from trl.models.parts import causal_core
 
         tokens = self.arguments.eos_tokens.split(",") if self.arguments.eos_tokens else []

@@ -12,7 +12,7 @@ from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
-from trl.generation.transformers.stopping import end_tokens
+from trl.generation.transformers.requests import end_tokens
 from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_served, served_of

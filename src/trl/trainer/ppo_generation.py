@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from trl.data.step_inputs import TokenLimits
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, generating
-from trl.generation.transformers.requests import fresh_seed
-from trl.generation.transformers.stopping import end_tokens
+from trl.generation.transformers.requests import end_tokens, fresh_seed
 from trl.models.parts import causal_core
 from trl.tensors.padding import pad
 

@@ -18,9 +18,8 @@ from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.choosing import Processors
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
-from trl.generation.transformers.requests import Requests, fresh_seed
+from trl.generation.transformers.requests import Requests, StopStrings, end_tokens, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
-from trl.generation.transformers.stopping import StopStrings, end_tokens
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.attention import packed_unsupported
 from trl.models.parts import (

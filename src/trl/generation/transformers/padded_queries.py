@@ -1,18 +1,21 @@
-"""Responses to padded queries by a model's own `generate`, with their logits, for custom training loops.
+"""For custom training loops: responses to padded queries by a model's own `generate`, with their logits; stop strings, lengths.
 
 Trainers use engines (`trl.generation.engine`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -102,3 +105,45 @@ def decode_and_strip_padding(inputs: Tensor, tokenizer: PreTrainedTokenizerBase)
     """The texts of padded rows, with special tokens but the pad token."""
     texts = tokenizer.batch_decode(inputs, skip_special_tokens=False)
     return [text.replace(str(tokenizer.pad_token), "") for text in texts]
+
+
+class StringStoppingCriteria(StoppingCriteria):
+    """Stops a row of `generate` once its generated text contains one of `stop_strings`; prompts are not searched.
+
+    It can be reused for several calls: it resets when all rows have stopped, or when `first_call` is set to True.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], tokenizer: Any) -> None:
+        self.stop_strings, self.tokenizer = stop_strings, tokenizer
+        self.first_call = True
+        self._prompt_length = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Bool `(B,)`: rows that are done."""
+        if self.first_call:
+            self._prompt_length, self.first_call = input_ids.shape[-1] - 1, False
+        texts = self.tokenizer.batch_decode(input_ids[:, self._prompt_length :])
+        done = [any(stop in text for stop in self.stop_strings) for text in texts]
+        self.first_call = all(done)
+        return torch.tensor(done, device=input_ids.device)
+
+
+class LengthSampler:
+    """Draws a number of new tokens from `min_value, ..., max_value - 1` with numpy's generator.
+
+    Raises: ValueError for an empty range.
+
+    >>> LengthSampler(4, 5)()
+    4
+    """
+
+    def __init__(self, min_value: int, max_value: int) -> None:
+        if not 0 < min_value < max_value:
+            raise ValueError(
+                f"min_value must be at least 1 and less than max_value, got {min_value} and {max_value}."
+            )
+        self.min_value, self.max_value = min_value, max_value
+
+    def __call__(self) -> int:
+        """One length, in tokens."""
+        return int(np.random.randint(self.min_value, self.max_value))

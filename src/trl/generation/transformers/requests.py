@@ -1,4 +1,4 @@
-"""The requests of one call as tensors: their limits, random streams and results."""
+"""The requests of one call as tensors: their limits, stop strings, random streams and results."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trl.generation.engine import Generated, Sampling, completion_limits
 from trl.generation.transformers.choosing import Processors, choose, penalise_
-from trl.generation.transformers.stopping import StopStrings
 
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
+_MARGIN = 4  # more tokens than the longest stop string needs: decoded first, a token may lose its space
 
 
 def _signed(word: int) -> int:
@@ -54,6 +54,36 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """
     words = _mixed(keys + (positions + 1) * _INCREMENT)
     return _shifted(words, 11).double() * 2.0**-53
+
+
+class StopStrings:
+    """Finds stop strings in completions, also across token borders.
+
+    A stop string counts if its last character came with the newest token; prompts are not searched.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any, vocabulary: int) -> None:
+        if tokenizer is None:
+            raise ValueError(
+                f"stop_strings {list(texts)} need a tokenizer, got None. Pass one, or use stop_token_ids."
+            )
+        self.texts, self.tokenizer = tuple(texts), tokenizer
+        self.span = max(len(text.encode()) for text in texts) + _MARGIN
+        lasts = {text[-1] for text in texts} | {"\ufffd"}  # the latter for a part of a character
+        found = tokenizer.batch_decode([[token] for token in range(vocabulary)], skip_special_tokens=False)
+        loses_spaces = any(text[-1].isspace() for text in texts)  # tokens decoded alone may
+        # Bool `(V,)`: tokens that may complete a stop string.
+        self.may_end = torch.tensor([loses_spaces or not lasts.isdisjoint(text) for text in found])
+
+    def ended(self, ids: Sequence[int]) -> bool:
+        """Whether the newest of a completion's `ids` completed a stop string."""
+        tail = list(ids[-self.span :])
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text, before = (self.tokenizer.decode(part, **options) for part in (tail, tail[:-1]))
+        return any(
+            stop in text and (stop not in before or text.rfind(stop) + len(stop) > len(before))
+            for stop in self.texts
+        )
 
 
 class Requests:
@@ -183,3 +213,14 @@ class Requests:
 def fresh_seed() -> int:
     """A seed from torch's global generator."""
     return int(torch.randint(2**62, ()))
+
+
+def end_tokens(given: Sequence[int] | None, model: Any) -> list[int]:
+    """The `given` stop tokens, else the model's own (of `generation_config`, then `config`)."""
+    if given is not None:
+        return list(given)
+    for config in (getattr(model, "generation_config", None), model.config):
+        own = getattr(config, "eos_token_id", None)
+        if own is not None:
+            return list(own) if isinstance(own, (list, tuple)) else [int(own)]
+    return []

@@ -16,8 +16,7 @@ from torch import nn
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
 from trl.generation.main_process import any_process, process_count, raise_in_all
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
-from trl.generation.transformers.requests import fresh_seed, rng_stream_keys
-from trl.generation.transformers.stopping import end_tokens
+from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
 from trl.generation.vllm.backend import check_vllm, complete
 from trl.generation.vllm.weights import WeightParts, check_sendable
 from trl.models.distributed import is_fsdp1, reshard
