@@ -91,6 +91,8 @@ class Moves:
         self.remaining = int(keep.sum())
         self.source = keep[self.remaining :].nonzero()[:, 0] + self.remaining
         self.target = (~keep[: self.remaining]).nonzero()[:, 0]
+        self.order = torch.arange(self.remaining, device=keep.device)  # the old number of each new one
+        self.order[self.target] = self.source
 
     def apply(self, buffer: Tensor, columns: int | None = None) -> None:
         """Move entries of a buffer (along the third dimension only the first `columns`), in place."""

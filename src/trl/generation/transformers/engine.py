@@ -19,7 +19,7 @@ from trl.generation.transformers.choosing import Processors
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
 from trl.generation.transformers.requests import Requests, StopStrings, end_tokens, fresh_seed
-from trl.generation.transformers.rollout_loop import RolloutLoop, bytes_per_row, default_rows
+from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.attention import packed_unsupported
 from trl.models.parts import (
@@ -72,7 +72,6 @@ class TransformersEngine:
         self.route: Route = route
         self.max_batch, self.autocast_dtype, self.gather_zero3 = max_batch, autocast_dtype, gather_zero3
         self.fallbacks: list[str] = []
-        self.step = 0
         self._strings: StopStrings | None = None
         self._warned: set[str] = set()
         self._checked: Any = (None, None)  # a model, and why its forward cannot use our cache
@@ -127,7 +126,7 @@ class TransformersEngine:
 
     def sync_weights(self, model: nn.Module, step: int) -> None:
         """Generate with `model` from now on; its weights are read anew by each `generate`."""
-        self.model, self.step = model, step
+        self.model = model
 
     def close(self) -> None:
         """Nothing is kept between calls."""
@@ -159,10 +158,8 @@ class TransformersEngine:
         more_inputs: MoreInputs | None,
     ) -> None:
         route = "generate" if more_inputs is not None else self._route(model, core)
-        config, item = core.config.get_text_config(), (dtype or core.dtype).itemsize
-        share = sum(map(len, requests.prompts)), len(requests.prompt_of)
-        row = bytes_per_row(config, requests.longest, item, share)
-        rows = self.max_batch or default_rows(row, core.device)
+        config = core.config.get_text_config()
+        rows = self.max_batch or default_rows(config, requests, (dtype or core.dtype).itemsize)
         if route == "generate":
             pads = (config.pad_token_id, getattr(self.tokenizer, "pad_token_id", None), 0)
             pad = next(int(token) for token in pads if token is not None)

@@ -119,8 +119,8 @@ class Requests:
         self.longest, self._limits = max(self.limits), self._tensor(self.limits)
         self.ends, self.strings = self._tensor(ends), strings
         self._may_end = None if strings is None else strings.may_end.to(device)
-        seed = fresh_seed() if sampling.seed is None else sampling.seed
-        self.keys = rng_stream_keys(seed, streams).to(device)
+        assert sampling.seed is not None
+        self.keys = rng_stream_keys(sampling.seed, streams).to(device)
         minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
         self.minima = self._tensor(minima) if max(minima) > 0 and len(self.ends) else None
         self.ids = torch.zeros(len(prompts), self.longest, dtype=torch.int64, device=device)

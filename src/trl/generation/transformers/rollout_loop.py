@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class RolloutLoop:
         moves = Moves(~done)
         self.cache.drop_rows(moves, width)
         self.request, self.prompt, self.token = (
-            _moved(moves, state) for state in (self.request, self.prompt, self.token)
+            state[moves.order] for state in (self.request, self.prompt, self.token)
         )
         self.cache.step = None
         needed = torch.bincount(self.prompt, minlength=len(self.lengths)) > 0
@@ -121,33 +121,22 @@ class RolloutLoop:
         self.cache.drop_prompts(moves)
         place = torch.arange(len(needed), device=needed.device)
         place[moves.source] = moves.target
-        self.lengths = _moved(moves, self.lengths)
+        self.lengths = self.lengths[moves.order]
         self.prompt = place[self.prompt]
         kept, places = needed.tolist(), place.tolist()
         self.place_of = {number: places[at] for number, at in self.place_of.items() if kept[at]}
 
 
-def _moved(moves: Moves, state: Tensor) -> Tensor:
-    """The state of rows or prompts after the moves."""
-    state = state.clone()
-    moves.apply(state)
-    return state[: moves.remaining]
+def default_rows(config: Any, requests: Requests, itemsize: int, most: int = 512) -> int:
+    """The number of rows that are decoded at once: what fits in 2 GiB on a CPU, or half of a GPU's free memory.
 
-
-def default_rows(bytes_per_row: int, device: torch.device, most: int = 512) -> int:
-    """The number of rows that are decoded at once: what fits in 2 GiB on a CPU, or half of a GPU's free memory."""
-    budget = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
-    return int(max(1, min(most, budget // max(bytes_per_row, 1))))
-
-
-def bytes_per_row(config: object, tokens: int, itemsize: int, share: Sequence[int]) -> int:
-    """Memory of one row: keys and values of its `tokens` and of its share of the prompts, and three rows of logits.
-
-    `share` are the tokens of all prompts and the number of requests that share them.
+    A row needs keys and values of its tokens and of its share of the prompts, and three rows of logits.
     """
     query_heads = getattr(config, "num_attention_heads", 1)
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // query_heads
-    layers = getattr(config, "num_hidden_layers", 1)
-    held = tokens + share[0] // max(share[1], 1)
-    return 2 * layers * heads * size * itemsize * held + 12 * getattr(config, "vocab_size", 0)
+    held = requests.longest + sum(map(len, requests.prompts)) // len(requests.prompt_of)
+    cached = 2 * getattr(config, "num_hidden_layers", 1) * heads * size * itemsize * held
+    device = requests.device
+    budget = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
+    return int(max(1, min(most, budget // (cached + 12 * getattr(config, "vocab_size", 1)))))
