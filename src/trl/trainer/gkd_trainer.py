@@ -18,7 +18,7 @@ from trl.data.formats import column_names
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine
-from trl.generation.transformers.stopping import end_tokens
+from trl.generation.transformers.requests import end_tokens
 from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
 from trl.legacy.interface import NOT_CALLED_OF_GKD
 from trl.models.packed.layout import IGNORED
