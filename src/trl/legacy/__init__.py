@@ -23,12 +23,13 @@ _PAIRS = (
 )  # fmt: skip
 _REFERENCE = ("model_init", "precompute_ref_log_probs", "ref_model_init_kwargs")
 _REWARD = ("tokenizer", "model_init", "max_length", "dataset_num_proc", "model_init_kwargs")
+_TEXT = (
+    "tokenizer", "model_init", "dataset_text_field", "packing", "max_seq_length", "dataset_num_proc", "dataset_kwargs",
+    "eval_packing", "neftune_noise_alpha", "model_init_kwargs",
+)  # fmt: skip
 _KNOWN: Mapping[str, tuple[str, ...]] = {
-    "SFTConfig": (
-        "tokenizer", "model_init", "dataset_text_field", "packing", "max_seq_length", "dataset_num_proc", "dataset_kwargs",
-        "eval_packing", "neftune_noise_alpha", "model_init_kwargs", "infinite", "num_of_sequences", "chars_per_token",
-        "dataset_batch_size",
-    ),
+    "SFTConfig": (*_TEXT, "infinite", "num_of_sequences", "chars_per_token", "dataset_batch_size"),
+    "GKDConfig": _TEXT,
     "IterativeSFTConfig": (
         "tokenizer", "max_length", "truncation_mode", "optimize_device_cache", "model_init_kwargs"
     ),
