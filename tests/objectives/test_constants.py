@@ -8,8 +8,8 @@ from trl.objectives.group_policy import GroupOptions, group_policy_loss, sequenc
 from trl.objectives.group_ratios import GroupTokens
 from trl.objectives.pairs import PairScores, step_statistics
 from trl.objectives.policy_gradient import clipped_surrogate
+from trl.objectives.ppo import clipped_value_loss
 from trl.objectives.unpaired import UnpairedScores, bco_terms
-from trl.objectives.value import clipped_value_loss
 
 MASK = torch.ones(2)
 

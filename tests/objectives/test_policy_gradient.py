@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from trl.objectives.policy_gradient import clipped_surrogate, with_value_loss
-from trl.objectives.value import clipped_value_loss
+from trl.objectives.policy_gradient import clipped_surrogate
+from trl.objectives.ppo import clipped_value_loss, with_value_loss
 from trl.tensors.reduce import reduce_terms
 
 

@@ -57,13 +57,6 @@ def clipped_surrogate(
     return LossTerms(values, (mask != 0).to(values.dtype), "token", metrics)
 
 
-def with_value_loss(policy: LossTerms, value: LossTerms, *, vf_coef: float) -> LossTerms:
-    """`policy + vf_coef * value` per token, with the metrics of both and `loss/total`; both count the same tokens."""
-    values = policy.values + vf_coef * value.values
-    total = {"loss/total": weighted(values, policy.weights)}
-    return LossTerms(values, policy.weights, policy.per, {**policy.metrics, **value.metrics, **total})
-
-
 def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
     """Raise ValueError for a tensor of another shape than the mask."""
     for name, tensor in tensors.items():

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trl.objectives.advantages import Estimates, gae
-from trl.objectives.policy_gradient import clipped_surrogate, with_value_loss
-from trl.objectives.value import clipped_value_loss
+from trl.objectives.policy_gradient import check_shapes, clipped_surrogate
 from trl.options.policy_gradient import PPOOptions
 from trl.tensors.moments import Moments, moments, whiten_by
-from trl.tensors.reduce import LossTerms
+from trl.tensors.reduce import LossTerms, weighted, where_counted
+from trl.tensors.statistics import clip_by_value
 
 
 def whitened_estimates(
@@ -69,3 +69,50 @@ def ppo_losses(
     value = clipped_value_loss(values, *estimated, mask, cliprange_value=options.cliprange_value)
     value = value._replace(values=value.values.to(policy.values.dtype))
     return Losses(policy, value, with_value_loss(policy, value, vf_coef=options.vf_coef))
+
+
+def with_value_loss(policy: LossTerms, value: LossTerms, *, vf_coef: float) -> LossTerms:
+    """`policy + vf_coef * value` per token, with the metrics of both and `loss/total`; both count the same tokens."""
+    values = policy.values + vf_coef * value.values
+    total = {"loss/total": weighted(values, policy.weights)}
+    return LossTerms(values, policy.weights, policy.per, {**policy.metrics, **value.metrics, **total})
+
+
+def clipped_value_loss(
+    vpreds: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, cliprange_value: float
+) -> LossTerms:
+    """Half the squared error, of the prediction or of it cut to `old_values +- cliprange_value`, whichever is larger.
+
+    All of one shape, `(B, T)` or `(K,)`, in units of reward; computed in float32 or wider. Metrics: `val/vpred`, `val/error`
+    (mean squared error, unclipped), `val/clipfrac`. Source: Schulman et al. 2016, as in baselines' PPO2; Huang et al. 2022,
+    detail 9 (iclr-blog-track.github.io/2022/03/25/ppo-implementation-details).
+
+    >>> import torch
+    >>> one = torch.ones(1)
+    >>> clipped_value_loss(one, 0 * one, one, one, cliprange_value=0.5).values
+    tensor([0.1250])
+    """
+    check_shapes(mask, vpreds=vpreds, old_values=old_values, returns=returns)
+    old_values = where_counted(old_values, mask).detach()
+    returns, vpreds = where_counted(returns, mask).detach(), where_counted(vpreds, mask)
+    cut = clip_by_value(vpreds, old_values - cliprange_value, old_values + cliprange_value)
+    plain, clipped = (vpreds - returns).square(), (cut - returns).square()
+    values = plain.maximum(clipped) / 2
+    metrics = {
+        "val/vpred": weighted(vpreds, mask),
+        "val/error": weighted(plain, mask),
+        "val/clipfrac": weighted(clipped > plain, mask),
+        "loss/value": weighted(values, mask),
+    }
+    return LossTerms(values, (mask != 0).to(values.dtype), "token", metrics)
+
+
+def explained_variance(error: float, variance: float) -> float:
+    """The share of the returns' variance that the value function explains: 1 is all, 0 no more than their mean would.
+
+    `error` is the mean squared error, `variance` that of the returns.
+
+    >>> explained_variance(0.5, 2.0)
+    0.75
+    """
+    return 1 - error / variance if variance else float("nan")

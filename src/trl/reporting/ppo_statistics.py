@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trl.objectives.advantages import TokenRewards, rollout_metrics
-from trl.objectives.value import explained_variance
+from trl.objectives.ppo import explained_variance
 from trl.reporting.metrics import MetricSums
 from trl.tensors.moments import moments
 from trl.tensors.reduce import where_counted

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl.objectives.value import clipped_value_loss, explained_variance
+from trl.objectives.ppo import clipped_value_loss, explained_variance
 
 
 @pytest.mark.parametrize(
