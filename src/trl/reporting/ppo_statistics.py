@@ -58,8 +58,10 @@ class MinibatchRecord:
         return {**{name: value.mean() for name, value in means.items()}, **lists}
 
     def _summed(self, parts: list[list[float]]) -> Tensor:
-        own = torch.tensor(parts, dtype=torch.float64, device=self._accelerator.device).sum(dim=0)
-        return self._accelerator.reduce(own, reduction="sum").cpu()
+        own = torch.tensor(parts, dtype=torch.float64).sum(dim=0)
+        if self._accelerator.num_processes == 1:
+            return own
+        return self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum").cpu()
 
 
 def _mean_of(variance: str) -> str:

@@ -556,11 +556,6 @@ class OnlineTrainer(BaseTrainer):
         if self._token_counts is not None:
             self._token_counts.load_state(state.get("tokens", {}))
 
-    def _rollout_facts(self) -> dict[str, Any]:
-        """What identifies the rollout batch that this run is in."""
-        number, sizes = self.state.global_step // self.sizes.steps, self.sizes
-        return {"window": number, "rows": sizes.rows, "steps": sizes.steps, "seed": self.order_seed}
-
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._rollout_batch is not None and self.state.global_step % self.sizes.steps:
@@ -568,29 +563,24 @@ class OnlineTrainer(BaseTrainer):
                 Path(output_dir),
                 self._rollout_batch,
                 rank=self.args.process_index,
-                facts=self._rollout_facts(),
+                facts=_rollout_facts(self),
             )
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self._forget_copies()
-
-    def _forget_copies(self) -> None:
-        """Make an engine with a copy of the policy load it again."""
-        if isinstance(self.rollouts.engine, PolicyCopy):
-            self.rollouts.engine.forget()
+        _forget_copy(self.rollouts.engine)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        self._forget_copies()  # the weights have just been loaded too
+        _forget_copy(self.rollouts.engine)  # the weights have just been loaded too
         self._resumed_from = checkpoint
         if not self.state.global_step % self.sizes.steps:
             return
         place = {"rank": self.args.process_index, "processes": self.args.world_size}
         if not self._starts_anew("progress"):
-            self._rollout_batch = load_rollout_batch(Path(checkpoint), facts=self._rollout_facts(), **place)
+            self._rollout_batch = load_rollout_batch(Path(checkpoint), facts=_rollout_facts(self), **place)
         self._batch_number = self.state.global_step // self.sizes.steps
         if self._rollout_batch is None:
             logger.warning(
@@ -604,6 +594,18 @@ class OnlineTrainer(BaseTrainer):
             return  # done before the rollout
         super()._load_rng_state(checkpoint)
         self._random_state_of = checkpoint
+
+
+def _rollout_facts(trainer: OnlineTrainer) -> dict[str, Any]:
+    """What identifies the rollout batch that a run is in."""
+    sizes, number = trainer.sizes, trainer.state.global_step // trainer.sizes.steps
+    return {"window": number, "rows": sizes.rows, "steps": sizes.steps, "seed": trainer.order_seed}
+
+
+def _forget_copy(engine: Engine) -> None:
+    """Make an engine with a copy of the policy load it again."""
+    if isinstance(engine, PolicyCopy):
+        engine.forget()
 
 
 class _Numbered(torch.utils.data.Dataset):

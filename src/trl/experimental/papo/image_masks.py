@@ -30,10 +30,6 @@ def masked_image(image: Any, kind: str, ratio: float, draws: np.random.Generator
     return Image.fromarray(pixels)
 
 
-def _pixels(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np.ndarray:
-    return _chosen(size, ratio, draws)
-
-
 def _patches(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np.ndarray:
     rows, columns = (-(-length // PATCH) for length in size)
     chosen = _chosen((rows, columns), ratio, draws)
@@ -46,10 +42,6 @@ def _grid(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np
     return np.floor((row + column + 1) * ratio) > np.floor((row + column) * ratio)
 
 
-def _everything(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np.ndarray:
-    return np.ones(size, dtype=bool)
-
-
 def _chosen(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np.ndarray:
     """A share of `ratio` of the places of a table, at least one."""
     places = size[0] * size[1]
@@ -59,8 +51,8 @@ def _chosen(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> 
 
 
 MASKS: dict[str, Callable[[tuple[int, int], float, np.random.Generator], np.ndarray]] = {
-    "random": _pixels,
+    "random": _chosen,
     "patch": _patches,
     "grid": _grid,
-    "blackout": _everything,
+    "blackout": lambda size, ratio, draws: np.ones(size, dtype=bool),
 }
