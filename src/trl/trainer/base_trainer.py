@@ -60,7 +60,7 @@ from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.inherited_settings import Data, settle_inherited
 from trl.trainer.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Step
-from trl.trainer.row_loaders import GroupedByLength, OwnRows, check_not_dropped, holding
+from trl.trainer.row_loaders import GroupedByLength, OwnRows, holding
 
 logger = logging.getLogger(__name__)
 
@@ -608,8 +608,14 @@ class BaseTrainer(LegacyInterface, Trainer):
         if is_streaming(dataset) and not isinstance(dataset, RepeatedStream):
             with holding(self, "train_dataset", RepeatedStream(dataset)):
                 return super().get_train_dataloader()
-        loader = super().get_train_dataloader()
-        check_not_dropped(self.args, loader, dataset)
+        loader: Any = super().get_train_dataloader()
+        args = self.args
+        if args.dataloader_drop_last and has_length(loader) and not len(loader):
+            raise ValueError(
+                f"dataloader_drop_last=True drops all {len(loader.dataset)} training rows: they do not fill a batch of "
+                f"{args.train_batch_size * args.world_size} (over all processes). Set it to False, or lower "
+                "per_device_train_batch_size."
+            )
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:

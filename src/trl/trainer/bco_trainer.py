@@ -36,10 +36,11 @@ class BCOMethod(UnpairedMethod):
     """The mathematics of BCO; `density` weighs undesirable rows by their prompts."""
 
     args: BCOConfig
+    mean_reward: RunningMean
 
     def __init__(self, args: BCOConfig, density: PromptDensity | None) -> None:
         super().__init__(args)
-        self.density, self._rewards = density, RunningMean()
+        self.density, self.mean_reward = density, RunningMean()
 
     def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
         """Count the rewards of the whole step, on all processes; those of a single micro-batch come with its loss."""
@@ -50,16 +51,16 @@ class BCOMethod(UnpairedMethod):
             step.add_reference(batch)
             scores = self.scores(batch, step.score(self.learned(batch)))
             sums.append(weighted(self.args.beta * scores.ratios))
-        self._rewards.add(step.processes.sum(sums))
+        self.mean_reward.add(step.processes.sum(sums))
         return ["counted"] * len(batches)
 
     def delta(self) -> Tensor:
         """The mean reward of the run so far, 0-dim."""
-        return torch.tensor(self._rewards.value, dtype=torch.float64)
+        return torch.tensor(self.mean_reward.value, dtype=torch.float64)
 
     def count_rewards(self, scores: UnpairedScores, processes: Processes) -> None:
         """Let the rewards of completions move delta. All processes must call it."""
-        self._rewards.add(processes.sum([weighted(self.args.beta * scores.ratios)]))
+        self.mean_reward.add(processes.sum([weighted(self.args.beta * scores.ratios)]))
 
     def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
         """Losses against delta, which evaluations do not move."""
@@ -88,14 +89,6 @@ class BCOMethod(UnpairedMethod):
         return udm_weights(
             probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio
         )
-
-    def state(self) -> dict[str, Any]:
-        """The rewards counted so far."""
-        return {"rewards": self._rewards.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        if "rewards" in state:
-            self._rewards.load_state(state["rewards"])
 
 
 class BCOTrainer(UnpairedTrainer):

@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import Subset
 from transformers.trainer_utils import IntervalStrategy
 
-from trl.data.streaming import is_streaming
 from trl.models.switches import undisturbed
 from trl.trainer.row_loaders import holding
 
@@ -45,11 +44,10 @@ def check_best_metric(trainer: Any) -> None:
     name, metric = chosen
     args, own = trainer.args, trainer.eval_dataset
     rows, given = args.per_device_eval_batch_size * args.world_size, own if name is None else own[name]
-    if is_streaming(given):
-        part = given.take(rows)
+    if hasattr(given, "take"):
+        part = given.take(min(rows, len(given)) if hasattr(given, "__len__") else rows)
     else:
-        first = range(min(rows, len(given)))
-        part = given.select(first) if hasattr(given, "select") else Subset(given, first)
+        part = Subset(given, range(min(rows, len(given))))
     prefix = "eval" if name is None else f"eval_{name}"
     with ExitStack() as stack:
         stack.enter_context(holding(trainer, "eval_dataset", part if name is None else {**own, name: part}))

@@ -68,8 +68,10 @@ class DPOMethod(Method):
 
     units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
 
+    mean_reward: RunningMean
+
     def __init__(self, args: DPOConfig) -> None:
-        self.args, self._rewards = args, RunningMean()
+        self.args, self.mean_reward = args, RunningMean()
         self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
         self._compares_pairs = bool(NEEDS_STEP & set(args.loss_type))
 
@@ -98,7 +100,7 @@ class DPOMethod(Method):
         table, first = processes.rows(own)
         chosen, rejected, ref_chosen, ref_rejected = table.unbind(dim=1)
         scores = PairScores(chosen, rejected, ref_chosen, ref_rejected)
-        self._rewards.add(weighted(self.args.beta * torch.cat(scores.ratios)))
+        self.mean_reward.add(weighted(self.args.beta * torch.cat(scores.ratios)))
         statistics, parts = self.statistics(scores), []
         for part in found:
             parts.append(statistics.rows(slice(first, first + len(part.chosen))))
@@ -113,9 +115,9 @@ class DPOMethod(Method):
     def statistics(self, scores: PairScores) -> StepStatistics:
         """Statistics of pairs, with the mean reward of the run so far as delta (BCO, arXiv:2404.04656)."""
         found = step_statistics(scores, self.args.beta)
-        if not self._rewards.count:
+        if not self.mean_reward.count:
             return found
-        return replace(found, delta=torch.full_like(found.delta, self._rewards.value))
+        return replace(found, delta=torch.full_like(found.delta, self.mean_reward.value))
 
     def pair_scores(self, batch: Mapping[str, Any], scored: Scored) -> PairScores:
         """Log-probs of policy and reference of a batch's pairs: sums, or means where the loss takes means."""
@@ -181,14 +183,6 @@ class DPOMethod(Method):
             scored.logps, scored.log_collision, scored.positions.sequence, 2 * pairs
         )
         return wpo_weights(*split_pairs(alignment))
-
-    def state(self) -> dict[str, Any]:
-        """The rewards counted so far."""
-        return {"rewards": self._rewards.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        if "rewards" in state:
-            self._rewards.load_state(state["rewards"])
 
 
 class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):

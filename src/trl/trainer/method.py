@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.reporting.step_scores import Processes
+from trl.reporting.step_scores import Processes, RunningMean
 from trl.tensors.reduce import LossTerms, Unit
 
 LOSS_PARTS = "loss per "
@@ -97,9 +97,14 @@ class Method:
         """The metrics to log, from the means of those recorded."""
         return means
 
+    mean_reward: RunningMean | None = None
+    """The mean of the rewards counted so far in the run, for methods whose loss takes it."""
+
     def state(self) -> dict[str, Any]:
         """What the method carries from one step to the next, as plain values: part of every checkpoint."""
-        return {}
+        return {} if self.mean_reward is None else {"rewards": self.mean_reward.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`."""
+        if self.mean_reward is not None and "rewards" in state:
+            self.mean_reward.load_state(state["rewards"])

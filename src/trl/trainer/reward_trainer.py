@@ -20,10 +20,10 @@ from trl.models.packed.layout import padded_rows, row_count
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
+from trl.models.switches import in_eval_mode
 from trl.objectives.reward_modelling import bradley_terry
-from trl.reporting.tables import print_rich_table
-from trl.reporting.trackers import log_table
 from trl.tensors.reduce import Weighted
+from trl.trainer.evaluation_samples import show_table
 from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prepared_sets import row_sets
@@ -196,38 +196,25 @@ class RewardTrainer(PreferenceTrainer):
 
         Every process must call it.
         """
-        table = scored_samples(self, num_print_samples)
+        dataset: Any = self.eval_dataset
+        if isinstance(dataset, dict):
+            dataset = next(iter(dataset.values()), None)
+        if dataset is None:
+            raise ValueError(
+                "visualize_samples shows pairs of eval_dataset, got None. Pass one to the trainer."
+            )
+        model: Any = self.model
+        rows: list[Any] = []
+        with torch.no_grad(), in_eval_mode(model):
+            for given in self.get_eval_dataloader(dataset):
+                batch = self.take_batch(given)
+                pairs = [[round(v, 4) for v in pair] for pair in self.rewards(model, batch).double().tolist()]
+                padded = self.scorer.padded_inputs(batch)
+                real = zip(padded["input_ids"], padded["attention_mask"].bool(), strict=True)
+                texts = self._tokenizer.batch_decode([ids[mask].tolist() for ids, mask in real])
+                rows += gather_object(list(zip(texts[::2], texts[1::2], pairs, strict=True)))
+                if len(rows) >= num_print_samples:
+                    break
+        columns = ["chosen_text", "rejected_text", "logits"]
         if self.is_world_process_zero():
-            print_rich_table(table)
-            log_table("completions", table, self.args.report_to or (), step=self.state.global_step)
-
-
-def scored_samples(trainer: Any, count: int) -> DataFrame:
-    """The first `count` pairs of a reward trainer's evaluation set: both texts, and both rewards to four decimals.
-
-    Raises: ValueError without an evaluation set.
-    """
-    dataset = trainer.eval_dataset
-    if isinstance(dataset, dict):
-        dataset = next(iter(dataset.values()), None)
-    if dataset is None:
-        raise ValueError("visualize_samples shows pairs of eval_dataset, got None. Pass one to the trainer.")
-    rows: list[tuple[str, str, list[float]]] = []
-    was_training = trainer.model.training
-    trainer.model.eval()
-    for batch in trainer.get_eval_dataloader(dataset):
-        rows += gather_object(_rows_of(trainer, trainer.take_batch(batch)))
-        if len(rows) >= count:
-            break
-    trainer.model.train(was_training)
-    return DataFrame(rows[:count], columns=["chosen_text", "rejected_text", "logits"])
-
-
-def _rows_of(trainer: Any, batch: Any) -> list[tuple[str, str, list[float]]]:
-    with torch.no_grad():
-        rewards = trainer.rewards(trainer.model, batch).double().cpu()
-    padded = trainer.scorer.padded_inputs(batch)
-    real = zip(padded["input_ids"], padded["attention_mask"].bool(), strict=True)
-    texts = trainer.processing_class.batch_decode([ids[mask] for ids, mask in real])
-    pairs = [[round(value, 4) for value in pair] for pair in rewards.tolist()]
-    return list(zip(texts[::2], texts[1::2], pairs, strict=True))
+            show_table(self, "completions", DataFrame(rows[:num_print_samples], columns=columns))

@@ -10,19 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import has_length
-
-
-def check_not_dropped(args: TrainingArguments, loader: Any, dataset: Any) -> None:
-    """Raise ValueError where `dataloader_drop_last` leaves no batch."""
-    if args.dataloader_drop_last and has_length(loader) and not len(loader):
-        raise ValueError(
-            f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of "
-            f"{args.train_batch_size * args.world_size} (per_device_train_batch_size times processes). Set it to False, or lower "
-            "per_device_train_batch_size."
-        )
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
-from trl.models.setup import check_positions, check_table, table_of_positions
+from trl.models.setup import check_positions, table_of_positions
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -99,27 +98,13 @@ class SFTDatasets(DataSets):
         if not report.is_streaming:
             logger.info(report.summary())
         check_positions(self.model, sequence_lengths(prepared), dataset_name=name)
-        return self._with_checked_positions(prepared, name) if report.is_streaming else prepared
-
-    def _with_checked_positions(self, stream: IterableDataset, name: str) -> IterableDataset:
-        """The stream, whose rows are held to the model's table of positions where they could be longer."""
-        table, longest = table_of_positions(self.model), self.args.max_length
-        if table is None or (longest is not None and longest <= table):
-            return stream
-        return stream.map(PassingPositions(table, name), batched=True, features=stream.features)
-
-
-@dataclass(frozen=True)
-class PassingPositions:
-    """`check_table` for the rows of a stream as they pass."""
-
-    table: int
-    dataset_name: str
-
-    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
-        sequences = batch.get("seq_lengths") or [[len(ids)] for ids in batch["input_ids"]]
-        check_table([n for row in sequences for n in row], self.table, dataset_name=self.dataset_name)
-        return batch
+        table = table_of_positions(self.model) if report.is_streaming else None
+        if table is not None and (args.max_length is None or args.max_length > table):
+            raise ValueError(
+                f"{name} dataset is a stream, whose rows may be longer than the {table} positions of the model: max_length is "
+                f"{args.max_length}. Set max_length to at most {table}."
+            )
+        return prepared
 
 
 def check_finished(dataset: TorchDataset, name: str) -> TorchDataset:

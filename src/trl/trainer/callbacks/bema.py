@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +26,10 @@ class BEMACallback(TrainerCallback):
         BEMA <- EMA + alpha * (weights - start),      alpha = s ** -bias_power
 
     at the steps `update_after + update_freq`, `update_after + 2 * update_freq`, ...; the weights at step `update_after` are `start`
-    and the first EMA. `running_model`
-    holds the BEMA weights; the end of training saves it in `<output_dir>/bema`. Averages are float32, on `device`;
-    only trainable weights are averaged. Source: Block et al. 2025, algorithm 1 (arXiv:2508.00180).
+    and the first EMA. `running_model` holds the BEMA weights; the end of training saves it in `<output_dir>/bema`. Averages are
+    float32, on `device`, of trainable weights. Source: Block et al. 2025, algorithm 1 (arXiv:2508.00180).
 
-    Each checkpoint gets a file `bema.safetensors` with `start`, the EMA and the running weights, and training that is
-    resumed from it goes on with them. Weights must be whole on every process (not ZeRO-3, not FSDP).
+    Checkpoints hold the averages in `bema.safetensors`. Weights must be whole on every process (not ZeRO-3, not FSDP).
     """
 
     def __init__(
@@ -47,13 +45,9 @@ class BEMACallback(TrainerCallback):
     ):
         for name, value in (("update_freq", update_freq), ("lag", lag)):
             if value < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {value}. Use 1 for an update at every step."
-                )
+                raise ValueError(f"{name} must be at least 1, got {value}. Use 1.")
         if not 0.0 <= min_ema_multiplier <= 1.0:
-            raise ValueError(
-                f"min_ema_multiplier must be in [0, 1], got {min_ema_multiplier}. Use 0 for no bound."
-            )
+            raise ValueError(f"min_ema_multiplier must be in [0, 1], got {min_ema_multiplier}. Use 0.")
         self.update_freq = update_freq
         self.ema_power = ema_power
         self.bias_power = bias_power
@@ -67,31 +61,22 @@ class BEMACallback(TrainerCallback):
         self.ema: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel,
-        **kwargs: Any,
-    ):
-        _require_whole_weights(model)
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any):
+        sharded = any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
+        if sharded or any("FullyShardedDataParallel" in type(part).__name__ for part in model.modules()):
+            raise ValueError(
+                "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3 or FSDP). Use DDP or "
+                "ZeRO-2, or leave the callback out."
+            )
         if not state.is_world_process_zero:
             return
-        self.running_model = copy.deepcopy(_unwrapped(model)).to(self.device).eval()  # type: ignore[arg-type]
+        self.running_model = copy.deepcopy(_unwrapped(model)).to(self.device).eval()
         self._begin_at(model)
         if state.global_step > 0:
             self._resume(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / STATE_FILE)
 
     @torch.no_grad()
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel,
-        **kwargs: Any,
-    ):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any):
         step = state.global_step
         if self.running_model is None or step < self.update_after:
             return
@@ -100,7 +85,7 @@ class BEMACallback(TrainerCallback):
         elif (step - self.update_after) % self.update_freq == 0:
             self._update(model, step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any):
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         if folder.is_dir() and not (folder / STATE_FILE).is_file():
             self.save_state(folder)
@@ -119,9 +104,7 @@ class BEMACallback(TrainerCallback):
         save_file(tensors, folder / f"{STATE_FILE}.incomplete")
         os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ):
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
         if self.running_model is not None:
             self.running_model.save_pretrained(os.path.join(str(args.output_dir), OUTPUT_FOLDER))
 
@@ -166,12 +149,3 @@ def _unwrapped(model: Any) -> Any:
 def trained_weights(model: Any) -> dict[str, Tensor]:
     """The model's trainable parameters, detached, by the names they have without DDP."""
     return {name: p.detach() for name, p in _unwrapped(model).named_parameters() if p.requires_grad}
-
-
-def _require_whole_weights(model: Any) -> None:
-    sharded = any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
-    if sharded or any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
-        raise ValueError(
-            "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3 or FSDP). Use DDP or "
-            "ZeRO-2, or leave the callback out."
-        )

@@ -107,14 +107,8 @@ class WeaveCallback(TrainerCallback):
         logger.log_summary({**facts, **means})
 
     def _model_name(self) -> str:
-        if self.model_name is not None:
-            return self.model_name
-        config: Any = getattr(self.trainer.model, "config", None)
-        return (
-            (getattr(config, "_name_or_path", "") or type(self.trainer.model).__name__)
-            .rstrip("/")
-            .split("/")[-1]
-        )
+        path = getattr(getattr(self.trainer.model, "config", None), "_name_or_path", "")
+        return self.model_name or (path or type(self.trainer.model).__name__).rstrip("/").split("/")[-1]
 
 
 def _numbers(name: str, score: Any) -> list[tuple[str, float]]:
