@@ -192,9 +192,9 @@ def test_older_methods():
     assert rejected_rewards.mean().item() == pytest.approx(log["rewards/rejected"], rel=1e-6)
     loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch, do_train=False)
     assert loss.item() == pytest.approx(log["loss"], rel=1e-6)
-    assert metrics["delta"] == pytest.approx(log["delta"], rel=1e-6) and trainer.method._rewards.count == 8
+    assert metrics["delta"] == pytest.approx(log["delta"], rel=1e-6) and trainer.method.mean_reward.count == 8
     trainer.get_batch_loss_metrics(trainer.model.train(), batch)
-    assert trainer.method._rewards.count == 16
+    assert trainer.method.mean_reward.count == 16
     loss.backward()
     assert not trainer.match_underlying_distribution
     with trainer.null_ref_context() as same:

@@ -164,7 +164,7 @@ class CheckpointWriter:
 
 
 def save_progress(folder: Path, *, rank: int, state: dict[str, Any]) -> None:
-    """Write what this process has summed since the last log; floats keep every bit in JSON."""
+    """Write what this process has summed since the last log; JSON keeps every bit of a float."""
     (folder / f"progress_{rank}.json").write_text(json.dumps(state, indent=1))
 
 

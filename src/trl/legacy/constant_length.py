@@ -86,34 +86,7 @@ class ConstantLengthDataset(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         order = random.Random(self.seed)
         for texts in self._buffers():
-            rows = self._cut(texts)
-            if self.shuffle:
-                order.shuffle(rows)
-            for row in rows:
-                ids = torch.tensor(row, dtype=torch.int64)
-                yield {"input_ids": ids, "labels": ids.clone()}
-
-    def _texts(self) -> Iterator[str]:
-        while True:
-            count = 0
-            for row in self.dataset:
-                count += 1
-                yield self._text(row)
-            if not self.infinite:
-                return
-            if not count:
-                raise ValueError(
-                    "the data set has no rows, expected at least 1 to repeat. Check where it comes from."
-                )
-            warnings.warn("The rows have ended and begin again.", stacklevel=2)
-
-    def _text(self, row: dict[str, Any]) -> str:
-        text = self.formatting_func(row)
-        if not isinstance(text, str):
-            raise TypeError(
-                f"the text of a row is a {type(text).__name__}, expected a string. Let formatting_func return one per row."
-            )
-        return text
+            yield from self._rows(texts, order)
 
     def _buffers(self) -> Iterator[list[str]]:
         texts: list[str] = []
@@ -127,11 +100,32 @@ class ConstantLengthDataset(IterableDataset):
         if texts:
             yield texts
 
-    def _cut(self, texts: list[str]) -> list[list[int]]:
-        encoded = self.tokenizer(texts, add_special_tokens=self.add_special_tokens, truncation=False)[
-            "input_ids"
-        ]
+    def _texts(self) -> Iterator[str]:
+        while True:
+            is_empty = True
+            for row in self.dataset:
+                is_empty, text = False, self.formatting_func(row)
+                if not isinstance(text, str):
+                    raise TypeError(
+                        f"the text of a row is a {type(text).__name__}, expected a string. Let formatting_func return one per row."
+                    )
+                yield text
+            if not self.infinite:
+                return
+            if is_empty:
+                raise ValueError(
+                    "the data set has no rows, expected at least 1 to repeat. Check where it comes from."
+                )
+            warnings.warn("The rows have ended and begin again.", stacklevel=2)
+
+    def _rows(self, texts: list[str], order: random.Random) -> Iterator[dict[str, torch.Tensor]]:
+        options: Any = {"add_special_tokens": self.add_special_tokens, "truncation": False}
         end = [self.concat_token_id] if self.append_concat_token else []
-        joined = [token for ids in encoded for part in (ids, end) for token in part]  # type: ignore[union-attr]
+        joined = [token for ids in self.tokenizer(texts, **options)["input_ids"] for token in [*ids, *end]]
         last = len(joined) - len(joined) % self.seq_length
-        return [joined[start : start + self.seq_length] for start in range(0, last, self.seq_length)]
+        starts = range(0, last, self.seq_length)
+        rows = [torch.tensor(joined[start : start + self.seq_length]) for start in starts]
+        if self.shuffle:
+            order.shuffle(rows)
+        for row in rows:
+            yield {"input_ids": row, "labels": row.clone()}

@@ -29,10 +29,10 @@ def conversations_formatting_function(
     """
 
     def format_row(row: dict[str, Any]) -> str | list[str]:
-        conversations = row[messages_field]
-        if conversations and isinstance(conversations[0], list):
-            return [_render(tokenizer, conversation, tools) for conversation in conversations]
-        return _render(tokenizer, conversations, tools)
+        given = row[messages_field]
+        if given and isinstance(given[0], list):
+            return [format_row({messages_field: messages}) for messages in given]  # type: ignore[misc]
+        return str(tokenizer.apply_chat_template(given, tools=tools, tokenize=False))
 
     return format_row
 
@@ -44,11 +44,12 @@ def instructions_formatting_function(tokenizer: PreTrainedTokenizerBase) -> Form
     """
 
     def format_row(row: dict[str, Any]) -> str | list[str]:
-        prompts, completions = row["prompt"], row["completion"]
-        if isinstance(prompts, list):
-            pairs = zip(prompts, completions, strict=True)
-            return [_render(tokenizer, _exchange(prompt, completion)) for prompt, completion in pairs]
-        return _render(tokenizer, _exchange(prompts, completions))
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, list):
+            pairs = zip(prompt, completion, strict=True)
+            return [format_row({"prompt": one, "completion": other}) for one, other in pairs]  # type: ignore[misc]
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
     return format_row
 
@@ -67,14 +68,6 @@ def get_formatting_func_from_dataset(
     if all(_is_text(features.get(name)) for name in INSTRUCTION_COLUMNS):
         return instructions_formatting_function(tokenizer)
     return None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list | None = None) -> str:
-    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
-
-
-def _exchange(prompt: str, completion: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
 
 def _is_text(feature: Any) -> bool:

@@ -608,11 +608,11 @@ class BaseTrainer(LegacyInterface, Trainer):
         if is_streaming(dataset) and not isinstance(dataset, RepeatedStream):
             with holding(self, "train_dataset", RepeatedStream(dataset)):
                 return super().get_train_dataloader()
-        loader: Any = super().get_train_dataloader()
-        args = self.args
-        if args.dataloader_drop_last and has_length(loader) and not len(loader):
+        args, loader = self.args, super().get_train_dataloader()
+        batches: Any = loader
+        if args.dataloader_drop_last and has_length(batches) and not len(batches):
             raise ValueError(
-                f"dataloader_drop_last=True drops all {len(loader.dataset)} training rows: they do not fill a batch of "
+                f"dataloader_drop_last=True drops all {self.num_examples(loader)} training rows: they do not fill a batch of "
                 f"{args.train_batch_size * args.world_size} (over all processes). Set it to False, or lower "
                 "per_device_train_batch_size."
             )

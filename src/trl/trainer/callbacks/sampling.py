@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.integrations import TensorBoardCallback
 
@@ -110,18 +110,10 @@ def generating_model(
 ) -> Iterator[Any]:
     """The trainer's policy, or its `reference`, without wrapper, in eval mode; it and the random streams are put back."""
     wrapped, accelerator = trainer.model_wrapped, trainer.accelerator
-    lent = _policy(wrapped) if reference is None else reference.active(wrapped)
-    with (
-        lent as active,
-        unwrap_model_for_generation(active, accelerator, generation_kwargs=generation_kwargs) as model,
-    ):
-        yield model
-
-
-@contextmanager
-def _policy(model: nn.Module) -> Iterator[nn.Module]:
-    with undisturbed(model):
-        yield model
+    with undisturbed(wrapped) if reference is None else reference.active(wrapped) as active:
+        chosen: Any = wrapped if reference is None else active
+        with unwrap_model_for_generation(chosen, accelerator, generation_kwargs=generation_kwargs) as model:
+            yield model
 
 
 @torch.no_grad()
