@@ -151,11 +151,6 @@ def test_of_conversations_that_continue_each_other_the_last_answer_is_compared()
     assert rejected == [*LOOK_UP, *OPENED, *SAY_NEXT, EOS]
 
 
-def test_a_template_that_opens_a_thought_is_cut_where_the_answers_begin() -> None:
-    prompt, chosen, rejected = ids_of(CHAT, tiny_tokenizer("opens_thought"))
-    assert (prompt, chosen, rejected) == (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS])
-
-
 def test_the_stop_token_is_added_where_the_template_has_none() -> None:
     _, chosen, rejected = ids_of(CHAT, tiny_tokenizer("no_stop"))
     assert chosen[-1] == rejected[-1] == EOS
@@ -313,24 +308,6 @@ def test_reference_log_probs_and_named_columns_are_kept() -> None:
 
 def without_nones(rows: Any) -> list[dict]:
     return [{key: value for key, value in row.items() if value is not None} for row in rows]
-
-
-SETTINGS: dict[str, tuple[list[dict], dict[str, Any]]] = {
-    "text": ([SKY, {**SKY, "chosen": " grey"}], {}),
-    "truncated": ([SKY, {**SKY, "prompt": "The sky"}] * 40, {"max_length": 5}),
-    "messages": ([CHAT] * 70, {"max_prompt_length": 7, "max_completion_length": 3}),
-    "tokens": ([TOKENS], {"max_length": 8, "truncation_order": "prompt_first", "max_prompt_length": 4}),
-    "kept": ([{**SKY, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}], {}),
-}
-
-
-@pytest.mark.parametrize(("rows", "settings"), SETTINGS.values(), ids=SETTINGS)
-def test_streaming_gives_the_rows_and_counts_of_a_stored_data_set(rows: list[dict], settings: dict) -> None:
-    stored, counted = prepare(rows, **settings)
-    stream, passing = prepare(rows, streaming=True, **settings)
-    assert without_nones(stream) == without_nones(stored)
-    passing.is_streaming = False
-    assert passing == counted
 
 
 def test_streams_that_do_not_know_their_columns() -> None:

@@ -36,48 +36,6 @@ def prepare(rows: list[dict], *, streaming: bool = False, template: str = "chatm
     return prepare_sft_dataset(dataset, tiny_tokenizer(template), SFTPreparation(**settings))
 
 
-SETTINGS: dict[str, tuple[list[dict], dict[str, Any]]] = {
-    "text": ([{"text": "It is blue."}, {"text": "Look up."}], {}),
-    "text of another column": ([{"body": "It is blue."}], {"text_field": "body"}),
-    "messages": ([{"messages": TALK}], {}),
-    "messages in the text column": ([{"text": TALK}], {}),
-    "from and value": (
-        [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}],
-        {},
-    ),
-    "assistant only": ([{"messages": TALK}, {"messages": TALK[:2]}], {"assistant_only_loss": True}),
-    "pairs": (PAIRS, {"max_length": 30}),
-    "pairs trained whole": (PAIRS, {"completion_only_loss": False}),
-    "chat pairs": ([{"prompt": TALK[:1], "completion": TALK[1:2]}], {"assistant_only_loss": True}),
-    "packed": (PAIRS, {"max_length": 200, "packing": True}),
-    "wrapped": (PAIRS, {"max_length": 50, "packing": True, "packing_strategy": "wrapped"}),
-    "tokens": ([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1], "other": "x"}], {}),
-    "labels": ([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}], {"max_length": 2}),
-    "dropped": (PAIRS, {"max_length": 30, "untrained_rows": "drop"}),
-    "kept column": ([{"text": "It is blue.", "weight": 0.5}], {"keep_columns": ("weight",)}),
-}
-
-
-@pytest.mark.parametrize(("rows", "settings"), SETTINGS.values(), ids=SETTINGS)
-def test_streaming_gives_the_rows_and_counts_of_a_stored_data_set(rows: list[dict], settings: dict) -> None:
-    stored, counted = prepare(rows, **settings)
-    stream, passing = prepare(rows, streaming=True, **settings)
-    assert list(stream) == list(stored)
-    passing.is_streaming = False
-    assert passing == counted
-
-
-def test_columns_are_the_agreed_ones() -> None:
-    columns = {name: prepare(rows, **settings)[0].column_names for name, (rows, settings) in SETTINGS.items()}
-    assert columns["text"] == columns["messages"] == columns["pairs trained whole"] == ["input_ids"]
-    assert columns["pairs"] == columns["tokens"] == ["input_ids", "completion_mask"]
-    assert columns["assistant only"] == ["input_ids", "assistant_masks"]
-    assert columns["chat pairs"] == ["input_ids", "completion_mask", "assistant_masks"]
-    assert columns["packed"] == ["input_ids", "completion_mask", "seq_lengths"]
-    assert columns["wrapped"] == ["input_ids", "completion_mask"]
-    assert columns["kept column"] == ["weight", "input_ids"]
-
-
 def test_report_counts_truncation_and_untrained_rows(caplog: pytest.LogCaptureFixture) -> None:
     whole, _ = prepare(PAIRS)
     lengths = [len(ids) for ids in whole["input_ids"]]
@@ -225,11 +183,6 @@ def test_another_eos_token_is_used_without_changing_the_tokenizer() -> None:
     )
     assert rows[0]["input_ids"][-1] == tokenizer.convert_tokens_to_ids("<|stop|>")
     assert tokenizer.eos_token == "<|im_end|>"
-
-
-def test_skipped_preparation_returns_the_data_set() -> None:
-    dataset = Dataset.from_dict({"anything": [1]})
-    assert prepare_sft_dataset(dataset, tiny_tokenizer(), SFTPreparation(skip_prepare=True))[0] is dataset
 
 
 def test_tools_and_template_kwargs_columns_reach_the_template() -> None:

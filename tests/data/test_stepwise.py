@@ -1,15 +1,12 @@
 """Stepwise rows: where the classes stand, what is cut off, and what is refused."""
 
-import json
-import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
+from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "How many apples are left?", "completions": ["Seven apples.", "And 12 pears."], "labels": [True, False]},
@@ -83,42 +80,6 @@ def test_what_truncation_takes_is_counted_and_told(caplog: pytest.LogCaptureFixt
         prepare(ROWS, max_length=10, untrained_rows="error")
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "last only": {"train_on_last_step_only": True},
-    "cut": {"max_length": 14, "max_prompt_length": 4, "max_completion_length": 9},
-    "dropped": {"max_length": 10, "untrained_rows": "drop"},
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_stream_gives_the_rows_and_counts_of_a_stored_data_set(settings: dict) -> None:
-    stored, counted = prepare(ROWS * 50, **settings)
-    stream, passing = prepare(ROWS * 50, streaming=True, **settings)
-    assert list(stream) == list(stored)
-    passing.is_streaming = False
-    assert passing == counted
-
-
-def test_one_row_alone_is_the_row_of_the_data_set() -> None:
-    rows, _ = prepare(ROWS, max_length=14, max_prompt_length=4, max_completion_length=9, train_on_last_step_only=True)  # fmt: skip
-    for row, given in zip(rows, ROWS, strict=True):
-        assert tokenize_stepwise_row(given, tiny_tokenizer(), "\n", 14, 4, 9, True, False) == row
-
-
-def test_two_processes_and_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS * 10)))
-    dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
-    settings = StepwisePreparation(max_length=20)
-    first, counted = prepare_stepwise_dataset(dataset, tiny_tokenizer(), settings)
-    again, recounted = prepare_stepwise_dataset(dataset, tiny_tokenizer(), settings)
-    assert (first._fingerprint, counted) == (again._fingerprint, recounted)
-    together, report = prepare_stepwise_dataset(
-        dataset, tiny_tokenizer(), StepwisePreparation(max_length=20, num_proc=2)
-    )
-    assert (together[:], report) == (first[:], counted)
-
-
 def test_tokens_pass_and_are_cut() -> None:
     given = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 1, -100, 0], "other": "x"}]
     rows, report = prepare(given, max_length=3)
@@ -190,11 +151,3 @@ def test_bad_settings_are_refused() -> None:
         StepwisePreparation(max_prompt_length=0)
     with pytest.raises(TypeError, match="step_separator must be a string, got None"):
         StepwisePreparation(step_separator=None)  # type: ignore[arg-type]
-
-
-def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        stream, report = prepare(ROWS * 100, streaming=True, max_length=12)
-        assert len(list(stream)) == 300
-    assert caplog.text.count("labelled steps were cut off") == 1
-    assert report.steps == 600

@@ -1,7 +1,6 @@
 """Unpaired preferences: token rows, mismatched completions, truncation, and what is refused."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +58,6 @@ def test_rows_are_prompt_completion_with_its_eos_and_label() -> None:
         report.summary()
         == f"train dataset: 5 rows, {report.tokens} tokens, 3 desirable rows, 2 undesirable rows"
     )
-
-
-def test_conversations_are_what_the_template_writes() -> None:
-    rows, _ = prepare(CHAT)
-    text = "<|im_start|>user\nWhat colour is the sky?<|im_end|>\n<|im_start|>assistant\n"
-    assert rows["prompt_input_ids"][:] == [ids(text)] * 2
-    assert rows["completion_input_ids"][0] == ids("It is blue.<|im_end|>\n<|im_end|>")
-    assert rows["label"][:] == [True, False]
-
-
-def test_a_token_that_reaches_over_the_boundary_belongs_to_the_completion() -> None:
-    row = {"prompt": "It is bl", "completion": "ue.", "label": True}
-    rows, report = prepare([row, {**row, "label": False}])
-    assert rows[0]["prompt_input_ids"] == ids("It is")
-    assert rows[0]["completion_input_ids"] == ids(" blue.") + EOS
-    assert report.shifted_rows == 2
 
 
 def test_pairs_are_taken_apart_in_turn() -> None:
@@ -160,16 +143,6 @@ def test_truncation(mode: str) -> None:
     assert any(row["KL_prompt_input_ids"] is None for row in rows)
 
 
-def test_begin_tokens_survive_truncation() -> None:
-    tokenizer = tiny_tokenizer(adds_begin=True)
-    settings = UnpairedPreparation(max_length=12, max_prompt_length=4)
-    rows, _ = prepare_unpaired_dataset(Dataset.from_list(TEXT), tokenizer, settings)
-    for row in rows:
-        assert row["prompt_input_ids"][0] == tokenizer.bos_token_id
-        assert row["completion_input_ids"][0] != tokenizer.bos_token_id
-        assert len(row["prompt_input_ids"]) + len(row["completion_input_ids"]) <= 12
-
-
 def test_prepared_rows_are_prepared_to_themselves() -> None:
     for limits in ({}, {"max_length": 14, "max_prompt_length": 5}):
         once, _ = prepare(TEXT, mismatch_group=5, **limits)
@@ -187,62 +160,12 @@ def test_rows_that_lose_their_completion_are_left_out_and_counted(caplog: pytest
         prepare(TEXT, max_length=5)
 
 
-def test_sides_of_an_encoder_decoder_are_tokenised_apart() -> None:
-    rows, _ = prepare(TEXT[:2], is_encoder_decoder=True, max_length=4, max_prompt_length=3, max_completion_length=4)  # fmt: skip
-    for row, given in zip(rows, TEXT, strict=False):
-        assert row["prompt_input_ids"] == (ids(given["prompt"]) + EOS)[-3:]
-        assert row["completion_input_ids"] == ids(given["completion"])[:3] + EOS
-
-
-SETTINGS: dict[str, tuple[list[dict], dict[str, Any]]] = {
-    "text": (TEXT, {}),
-    "mismatched": (TEXT * 60, {"mismatch_group": 7, "max_length": 14, "max_prompt_length": 5}),
-    "pairs": (PAIRS, {"mismatch_group": 4}),
-    "chat": (CHAT, {"mismatch_group": 2}),
-    "dropped": (TEXT, {"max_length": 9, "mismatch_group": 2}),
-    "reference": ([{**row, "reference_logps": -0.1} for row in TEXT], {}),
-    "embedded": (TEXT, {"embedding_tokenizer": tiny_tokenizer()}),
-    "tokens": ([{"prompt_input_ids": [5], "completion_input_ids": [6, 7], "label": True}] * 3, {}),
-}
-
-
-@pytest.mark.parametrize(("rows", "settings"), SETTINGS.values(), ids=SETTINGS)
-def test_a_stream_gives_the_rows_and_counts_of_a_stored_data_set(rows: list[dict], settings: dict) -> None:
-    stored, counted = prepare(rows, **settings)
-    stream, passing = prepare(rows, streaming=True, **settings)
-    found = [{k: v for k, v in row.items() if k in stored.column_names} for row in stream]
-    assert found == list(stored)
-    passing.is_streaming, passing.warned, counted.warned = False, [], []
-    assert passing == counted
-
-
 def test_reference_numbers_are_kept_to_the_bit() -> None:
     given = [{**row, "reference_logps": -1 / 3, "reference_KL_logps": -2 / 7, "other": 1} for row in TEXT]
     rows, _ = prepare(given, mismatch_group=5)
     assert rows["reference_logps"][:] == [-1 / 3] * 5
     assert rows["reference_KL_logps"][:] == [-2 / 7] * 5
     assert "other" not in rows.column_names
-
-
-def test_prompts_under_the_embedding_tokenizer() -> None:
-    other = tiny_tokenizer(adds_begin=True, model_max_length=6)
-    rows, _ = prepare(TEXT, embedding_tokenizer=other)
-    assert rows["embedding_input_ids"][:] == [other(row["prompt"])["input_ids"][:6] for row in TEXT]
-    rows, _ = prepare(CHAT, embedding_tokenizer=tiny_tokenizer())
-    assert rows["embedding_input_ids"][:] == rows["prompt_input_ids"][:]
-
-
-def test_two_processes_and_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, TEXT * 10)))
-    dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
-    settings = UnpairedPreparation(max_length=16, max_prompt_length=6, mismatch_group=4)
-    (first, counted), (again, recounted) = (
-        prepare_unpaired_dataset(dataset, tiny_tokenizer(), settings) for _ in range(2)
-    )
-    assert (first._fingerprint, counted) == (again._fingerprint, recounted)
-    several = UnpairedPreparation(max_length=16, max_prompt_length=6, mismatch_group=4, num_proc=2)
-    together, report = prepare_unpaired_dataset(dataset, tiny_tokenizer(), several)
-    assert (together[:], report) == (first[:], counted)
 
 
 def test_one_kind_of_rows_is_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,13 +258,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
         UnpairedPreparation(untrained_rows="report")  # type: ignore[arg-type]
 
 
-def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
-    rows = [*TEXT * 100, row(completion="")]
-    stream, _ = prepare(rows, streaming=True, mismatch_group=4)
-    with pytest.raises(ValueError, match="train dataset, row 500, column 'completion'"):
-        list(stream)
-
-
 # The first optimiser step of the recorded runs whose pairs are taken apart: data set and what was logged.
 RECORDED: dict[str, tuple[str, dict[str, float]]] = {
     "kto/paired_text": ("pref_text", {"loss": 0.52325475, "kl": 1.6563148, "logps/chosen": -144.83023}),
@@ -382,11 +298,3 @@ def test_first_steps_of_the_recorded_runs(shared: Path, case: str) -> None:
     found = {key: float(value.mean) for key, value in terms.metrics.items()}
     found["loss"] = float(reduce_terms(terms, count_units(terms)))
     assert {key: found[key] for key in want} == pytest.approx(want, rel=2e-5, abs=2e-6)
-
-
-def test_warnings_of_a_stream_come_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        stream, report = prepare(TEXT * 100, streaming=True, max_length=9)
-        assert len(list(stream)) == 500 - report.dropped_rows
-    assert report.dropped_rows == report.untrained_rows > 0
-    assert caplog.text.count("no trained token is left") == 1

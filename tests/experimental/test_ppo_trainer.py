@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import pickle
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    HfArgumentParser,
     TrainingArguments,
 )
 
@@ -147,24 +145,6 @@ def test_padded_prompts_and_sets_that_come_later():
     expected = trainer.evaluate()
     found = trainer.evaluate(padded)
     assert found["eval_objective/scores"] == expected["eval_one_objective/scores"]
-
-
-def test_command_lines_and_pickles_keep_the_config():
-    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(  # type: ignore[arg-type]
-        [
-            "--output_dir",
-            "x",
-            "--total_episodes",
-            "8",
-            "--stop_token",
-            "eos",
-            "--use_cpu",
-            "--report_to",
-            "none",
-        ]
-    )
-    again = pickle.loads(pickle.dumps(args))
-    assert (again.total_episodes, again.stop_token, again.world_size) == (8, "eos", 1)
 
 
 def test_configs_and_models_of_another_kind():

@@ -1,4 +1,4 @@
-"""DPOTrainer's numbers: against losses written out over the model's own logits, closed forms, every kind of reference."""
+"""DPOTrainer's numbers: against losses written out over the model's own logits, every kind of reference."""
 
 import functools
 
@@ -187,9 +187,6 @@ def test_the_named_adapter_trains_also_without_a_reference(reference_free):
     assert gradients and all(".second." in name for name in gradients)
 
 
-# ---- closed forms
-
-
 # ---- references
 
 
@@ -239,21 +236,6 @@ def test_the_reference_of_a_new_adapter_has_the_one_that_was_merged(caplog):
     trainer.train()
     assert_reference(trainer, expected)
     assert "merged into the base" in caplog.text
-
-
-def test_named_adapters():
-    model = with_adapter()
-    torch.manual_seed(1)
-    model.add_adapter("reference", LORA)
-    model.to(torch.float64)
-    model.set_adapter("reference")
-    expected = plain_reference(model)
-    model.set_adapter("default")
-    trainer = make(model=model, model_adapter_name="default", ref_adapter_name="reference")
-    trainer.train()
-    assert_reference(trainer, expected)
-    (gradients,) = trainer.keep.steps
-    assert gradients and all(".default." in name for name in gradients)
 
 
 def test_precomputed_log_probs_are_the_live_ones_bit_for_bit(tmp_path, monkeypatch):

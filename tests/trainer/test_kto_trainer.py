@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.trainer.dpo_runs import policy_and_reference
@@ -112,20 +112,6 @@ def test_a_collator_without_masks_is_refused():
         trainer.train()
 
 
-def test_prompts_run_once_for_both_completions():
-    (batch,) = [make().data_collator(rows_with_mismatches())]
-    plain = make(prefix_sharing=False).data_collator(rows_with_mismatches())
-    prompts = sum(len(row["prompt_input_ids"]) for row in rows())
-    assert plain["input_ids"].numel() - batch["input_ids"].numel() == prompts
-
-
-def rows_with_mismatches():
-    return [
-        {**row, "KL_completion_input_ids": other["completion_input_ids"]}
-        for row, other in zip(rows(), [rows()[-1], *rows()[:-1]], strict=True)
-    ]
-
-
 @pytest.mark.parametrize("sharing", [True, False])
 def test_a_prompt_that_its_mismatched_completion_cuts(sharing):
     """With max_length, the prompt in front of a longer mismatched completion is shorter than the row's own."""
@@ -141,13 +127,6 @@ def test_a_prompt_that_its_mismatched_completion_cuts(sharing):
     kl = torch.stack([logps(model, *pair) - logps(reference, *pair) for pair in mismatched]).mean()
     _, log = step(trainer)
     assert log["kl"] == pytest.approx(max(kl.item(), 0), rel=1e-12)
-
-
-def test_dropout_leaves_the_kl_alone():
-    model, reference = policy_and_reference(resid_pdrop=0.5)
-    _, log = step(make(model=model, ref_model=reference, disable_dropout=False))
-    plain, _ = policy_and_reference()
-    assert log["kl"] == pytest.approx(plain_kl(plain, reference.eval(), rows()).item(), rel=1e-12)
 
 
 # ---- evaluation
@@ -194,12 +173,6 @@ def test_rows_that_come_later_are_prepared():
     assert trainer.evaluate(Dataset.from_list(text))["eval_logps/chosen"] < 0
 
 
-def test_generate_during_eval(capsys):
-    make(generate_during_eval=True, eval_dataset=Dataset.from_list(rows()), max_length=16).evaluate()
-    shown = capsys.readouterr().out
-    assert all(column in shown for column in ("Prompt", "Policy", "Ref Model"))
-
-
 # ---- references
 
 
@@ -218,38 +191,6 @@ def test_precomputed_log_probs_are_the_live_ones(whole):
     assert log["kl"] == pytest.approx(whole[1]["kl"], rel=1e-12)
     with pytest.raises(ValueError, match="reference_logps and reference_KL_logps: the reference was asked"):
         trainer.evaluate(data)
-
-
-def test_precomputing_for_apo_needs_one_column():
-    trainer = make(loss_type="apo_zero_unpaired", precompute_ref_log_probs=True)
-    assert "reference_logps" in trainer.train_dataset.column_names
-    assert "reference_KL_logps" not in trainer.train_dataset.column_names
-
-
-def test_a_stream(whole):
-    stream = IterableDataset.from_generator(lambda: iter(rows()))
-    trainer = make(**OWN, train_dataset=stream)
-    assert_same_gradient(step(trainer)[0], whole[0])
-
-
-def lora(seed: int = 3, **options):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(seed)
-    return peft.LoraConfig(
-        r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False, **options
-    )
-
-
-def test_an_adapter_is_compared_with_its_base():
-    policy, _ = policy_and_reference()
-    trainer = make(model=policy, peft_config=lora(), **OWN)
-    assert trainer.ref_model is None
-    base, _ = policy_and_reference()
-    ratios = log_ratios(trainer.model, base, rows()).detach()
-    kl = plain_kl(trainer.model, base, rows())
-    _, log = step(trainer)
-    assert log["rewards/chosen"] == pytest.approx(0.3 * ratios[DESIRABLE].mean().item(), rel=1e-9)
-    assert log["kl"] == pytest.approx(kl.item(), rel=1e-9)
 
 
 # ---- encoder-decoders
@@ -373,6 +314,3 @@ def test_rows_are_visited_in_their_order():
     trainer = make(per_device_train_batch_size=2)
     batches = [batch["label"].tolist() for batch in trainer.get_train_dataloader()]
     assert [label for batch in batches for label in batch] == list(LABELS)
-
-
-# ---- learning

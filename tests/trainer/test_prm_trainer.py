@@ -160,14 +160,6 @@ def text_trainer(data=SOLUTIONS, evaluation=None, **settings):
     )
 
 
-def test_a_step_is_labelled_at_the_end_of_its_separator():
-    row = text_trainer(step_separator=" ;").train_dataset[1]
-    ends = [index for index, label in enumerate(row["labels"]) if label != -100]
-    assert [row["labels"][end] for end in ends] == [1, 0]
-    text = [tiny_tokenizer().decode(row["input_ids"][: end + 1]) for end in ends]
-    assert text[0].endswith("1 + 1 is 2. ;") and text[1].endswith("2 + 1 is 4. ;")
-
-
 def test_the_last_step_alone_is_for_training_only():
     trainer = text_trainer(
         evaluation={"train": Dataset.from_list(SOLUTIONS)}, train_on_last_step_only=True, max_steps=1
@@ -284,28 +276,3 @@ def test_settings_that_cannot_be():
 def test_a_batch_without_labels():
     with pytest.raises(ValueError, match="expected 'labels' too"):
         make().take_batch({"input_ids": torch.ones(1, 2, dtype=torch.int64)})
-
-
-# ---- learning
-
-
-def test_it_learns_which_steps_are_right(seed=0):
-    """A step is right if its first token is even; held-out accuracy > 0.95."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def solution():
-        steps = torch.randint(5, 60, (4, 3), generator=generator).tolist()
-        ids = [token for one in steps for token in (*one, 3)]
-        labels = [label for one in steps for label in (-100, -100, -100, int(one[0] % 2 == 0))]
-        return {"input_ids": ids, "labels": labels}
-
-    train, held_out = (Dataset.from_list([solution() for _ in range(count)]) for count in (512, 100))
-    trainer = make(
-        model=tiny_classifier("llama", of_tokens=True, num_labels=2, seed=seed, initializer_range=0.1), seed=seed,
-        train_dataset=train, max_steps=150, per_device_train_batch_size=16, optim="adamw_torch", learning_rate=5e-3,
-        logging_steps=50,
-    )  # fmt: skip
-    before = trainer.evaluate(held_out)["eval_accuracy"]
-    trainer.train()
-    assert before < 0.7
-    assert trainer.evaluate(held_out)["eval_accuracy"] > 0.95

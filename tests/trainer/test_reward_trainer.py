@@ -3,7 +3,6 @@
 float64; gradients agree to 1e-10 of the largest gradient, losses and metrics to 1e-12.
 """
 
-import math
 import warnings
 
 import pytest
@@ -185,14 +184,6 @@ def text_trainer(data, model=None, **settings):
     return RewardTrainer(model, args, train_dataset=Dataset.from_list(data), processing_class=tiny_tokenizer())  # fmt: skip
 
 
-def test_pairs_that_are_too_long_are_left_out_and_counted(caplog):
-    longest = max(len(row) for row in text_trainer(TEXT).train_dataset["rejected_input_ids"])
-    with caplog.at_level("WARNING"):
-        trainer = text_trainer(TEXT, max_length=longest - 1)
-    assert len(trainer.train_dataset) == 2
-    assert "2 of 4 rows" in caplog.text and "max_length" in caplog.text
-
-
 def test_sets_given_later_are_prepared():
     trainer = text_trainer(TEXT)
     assert trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] > 0
@@ -348,35 +339,3 @@ def test_padding_with_the_stop_token_is_told_of(caplog):
     with caplog.at_level("WARNING"):
         RewardTrainer(reward_model(), RewardConfig("unused", pad_token="<eos>", use_cpu=True), processing_class=tokenizer())  # fmt: skip
     assert "'<eos>' is the end-of-sequence token too" in caplog.text
-
-
-def test_rows_that_are_no_pairs():
-    with pytest.raises(ValueError, match=r"train dataset, row 1.*margin"):
-        text_trainer([{**TEXT[0], "margin": 1.0}, {**TEXT[1], "margin": None}])
-
-
-# ---- learning
-
-
-def test_it_learns_which_token_decides(seed=0):
-    """Of two sequences with random tokens the one with token 3 somewhere is preferred; held-out accuracy > 0.95."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pair():
-        prompt = torch.randint(5, 60, (3,), generator=generator).tolist()
-        chosen, rejected = torch.randint(5, 60, (2, 5), generator=generator).tolist()
-        place = int(torch.randint(0, 5, (), generator=generator))
-        chosen[place], rejected[place] = 3, 4
-        return {"chosen_input_ids": prompt + chosen, "rejected_input_ids": prompt + rejected}
-
-    train, held_out = (Dataset.from_list([pair() for _ in range(count)]) for count in (512, 200))
-    trainer = make(
-        model=tiny_classifier("llama", num_labels=1, seed=seed, initializer_range=0.1), train_dataset=train, seed=seed,
-        max_steps=100, per_device_train_batch_size=16, optim="adamw_torch", learning_rate=3e-3, logging_steps=50,
-    )  # fmt: skip
-    before = trainer.evaluate(held_out)
-    trainer.train()
-    after = trainer.evaluate(held_out)
-    assert before["eval_accuracy"] < 0.8
-    assert after["eval_accuracy"] > 0.95
-    assert after["eval_loss"] < math.log(2) / 2

@@ -1,6 +1,5 @@
 """Settings that are transformers' own, on supervised fine-tuning: each layout of the rows is evaluated and goes on alike."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -135,15 +134,6 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits(epoch, tmp_path):
 
 
 # ---- settings that do not apply
-
-
-def test_settings_without_effect_are_warned_of_once(caplog):
-    settings = {"label_names": ["preferred"], "eval_use_gather_object": True}
-    config = {"dispatch_batches": True, "use_seedable_sampler": False}
-    with caplog.at_level(logging.WARNING, "trl"):
-        make(packed_rows(), **settings, label_smoothing_factor=0.1, accelerator_config=config)
-    said = [message.partition("=")[0] for message in caplog.messages if " has no effect: " in message]
-    assert sorted(said) == sorted([*settings, "dispatch_batches"])
 
 
 def test_rows_are_ordered_by_the_tokens_that_they_have():
