@@ -21,9 +21,7 @@ class Generation(OptionGroup):
         help="Longest prompt, in tokens; longer ones keep their end. None: no limit.",
     )
     max_completion_length: int | None = shared(
-        "max_completion_length",
-        256,
-        help="Longest completion, in tokens. None: that of generation_kwargs, else the model's context length.",
+        "max_completion_length", 256, help="Longest completion, in tokens. None: the model's context length."
     )
     temperature: float = shared("temperature")
     top_p: float = option(
@@ -33,16 +31,13 @@ class Generation(OptionGroup):
         None, "Draw from this many most likely tokens. None, 0 or -1: from all.", ">= 0"
     )
     min_p: float | None = option(
-        None,
-        "Draw from tokens at least this share as likely as the most likely one. None: from all.",
-        "[0, 1]",
+        None, "Draw from tokens at least this share as likely as the likeliest. None: from all.", "[0, 1]"
     )
     repetition_penalty: float = option(
         1.0, "Divides the scores of tokens that the prompt or completion already has. 1: none.", "> 0"
     )
     generation_kwargs: dict[str, Any] | str | None = option(
-        None,
-        "Further fields of transformers' GenerationConfig, as a dict or JSON object; they win over these fields.",
+        None, "Further fields of GenerationConfig, as a dict or JSON object; they win over these fields."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(
         None, "Arguments of the chat template, as a dict or JSON object."
@@ -51,9 +46,7 @@ class Generation(OptionGroup):
     cache_implementation: str | None = moved("the engine has a cache of its own.")
     use_vllm: bool = option(False, "Generate with vLLM instead of the trained model.")
     vllm_mode: VLLMMode = option(
-        "server",
-        "Where vLLM runs: 'server' (a process started by `trl vllm-serve`) or 'colocate' (in the training processes, on "
-        "their devices; needs the extra 'vllm').",
+        "server", "Where vLLM runs: 'server' (`trl vllm-serve`) or 'colocate' (in the training processes)."
     )
     vllm_model_impl: VLLMModelImpl = option(
         "vllm", "With 'colocate', whose code of the model vLLM runs: 'vllm' or 'transformers'."
@@ -65,8 +58,7 @@ class Generation(OptionGroup):
         None, "Regular expression that every completion must match. None: none.", needs="use_vllm"
     )
     vllm_server_base_url: str | None = option(
-        None,
-        "Address of the server, e.g. http://localhost:8000. None: made of vllm_server_host and vllm_server_port.",
+        None, "Address of the server, e.g. http://localhost:8000. None: that of host and port."
     )
     vllm_server_host: str = option("0.0.0.0", "Host of the server. 0.0.0.0: this machine.")
     vllm_server_port: int = option(8000, "Port of the server.")
@@ -84,8 +76,7 @@ class Generation(OptionGroup):
     )
     ds3_gather_for_generation: bool = shared("ds3_gather_for_generation")
     log_completions: bool = option(
-        False,
-        "Every logging_steps steps, print a table of completions and rewards and send it to the trackers.",
+        False, "Every logging_steps, print a table of completions and rewards and send it to the trackers."
     )
     num_completions_to_print: int | None = option(
         None, "Completions in the printed table. None: all.", ">= 1", needs="log_completions"
@@ -96,14 +87,11 @@ class Generation(OptionGroup):
     wandb_log_unique_prompts: bool | None = moved(to="log_unique_prompts", flag=True)
     max_tool_calling_iterations: int | None = option(
         None,
-        "Rounds of tool calls per completion; further calls are cut off and counted. None: until max_completion_length, "
-        "which includes the results, or the context length is reached.",
+        "Rounds of tool calls per completion; further ones are cut off and counted. None: no limit.",
         ">= 1",
     )
     tool_deadline: float | None = option(
-        60.0,
-        "Seconds after which a tool call is abandoned and the policy is told so. None: no limit.",
-        "(0, inf]",
+        60.0, "Seconds after which the policy is told that a tool call failed. None: no limit.", "(0, inf]"
     )
 
     def check(self) -> None:

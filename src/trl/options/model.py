@@ -18,9 +18,7 @@ class ModelSource(OptionGroup):
     )
     model_revision: str = option("main", "Branch, tag or commit of the model's repository on the Hub.")
     dtype: str | None = option(
-        None,
-        "Dtype in which the weights are loaded. None and 'auto': that of the saved weights.",
-        choices=DTYPES,
+        None, "Dtype of the loaded weights. None and 'auto': that of the saved ones.", choices=DTYPES
     )
     trust_remote_code: bool = option(
         False, "Run Python code from the model's repository. Only for repositories you trust."
@@ -41,17 +39,13 @@ class LoraOptions(OptionGroup):
         0.05, "Share of an adapter's inputs that are dropped in training.", "[0, 1)", needs="use_peft"
     )
     lora_target_modules: list[str] | None = option(
-        None,
-        "Names of the modules that get adapters, or 'all-linear'. None: PEFT's choice for the architecture.",
-        needs="use_peft",
+        None, "Modules that get adapters, or 'all-linear'. None: PEFT's choice.", needs="use_peft"
     )
     lora_target_parameters: list[str] | None = option(
         None, "Names of parameters that get adapters directly (expert weights).", needs="use_peft"
     )
     lora_modules_to_save: list[str] | None = option(
-        None,
-        "Names of modules trained whole and saved with the adapter (a value head, ...).",
-        needs="use_peft",
+        None, "Modules trained whole and saved with the adapter.", needs="use_peft"
     )
     lora_task_type: str = option(
         "CAUSAL_LM", "PEFT's name for the task; SEQ_CLS for reward models.", needs="use_peft"
@@ -84,8 +78,7 @@ class QuantizationOptions(OptionGroup):
         False, "Quantise the scales of 4-bit weights as well (0.4 bits less per weight)."
     )
     bnb_4bit_quant_storage: str | None = option(
-        None,
-        "Dtype that stores 4-bit weights; FSDP needs that of the other weights. None: that of the computation.",
+        None, "Dtype that stores 4-bit weights; FSDP needs that of the others. None: of the computation."
     )
 
     def check(self) -> None:

@@ -15,22 +15,16 @@ class PPOOptions(OptionGroup):
 
     gamma: float = option(1.0, "Discount of rewards, per token.", "[0, 1]")
     lam: float = option(
-        0.95,
-        "Lambda of generalised advantage estimation: 0 relies on the value head, 1 on the rewards alone.",
-        "[0, 1]",
+        0.95, "Lambda of generalised advantage estimation. 0: values alone; 1: rewards alone.", "[0, 1]"
     )
     whiten_rewards: bool = option(
         False, "Scale the tokens' rewards to unit variance before advantages are estimated."
     )
     cliprange: float = option(
-        0.2,
-        "How far the ratio of new to old probability may leave 1 before the policy loss clips it.",
-        "(0, inf]",
+        0.2, "How far the ratio of new to old probability may leave 1 before it is clipped.", "(0, inf]"
     )
     cliprange_value: float = option(
-        0.2,
-        "How far a value may leave that of the rollout before the value loss clips it, in rewards.",
-        "(0, inf]",
+        0.2, "How far a value may leave that of the rollout before it is clipped.", "(0, inf]"
     )
     vf_coef: float = option(0.1, "Weight of the value loss beside the policy loss, >= 0.")
 
@@ -46,9 +40,7 @@ class RewardPolicy(OptionGroup):
         None, "Seconds after which a call of a reward function is abandoned. None: no limit.", "(0, inf]"
     )
     reward_failure: RewardFailure = option(
-        "error",
-        "If a reward function raises, misses its deadline or returns no number: 'error' ends the run, 'skip' counts the "
-        "rows and leaves it out of their rewards.",
+        "error", "If a reward function fails: 'error' ends the run, 'skip' counts the rows and leaves it out."
     )
 
 

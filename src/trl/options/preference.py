@@ -51,8 +51,7 @@ class PromptFirstOptions(PreferenceOptions):
         "then keep their first max_length - max_prompt_length. At most half of max_length by default. None: no limit.",
     )
     max_completion_length: int | None = shared(
-        "max_completion_length",
-        help="Longest completion of an encoder-decoder, in tokens; longer ones lose their end. None: no limit.",
+        "max_completion_length", help="Longest completion of an encoder-decoder, in tokens. None: no limit."
     )
     is_encoder_decoder: bool | None = option(
         None, "Whether the model is an encoder-decoder. None: read its config.", flag=True
@@ -70,14 +69,12 @@ class ReferencePolicy(OptionGroup):
     """The implicit reward and the reference policy of DPO, KTO and BCO."""
 
     beta: float = option(
-        0.1,
-        "Scale of the implicit reward, beta * log-ratio. Larger values keep the policy closer to the reference.",
+        0.1, "Scale of the implicit reward, beta * log-ratio. Larger: closer to the reference."
     )
     ref_model_init_kwargs: dict[str, Any] | str | None = option(
         None, "Arguments of from_pretrained, as a dict or JSON object, for a ref_model given by name or path."
     )
     precompute_ref_log_probs: bool = option(
         False,
-        "Score the dataset with the reference once, before the first step, and free its memory. The results are kept on "
-        "disk for runs with the same model, data and settings.",
+        "Score the dataset with the reference once, before the first step; kept on disk for later runs.",
     )

@@ -13,9 +13,7 @@ class SharedFields:
     """Each field as `shared(name)` declares it in a config."""
 
     model_init_kwargs: dict[str, Any] | str | None = option(
-        None,
-        "Arguments of from_pretrained, as a dict or JSON object, for a model given by name or path, "
-        'e.g. {"dtype": "bfloat16"}.',
+        None, "Arguments of from_pretrained, as a dict or JSON object, for a model given by name or path."
     )
     model_adapter_name: str | None = option(
         None, "Name of the adapter that is trained, in a model with several."
@@ -32,9 +30,7 @@ class SharedFields:
         "'auto': if the model can; True: or raise an error; False: repeat the prompt for each completion.",
     )
     padding_free: bool = option(
-        False,
-        "Concatenate the sequences of a batch without padding, each attending to itself only: same loss, less memory "
-        "and time. Always on with packing_strategy 'bfd'.",
+        False, "Concatenate the sequences of a batch without padding: same loss, less memory and time."
     )
     dataset_num_proc: int | None = option(
         None, "Processes that prepare the dataset. None: this process.", ">= 1"
@@ -43,14 +39,10 @@ class SharedFields:
         False, "Shuffle the rows once, with `seed`, before they are packed and sampled."
     )
     max_length: int | None = option(
-        1024,
-        "Longest sequence, or packed row, in tokens; longer sequences lose their end. None: no limit.",
-        ">= 1",
+        1024, "Longest sequence or packed row, in tokens; longer ones lose their end. None: no limit.", ">= 1"
     )
     max_prompt_length: int | None = option(
-        512,
-        "Longest prompt, in tokens; longer ones keep their end, unless truncation_mode says otherwise. None: no limit.",
-        ">= 1",
+        512, "Longest prompt, in tokens; longer ones are cut by truncation_mode. None: no limit.", ">= 1"
     )
     max_completion_length: int | None = option(
         None, "Longest completion, in tokens; longer ones lose their end. None: no limit.", ">= 1"
@@ -63,9 +55,7 @@ class SharedFields:
     )
     temperature: float = option(1.0, "Divides the logits, in sampling and in all log-probabilities.", "> 0")
     ds3_gather_for_generation: bool = option(
-        True,
-        "Under ZeRO-3, gather the policy's weights once for a whole rollout: faster, but they must fit on each device. "
-        "False: layer by layer.",
+        True, "Under ZeRO-3, gather the weights once for a rollout: faster, but they must fit on a device."
     )
     use_liger_loss: bool | None = moved(
         "every loss is computed in chunks, without logits of the whole vocabulary.", flag=True

@@ -26,14 +26,11 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     logging_steps: float = same(TrainingArguments, "logging_steps", 10)
     bf16: bool | None = option(  # pyright: ignore[reportIncompatibleVariableOverride]
         None,
-        "Train in bfloat16 mixed precision. None: if the accelerator computes in bfloat16 and fp16 is not set. Always "
-        "True or False in a built config.",
+        "Train in bfloat16 mixed precision. None: where the accelerator has it, unless fp16 is set.",
         flag=True,
     )
     gradient_checkpointing: bool = option(
-        True,
-        "Recompute activations in the backward pass: less memory for about one more forward pass. Non-reentrant unless "
-        "gradient_checkpointing_kwargs says otherwise.",
+        True, "Recompute activations in the backward pass: less memory for about one more forward pass."
     )
     resume_from_checkpoint: str | None = option(
         None, "Checkpoint to resume from: its folder, or true for the newest in output_dir."
@@ -115,9 +112,7 @@ class SequenceOptions(RowOptions):
 
     pad_token: str | None = shared("pad_token")
     chat_template_path: str | None = option(
-        None,
-        "Source of the chat template: a Jinja file, or a directory or Hub name of a tokenizer, whose added tokens are "
-        "cloned too (the embeddings grow). None: the tokenizer's own.",
+        None, "Chat template: a Jinja file, or a tokenizer whose added tokens are cloned too. None: the own."
     )
     eos_token: str | None = option(
         None, "Token that ends a sequence. None: the tokenizer's end-of-sequence token."
@@ -126,9 +121,7 @@ class SequenceOptions(RowOptions):
         None, "Pad batches to a multiple of this many tokens. None: to the longest sequence.", ">= 1"
     )
     activation_offloading: bool = option(
-        False,
-        "Keep the activations of the backward pass in CPU memory: less accelerator memory for some copying. No effect "
-        "on a CPU.",
+        False, "Keep the activations of the backward pass in CPU memory. No effect on a CPU."
     )
 
 

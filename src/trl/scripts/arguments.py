@@ -18,9 +18,7 @@ class ScriptArguments(OptionGroup):
     """
 
     dataset_name: str | None = option(
-        None,
-        "Dataset to train on: a local json, jsonl, csv or parquet file, a directory, or a name on the "
-        "Hugging Face Hub.",
+        None, "Dataset to train on: a json, jsonl, csv or parquet file, a folder, or a name on the Hub."
     )
     dataset_config: str | None = option(
         None, "Name of the dataset's configuration (its subset), where it has several."
@@ -49,10 +47,7 @@ class ColumnMapping(OptionGroup):
     """Names that columns get before training."""
 
     column_mapping: list[str] | None = option(
-        None,
-        "Columns to rename, as old=new: question=prompt answer=completion. In a config file, a mapping. "
-        "Applied to the training and the evaluation dataset.",
-        metavar="OLD=NEW",
+        None, "Columns to rename, as old=new; in a config file, a mapping.", metavar="OLD=NEW"
     )
 
     def __post_init__(self) -> None:
@@ -108,9 +103,7 @@ class DPOScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
 
     ref_model_name_or_path: str | None = option(
-        None,
-        "Model that the trained one is compared with: a directory or a name on the Hub. Default: the model as "
-        "it is before training.",
+        None, "Reference model: a folder or a name on the Hub. None: the model before training."
     )
     dialogue_marker: str | None = option(
         None,
