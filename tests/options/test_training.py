@@ -28,9 +28,9 @@ def test_numbers_that_are_unusual_and_fine(tmp_path):
     assert SFTConfig(str(tmp_path), num_train_epochs=0.5, max_steps=-1).num_train_epochs == 0.5
 
 
-def test_prefetching_without_workers_has_no_effect(tmp_path):
-    with pytest.warns(UserWarning, match="dataloader_prefetch_factor=4 has no effect"):
-        assert SFTConfig(str(tmp_path), dataloader_prefetch_factor=4).dataloader_prefetch_factor is None
+def test_prefetching_without_workers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="dataloader_prefetch_factor"):
+        SFTConfig(str(tmp_path), dataloader_prefetch_factor=4)
 
 
 def test_deepspeed_without_its_package_says_how_to_install_it(tmp_path, monkeypatch):

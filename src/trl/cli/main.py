@@ -65,26 +65,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        print(unknown_command(name), file=sys.stderr)
+        from trl.scripts.plain_parser import did_you_mean
+
+        near = did_you_mean(name, COMMANDS, prefix="trl ")
+        listing = ", ".join(COMMANDS)
+        print(f"trl: error: unknown command {name!r}: the commands are {listing}.{near}", file=sys.stderr)
         return 2
     # The process is ours, and ends with the help text or the script.
     if argv is None and (name == "completion" or {"-h", "--help"} & set(rest)):
         _leave_out_peft()
     try:
-        return run_command(name, COMMANDS[name], rest)
+        if COMMANDS[name].kind == "training":
+            from trl.cli.launch import launch
+
+            return launch(name, COMMANDS[name].module, rest)
+        return importlib.import_module(COMMANDS[name].module).main(rest) or 0
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:  # argparse ends the process on --help and on bad arguments
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-
-
-def run_command(name: str, command: Command, argv: list[str]) -> int:
-    """Run one command with its arguments; returns the exit status."""
-    if command.kind == "training":
-        from trl.cli.launch import launch
-
-        return launch(name, command.module, argv)
-    return importlib.import_module(command.module).main(argv) or 0
 
 
 def overview() -> str:
@@ -104,14 +103,6 @@ def overview() -> str:
             "with --config, and take any option of `accelerate launch` as well as --accelerate_config <profile or file>.",
         ]
     )
-
-
-def unknown_command(name: str) -> str:
-    """The message for a command that does not exist."""
-    from trl.scripts.plain_parser import did_you_mean
-
-    near = did_you_mean(name, COMMANDS, prefix="trl ")
-    return f"trl: error: unknown command {name!r}: the commands are {', '.join(COMMANDS)}.{near}"
 
 
 def _leave_out_peft() -> None:

@@ -15,7 +15,9 @@ def documented(cls: Config) -> Config:
     outside the library (those of `transformers.TrainingArguments`) are listed only where their default differs.
     """
     head = inspect.cleandoc(cls.__doc__ or "")
-    entries = [_entry(field) for field in dataclasses.fields(cls) if field.name in _own_names(cls)]
+    ours = [base for base in cls.__mro__ if _is_ours(base)]
+    names = {name for base in ours for name in vars(base).get("__annotations__", {})}
+    entries = [_entry(field) for field in dataclasses.fields(cls) if field.name in names]
     parts = [head, "Parameters:", textwrap.indent("\n".join(entries), "    ")]
     outside = [base.__name__ for base in cls.__mro__ if dataclasses.is_dataclass(base) and not _is_ours(base)]
     if outside:
@@ -26,11 +28,6 @@ def documented(cls: Config) -> Config:
 
 def _is_ours(base: type) -> bool:
     return base.__module__.split(".")[0] not in ("transformers", "builtins")
-
-
-def _own_names(cls: type) -> set[str]:
-    """Names of the fields that a class of the library declares or redeclares."""
-    return {name for base in cls.__mro__ if _is_ours(base) for name in vars(base).get("__annotations__", {})}
 
 
 def _entry(field: dataclasses.Field) -> str:

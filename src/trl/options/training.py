@@ -11,7 +11,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from trl.options.checks import json_object, warn_caller
+from trl.options.checks import json_object
 from trl.options.groups import option, same
 from trl.options.older import LegacyTrainingArguments
 from trl.options.shared import shared
@@ -57,12 +57,6 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
                 f"num_train_epochs must be > 0, or max_steps >= 1, got {self.num_train_epochs} and {self.max_steps}: the "
                 "run would have no step. To evaluate alone, call trainer.evaluate()."
             )
-        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
-            warn_caller(
-                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} has no effect with "
-                "dataloader_num_workers=0. Set dataloader_num_workers, or leave it out."
-            )
-            self.dataloader_prefetch_factor = None
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ImportError(
                 "The setting deepspeed needs the deepspeed package. Install it with `pip install trl[deepspeed]`."

@@ -51,18 +51,12 @@ class JudgeSource:
     ) -> None:
         if not isinstance(judge, (BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge)):
             raise TypeError(
-                f"reward_funcs holds a {type(judge).__name__}, expected a judge that is binary, pairwise or ranks. Derive it from "
-                "BaseBinaryJudge, BasePairwiseJudge or BaseRankJudge, or wrap it in a reward function."
+                f"reward_funcs holds a {type(judge).__name__}, expected a BaseBinaryJudge, BasePairwiseJudge or BaseRankJudge."
             )
         self.judge, self.name = judge, name or type(judge).__name__
         self.compares = not isinstance(judge, BaseBinaryJudge)
         self.gold_column, self.deadline, self.on_failure = gold_column, deadline, on_failure
         self.judge_options = judge_options
-        if self.compares and gold_column is not None:
-            kind = type(judge).__name__
-            raise ValueError(
-                f"gold_column={gold_column!r} is for a binary judge, got a {kind}. Leave it out."
-            )
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if the dataset does not have `gold_column`."""
@@ -79,7 +73,10 @@ class JudgeSource:
         """
         texts = [content_of(completion) for completion in inputs.completions]
         if not self.compares:
-            return self._verdicts(inputs, texts)
+            gold = inputs.columns.get(self.gold_column or GOLD)
+            more = {} if gold is None else {"gold_completions": [content_of(answer) for answer in gold]}
+            given = self._answers([as_text(prompt) for prompt in inputs.prompts], texts, **more)
+            return [_number(answer, "1, 0 or -1") for answer in given]
         groups = rows_by_prompt(inputs.prompts)
         if alone := [group[0] for group in groups if len(group) == 1]:
             raise RewardError(
@@ -88,12 +85,6 @@ class JudgeSource:
             )
         score = self._win_rates if isinstance(self.judge, BasePairwiseJudge) else self._rank_scores
         return score(inputs, texts, groups)
-
-    def _verdicts(self, inputs: RewardInputs, texts: list[str]) -> list[float | None]:
-        gold = inputs.columns.get(self.gold_column or GOLD)
-        more = {} if gold is None else {"gold_completions": [content_of(answer) for answer in gold]}
-        given = self._answers([as_text(prompt) for prompt in inputs.prompts], texts, **more)
-        return [_number(answer, "1, 0 or -1") for answer in given]
 
     def _win_rates(
         self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]

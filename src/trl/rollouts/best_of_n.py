@@ -79,10 +79,17 @@ class BestOfNSampler:
         if not queries:
             return []
         lengths = [int(self.length_sampler()) for _ in queries]
-        texts = self._texts(queries, self._complete(queries, lengths, generation_kwargs), skip_special_tokens)
-        return [
-            self._best(texts[at : at + self.sample_size]) for at in range(0, len(texts), self.sample_size)
-        ]
+        rows = self._complete(queries, lengths, generation_kwargs)
+        if not causal_core(without_wrappers(self.model)).config.is_encoder_decoder:
+            rows = [[*queries[at // self.sample_size], *ids] for at, ids in enumerate(rows)]
+        every = self.tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
+        best = []
+        for at in range(0, len(every), self.sample_size):
+            texts = every[at : at + self.sample_size]
+            scores = read_scores(self.queries_to_scores(texts), count=len(texts), name="queries_to_scores")
+            order = sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
+            best.append([texts[index] for index in order[: self.n_candidates]])
+        return best
 
     def _complete(
         self, queries: list[list[int]], lengths: list[int], generation_kwargs: dict[str, Any]
@@ -97,19 +104,6 @@ class BestOfNSampler:
         first = first_rng_stream()
         found = self.engine.generate(prompts, sampling, streams=range(first, first + len(prompts)))
         return [done.ids[: lengths[at // self.sample_size]] for at, done in enumerate(found)]
-
-    def _texts(
-        self, queries: list[list[int]], completions: list[list[int]], skip_special_tokens: bool
-    ) -> list[str]:
-        alone = causal_core(without_wrappers(self.model)).config.is_encoder_decoder
-        before = [[] if alone else query for query in queries for _ in range(self.sample_size)]
-        rows = [[*query, *ids] for query, ids in zip(before, completions, strict=True)]
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
-
-    def _best(self, texts: list[str]) -> list[str]:
-        scores = read_scores(self.queries_to_scores(texts), count=len(texts), name="queries_to_scores")
-        order = sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
-        return [texts[index] for index in order[: self.n_candidates]]
 
 
 def _rows(queries: Queries) -> list[list[int]]:

@@ -52,15 +52,13 @@ def group_sizes(settings: GroupSettings) -> GroupSizes:
     generated, whole = rows * steps, math.lcm(rows * accumulated, settings.num_generations)
     if given not in (None, generated):
         raise ValueError(
-            f"generation_batch_size={given} must be a multiple of per_device_train_batch_size times the number of processes, {rows}, "
-            "and their product with steps_per_generation if both are given. Set generation_batch_size alone, to a multiple of "
-            f"{whole}."
+            f"generation_batch_size={given} must be a multiple of per_device_train_batch_size times the processes, {rows}, and times "
+            f"steps_per_generation if both are given. Set generation_batch_size alone, to a multiple of {whole}."
         )
     if generated % settings.num_generations:
         raise ValueError(
-            f"{generated} completions are generated at once (generation_batch_size), expected a multiple of "
-            f"num_generations={settings.num_generations}. Set generation_batch_size to a multiple of {whole}, or num_generations to "
-            f"a divisor of {generated}."
+            f"{generated} completions are generated at once, expected a multiple of num_generations={settings.num_generations}. Set "
+            f"generation_batch_size to a multiple of {whole}, or num_generations to a divisor of {generated}."
         )
     micro_batches = math.lcm(steps, accumulated)
     sizes = RolloutSizes(
@@ -85,15 +83,13 @@ def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:
     cuts, groups = sizes.mini_batches * sizes.micro_batches, sizes.own_rows // sizes.group
     if sizes.own_rows % sizes.group:
         raise ValueError(
-            f"each of {sizes.processes} processes generates {sizes.own_rows} completions at once, expected a multiple of "
-            f"num_generations={sizes.group}: a group is filtered where it is generated. Set generation_batch_size to a multiple of "
-            f"{math.lcm(cuts, sizes.group) * sizes.processes}."
+            f"each of {sizes.processes} processes generates {sizes.own_rows} completions at once, expected whole groups of "
+            f"{sizes.group}. Set generation_batch_size to a multiple of {math.lcm(cuts, sizes.group) * sizes.processes}."
         )
     if groups * keep % cuts:
         raise ValueError(
-            f"num_remains_in_group={keep} leaves {groups * keep} completions of {groups} groups to each process, expected a "
-            f"multiple of its {cuts} micro-batches of one generation. Change num_remains_in_group, or set "
-            f"per_device_train_batch_size to a multiple of num_generations={sizes.group}."
+            f"num_remains_in_group={keep} leaves {groups * keep} completions of {groups} groups to each process, expected a multiple "
+            f"of its {cuts} micro-batches. Change num_remains_in_group, or set per_device_train_batch_size to a multiple of {sizes.group}."
         )
     return replace(sizes, rows=groups * keep * sizes.processes, group=keep)
 
@@ -102,9 +98,8 @@ def check_evaluation(rows: int, num_generations: int) -> None:
     """Raise ValueError if an evaluation batch of all processes, in rows, does not contain whole groups."""
     if rows % num_generations:
         raise ValueError(
-            f"an evaluation batch has {rows} completions (per_device_eval_batch_size times the number of processes), expected a "
-            f"multiple of num_generations_eval={num_generations}. Set num_generations_eval to a divisor of {rows}, or another "
-            "per_device_eval_batch_size."
+            f"an evaluation batch has {rows} completions over all processes, expected a multiple of num_generations_eval="
+            f"{num_generations}. Set num_generations_eval to a divisor of {rows}, or another per_device_eval_batch_size."
         )
 
 

@@ -66,23 +66,13 @@ class Episode:
         """Tokens left."""
         return self.limit - len(self.ids)
 
-    def add_turn(self, turn: Generated) -> None:
-        """Append a turn of the policy."""
-        self.ids += turn.ids
-        self.from_tool += [False] * len(turn.ids)
-        self.logps.append(turn.logps)
-        if turn.kept is not None:
-            self.kept.append(turn.kept)
-
-    def add_answers(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Append tool answers, whose log-probs are 0."""
+    def add(self, ids: Sequence[int], logps: Tensor, kept: Tensor | None, *, from_tool: bool) -> None:
+        """Append the tokens of a turn, or of answers, with their log-probs."""
         self.ids += ids
-        self.from_tool += [True] * len(ids)
-        zeros = torch.zeros(len(ids), dtype=self.logps[-1].dtype)
-        self.logps.append(zeros)
-        if self.kept:
-            self.kept.append(zeros)
-        self.messages += messages
+        self.from_tool += [from_tool] * len(ids)
+        self.logps.append(logps)
+        if kept is not None:
+            self.kept.append(kept)
 
 
 class ToolLoop:
@@ -177,7 +167,7 @@ class ToolLoop:
         calling = []
         for episode, generated in zip(active, turns, strict=True):
             turn = self.reader.read(generated.ids, context=episode.context, ends=ends)
-            episode.add_turn(generated)
+            episode.add(generated.ids, generated.logps, generated.kept, from_tool=False)
             episode.messages.append(turn.message)
             if generated.finish_reason != "stop":
                 continue
@@ -205,7 +195,11 @@ class ToolLoop:
                 messages, last=episode.ids[-1], ends=ends, template_kwargs=episode.template_kwargs
             )
             if len(ids) < episode.room:
-                episode.add_answers(ids, messages)
+                zeros = torch.zeros(
+                    len(ids), dtype=episode.logps[-1].dtype
+                )  # log-probs of tokens that were not drawn
+                episode.add(ids, zeros, zeros if episode.kept else None, from_tool=True)
+                episode.messages += messages
                 continuing.append(episode)
         return continuing
 

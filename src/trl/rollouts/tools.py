@@ -111,7 +111,8 @@ def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
         return None if None in wrong else f"fits none of its types, got {_kind(value)}"
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_is(value, kind) for kind in kinds):
+    fits = (isinstance(value, _PYTHON.get(kind, object)) for kind in kinds)  # images, audio: not in JSON
+    if kinds and not ("boolean" in kinds if isinstance(value, bool) else any(fits)):
         return f"must be {' or '.join(kinds)}, got {_kind(value)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {schema['enum']}, got {value!r}"
@@ -128,13 +129,6 @@ def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
         if isinstance(kind, Mapping) and (error := mismatch(each, kind)):
             return f"{place} {error}"
     return None
-
-
-def _is(value: Any, kind: str) -> bool:
-    known = _PYTHON.get(kind)
-    if known is None:  # images, audio: not in JSON
-        return True
-    return isinstance(value, known) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _kind(value: Any) -> str:

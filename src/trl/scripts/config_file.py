@@ -48,7 +48,9 @@ def read_config(path: str) -> ConfigFile:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {_said(error)}") from None
+        # On one line; the parser calls the text of any file by one name.
+        text = " ".join(str(error).replace('in "<unicode string>", line', "at line").split())
+        raise ValueError(f"{path} is not valid YAML: {text}") from None
     if values is None:
         return ConfigFile(path, {}, {}, {})
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -80,11 +82,6 @@ class YamlConfigParser:
             values = value if isinstance(value, list) else [] if value is None else [value]
             words += [f"--{name}", *map(str, values)] if values else []
         return shlex.join(words)
-
-
-def _said(error: yaml.YAMLError) -> str:
-    """The parser's message on one line; it calls the text of any file by one name."""
-    return " ".join(str(error).replace('in "<unicode string>", line', "at line").split())
 
 
 def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:

@@ -56,7 +56,7 @@ def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[
         field: _group(kind, field) for kind in kinds for field in getattr(kind, "__dataclass_fields__", {})
     }
     found: dict[str, list[argparse.Action]] = {}
-    if any(_is_training(kind) for kind in kinds):
+    if any(base.__module__ == "transformers.training_args" for kind in kinds for base in kind.__mro__):
         found = {title: [] for title in _ORDER}
         groups |= dict.fromkeys(ESSENTIAL, _ORDER[0])
     else:
@@ -69,10 +69,6 @@ def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[
     if _ORDER[0] in found:
         found[_ORDER[0]].sort(key=lambda action: ESSENTIAL.index(action.dest))
     return found
-
-
-def _is_training(kind: type) -> bool:
-    return any(base.__module__ == "transformers.training_args" for base in kind.__mro__)
 
 
 def _group(kind: type, field: str) -> str:

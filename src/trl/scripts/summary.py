@@ -19,19 +19,14 @@ def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
-        place = f"Model saved in {args.output_dir}{best_model(args, trainer.state)}"
-        metrics = last_metrics(trainer.state.log_history)
-        finished = trainer.state.global_step >= trainer.state.max_steps  # not one that a signal stopped
+        state, place = trainer.state, f"Model saved in {args.output_dir}"
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+            place += f": that of step {state.best_global_step}, the best ({name} {state.best_metric:.4g})"
+        metrics = last_metrics(state.log_history)
+        finished = state.global_step >= state.max_steps  # not one that a signal stopped
         print("\n".join([place, *metrics, resume_hint(newest, args, command=command, finished=finished)]))
     trainer.accelerator.end_training()
-
-
-def best_model(args: Any, state: Any) -> str:
-    """What to add where the model is not that of the last step, but the best one."""
-    if not (args.load_best_model_at_end and state.best_model_checkpoint):
-        return ""
-    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-    return f": that of step {state.best_global_step}, the best ({name} {_text(state.best_metric)})"
 
 
 def last_metrics(log_history: list[dict[str, Any]]) -> list[str]:
@@ -43,15 +38,12 @@ def last_metrics(log_history: list[dict[str, Any]]) -> list[str]:
     lines = []
     for kind, title in titles.items():
         entries = [entry for entry in log_history if kind_of(entry) == kind and measures(entry)]
-        if not entries:
-            continue
-        step = entries[-1].get("step")
-        found: dict[str, float] = {}
-        for entry in entries:
-            if entry.get("step") == step:
-                found.update(measures(entry))
-        shown = ", ".join(f"{name} {_text(value)}" for name, value in found.items())
-        lines.append(f"{title} (step {step}): {shown}")
+        if entries:
+            step = entries[-1].get("step")
+            last = [measures(entry) for entry in entries if entry.get("step") == step]
+            found = {name: value for each in last for name, value in each.items()}
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            lines.append(f"{title} (step {step}): {shown}")
     return lines
 
 
@@ -71,10 +63,6 @@ def measures(entry: dict[str, Any]) -> dict[str, float]:
         and name.removeprefix("eval_") not in BOOKKEEPING
         and not name.endswith(("_runtime", "_per_second"))
     }
-
-
-def _text(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:

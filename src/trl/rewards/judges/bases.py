@@ -124,14 +124,8 @@ class AllTrueJudge(BaseBinaryJudge):
         Raises: ValueError for another answer of a judge, and for another number of answers.
         """
         columns = [each.judge(prompts, completions, gold_completions, shuffle_order) for each in self.judges]
-        for each, column in zip(self.judges, columns, strict=True):
-            wrong = [verdict for verdict in column if verdict not in (0, 1, -1)]
-            if wrong or len(column) != len(completions):
-                raise ValueError(
-                    f"{type(each).__name__} gave {len(column)} answers for {len(completions)} completions"
-                    f"{f', {wrong[0]!r} among them' if wrong else ''}; expected 1, 0 or -1 for each."
-                )
-        return [min(row, key=lambda verdict: (0, -1, 1).index(verdict)) for row in zip(*columns, strict=True)]
+        rows = zip(completions, *columns, strict=True)
+        return [min(verdicts, key=lambda verdict: (0, -1, 1).index(verdict)) for _, *verdicts in rows]
 
 
 class ShownPair(NamedTuple):
@@ -160,24 +154,12 @@ def shown_pairs(
 
     Raises: ValueError for another number of prompts than pairs, and for a prompt without exactly two completions.
     """
-    if len(prompts) != len(completions):
-        raise ValueError(
-            f"prompts has {len(prompts)} entries and completions {len(completions)}, expected one pair for each prompt."
-        )
-    for row, pair in enumerate(completions):
-        if isinstance(pair, str) or len(pair) != 2:
-            given = "a text" if isinstance(pair, str) else f"{len(pair)} completions"
-            raise ValueError(f"prompt {row} comes with {given}, expected a list of two completions.")
-    return [_shown(prompt, pair, shuffle) for prompt, pair in zip(prompts, completions, strict=True)]
-
-
-def _shown(prompt: str, pair: Sequence[str], shuffle: bool) -> ShownPair:
-    first, second = pair
-    turned = shuffle and _shows_larger_first(prompt, *sorted(pair)) == (first < second)
-    return ShownPair(prompt, second, first, True) if turned else ShownPair(prompt, first, second, False)
-
-
-def _shows_larger_first(*texts: str) -> bool:
-    """True for half of all texts, by their hash."""
-    lengths = ",".join(str(len(text)) for text in texts)  # distinguishes texts with equal concatenations
-    return bool(sha256("".join((lengths, *texts)).encode("utf-8", "surrogatepass")).digest()[0] & 1)
+    found = []
+    for prompt, (first, second) in zip(prompts, completions, strict=True):
+        texts = (prompt, *sorted((first, second)))
+        lengths = ",".join(str(len(text)) for text in texts)  # distinguishes texts with equal concatenations
+        larger_first = sha256("".join((lengths, *texts)).encode("utf-8", "surrogatepass")).digest()[0] & 1
+        turned = shuffle and bool(larger_first) == (first < second)
+        shown = (second, first) if turned else (first, second)
+        found.append(ShownPair(prompt, *shown, turned))
+    return found

@@ -14,6 +14,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+from trl.options.checks import check_at_least
 from trl.rewards.judges.bases import BasePairwiseJudge, shown_pairs
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,8 @@ class ChatPairwiseJudge(BasePairwiseJudge):
     def __init__(self, system_prompt: str | None, *, max_requests: int | None, max_workers: int) -> None:
         self.system_prompt = QUESTION if system_prompt is None else system_prompt
         _check_placeholders(self.system_prompt)
-        if max_workers < 1:
-            raise ValueError(f"max_workers must be >= 1, got {max_workers}. Use 1 for one request at a time.")
-        if max_requests is not None and max_requests < 0:
-            raise ValueError(f"max_requests must be >= 0, got {max_requests}. Use None for no limit.")
+        check_at_least("max_workers", max_workers, minimum=1, optional=False)
+        check_at_least("max_requests", max_requests, minimum=0)
         self.max_requests, self.max_workers = max_requests, max_workers
         self.num_requests = 0
         self._warned: set[Any] = set()

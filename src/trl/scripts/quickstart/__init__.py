@@ -30,15 +30,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--method", choices=METHODS, default="ppo", help="method of the last stage (default: ppo)")
     add("--output_dir", type=Path, default=Path("quickstart"), help="output folder (default: ./quickstart)")
     add("--seed", type=int, default=0, help="seed of the data, the weights and the training (default: 0)")
-    add("--max_steps", type=_positive, help="optimiser steps per stage, instead of the defaults")
+    add("--max_steps", type=int, help="optimiser steps per stage, instead of the defaults")
     add("--no_color", action="store_true", help="print plain text, without colours")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     stages = METHODS[vars(options).pop("method")]
+    if options.max_steps is not None and options.max_steps < 1:
+        parser.error(f"--max_steps must be at least 1, got {options.max_steps}.")
     if options.output_dir.exists() and not options.output_dir.is_dir():
         parser.error(f"--output_dir must be a folder, got the file {options.output_dir}. Name another one.")
     print("Loading PyTorch and transformers ...", flush=True)
