@@ -19,38 +19,26 @@ class Command(NamedTuple):
     kind: Literal["plain", "training"] = "plain"
 
 
-COMMANDS: dict[str, Command] = {
-    "sft": Command(
-        "trl.scripts.sft", "fine-tune a model on text, prompts with answers, or conversations", "training"
-    ),
-    "reward": Command(
-        "trl.scripts.reward", "train a reward model on preferred and rejected answers", "training"
-    ),
-    "dpo": Command(
-        "trl.scripts.dpo", "train a model on preferred and rejected answers (DPO and its family)", "training"
-    ),
-    "kto": Command("trl.scripts.kto", "train a model on answers that are marked good or bad", "training"),
-    "gkd": Command(
-        "trl.scripts.gkd", "train a student on a teacher's distributions (distillation)", "training"
-    ),
-    "grpo": Command(
-        "trl.scripts.grpo", "train a model on rewards of its own answers, group by group (GRPO)", "training"
-    ),
-    "rloo": Command(
-        "trl.scripts.rloo",
-        "train a model on rewards of its own answers (REINFORCE leave-one-out)",
-        "training",
-    ),
-    "merge": Command("trl.scripts.merge", "add an adapter to its base model and save the result"),
-    "chat": Command("trl.scripts.chat", "talk to a model"),
-    "vllm-serve": Command(
-        "trl.scripts.vllm_serve", "serve a model with vLLM, for training commands that generate with it"
-    ),
-    "quickstart": Command(
-        "trl.scripts.quickstart", "train a tiny model to sort digits, in stages; nothing to download"
-    ),
-    "env": Command("trl.scripts.env", "print versions and hardware, for bug reports"),
-    "completion": Command("trl.scripts.completion", "print a completion script for bash"),
+_TRAINING = {
+    "sft": "fine-tune a model on text, prompts with answers, or conversations",
+    "reward": "train a reward model on preferred and rejected answers",
+    "dpo": "train a model on preferred and rejected answers (DPO and its family)",
+    "kto": "train a model on answers that are marked good or bad",
+    "gkd": "train a student on a teacher's distributions (distillation)",
+    "grpo": "train a model on rewards of its own answers, group by group (GRPO)",
+    "rloo": "train a model on rewards of its own answers (REINFORCE leave-one-out)",
+}
+_PLAIN = {
+    "merge": "add an adapter to its base model and save the result",
+    "chat": "talk to a model",
+    "vllm-serve": "serve a model with vLLM, for training commands that generate with it",
+    "quickstart": "train a tiny model to sort digits, in stages; nothing to download",
+    "env": "print versions and hardware, for bug reports",
+    "completion": "print a completion script for bash",
+}
+COMMANDS = {
+    name: Command(f"trl.scripts.{name.replace('-', '_')}", text, "training" if name in _TRAINING else "plain")
+    for name, text in {**_TRAINING, **_PLAIN}.items()
 }
 
 

@@ -44,16 +44,14 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any]) -> bool | None:
-    """Whether the answer equals the gold one; None if that cannot be parsed. Without an answer: whether it can be."""
+    """Whether the answer equals the gold one; None if that cannot be parsed."""
+    from math_verify import verify
+
     try:
         gold = _gold(request["gold"])
-        if not gold or "answer" not in request:
-            return bool(gold) or None
-        from math_verify import verify
-
-        return verify(list(gold), _parse_answer(request["answer"]), timeout_seconds=None)
+        return verify(list(gold), _parse_answer(request["answer"]), timeout_seconds=None) if gold else None
     except (MemoryError, RecursionError):
-        return False if "answer" in request else None
+        return False
 
 
 @lru_cache(maxsize=4096)

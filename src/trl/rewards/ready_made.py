@@ -131,23 +131,12 @@ class MathProcess:
     def is_equal(self, gold: str, answer: str) -> bool | None:
         """Whether the answer in a text equals the gold answer; None if the gold answer cannot be parsed.
 
-        False, too, if the comparison takes more than 5 s or too much memory.
+        False, too, if that takes more than 5 s or too much memory.
         """
-        if self._ask({"gold": gold}) is not True:
-            return None
-        return self._ask({"gold": gold, "answer": answer}) is True
-
-    def close(self) -> None:
-        """Kill the process, if there is one; a later request starts another."""
-        process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.wait()
-
-    def _ask(self, request: dict[str, Any]) -> bool | None:
+        request = {"gold": gold, "answer": answer, "seconds": SECONDS_EACH}
         with self._lock:
             try:
-                return json.loads(self._reply({**request, "seconds": SECONDS_EACH}))
+                return json.loads(self._reply(request))
             except (TimeoutError, OSError, EOFError):
                 self.close()
                 self.ended += 1
@@ -156,7 +145,14 @@ class MathProcess:
                         "Comparing an answer with its solution took more than %g s or too much memory, so it counts as wrong "
                         "(logged once): %s", SECONDS_EACH, str(request)[:300],
                     )  # fmt: skip
-                return None
+                return False
+
+    def close(self) -> None:
+        """Kill the process, if there is one; a later request starts another."""
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
 
     def _reply(self, request: dict[str, Any]) -> str:
         process = self._running()

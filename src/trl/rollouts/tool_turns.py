@@ -69,12 +69,8 @@ class TurnReader:
 
     def of_text(self, text: str, context: str) -> Turn:
         """The turn with this text."""
-        return self._by_blocks(text) if self.template is None else self._by_template(text, context)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _by_template(self, text: str, context: str) -> Turn:
+        if self.template is None:
+            return self._by_blocks(text)
         try:
             message = self.tokenizer.parse_response(text, prefix=context, tools=self.schemas)
             found = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or []]
@@ -83,6 +79,9 @@ class TurnReader:
             wrong = ToolCall("", error=f"the call cannot be read ({error}).")
             return Turn({"role": "assistant", "content": plain}, [wrong])
         return Turn({"role": "assistant", "content": "", **message}, found)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _by_blocks(self, text: str) -> Turn:
         thought = ""
@@ -139,7 +138,6 @@ class ReplyWriter:
     def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
         self.processing_class, self.schemas = processing_class, list(schemas)
         self.tokenizer: Any = text_tokenizer(processing_class)
-        self._closed: dict[tuple[int, str], str] = {}
 
     def ids(
         self,
@@ -157,7 +155,7 @@ class ReplyWriter:
         """
         stop = self._text(last) if last in ends else None
         text = self._tail(replies, template_kwargs)
-        cut = self._end_of_turn(text, self._closed_tail(len(replies), template_kwargs), stop, ends)
+        cut = self._end_of_turn(text, self._tail(replies, template_kwargs, answered=False), stop, ends)
         if stop is not None:  # tokenised with `stop`, so that it is not the beginning of a text
             found = encode(self.tokenizer, [stop + text[cut:]])[0]
             if found[:1] == [last]:
@@ -177,24 +175,20 @@ class ReplyWriter:
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _tail(self, replies: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
-        """The rendered text of a call and its answers, after the last argument."""
+    def _tail(
+        self, replies: Sequence[Message], template_kwargs: Mapping[str, Any], *, answered: bool = True
+    ) -> str:
+        """The rendered text after the last argument of a call: the end of its turn and, where it is `answered`, its answers."""
         calls = _call_message([reply.get("name") or "" for reply in replies])
-        messages = [_QUESTION, calls, *(dict(r, tool_call_id=_id(n)) for n, r in enumerate(replies))]
-        text = render(
-            self.processing_class,
-            Chat(messages, self.schemas, template_kwargs),
-            add_generation_prompt=True,
-        )
-        return _after_mark(text, len(replies))
-
-    def _closed_tail(self, count: int, template_kwargs: Mapping[str, Any]) -> str:
-        """The same without answers."""
-        key = count, repr(template_kwargs)
-        if key not in self._closed:
-            chat = Chat([_QUESTION, _call_message([""] * count)], self.schemas, template_kwargs)
-            self._closed[key] = _after_mark(render(self.processing_class, chat), count)
-        return self._closed[key]
+        answers = [dict(reply, tool_call_id=_id(n)) for n, reply in enumerate(replies)] if answered else []
+        chat = Chat([_QUESTION, calls, *answers], self.schemas, template_kwargs)
+        text = render(self.processing_class, chat, add_generation_prompt=answered)
+        _, mark, tail = text.partition(_MARK.format(len(replies) - 1))
+        if not mark:
+            raise TemplateRefusal(
+                "the chat template leaves out the arguments of tool calls. Use one that writes them."
+            )
+        return tail
 
 
 def _id(number: int) -> str:
@@ -212,15 +206,6 @@ def _call_message(names: Sequence[str]) -> Message:
         for n, name in enumerate(names)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _after_mark(text: str, count: int) -> str:
-    mark = _MARK.format(count - 1)
-    if mark not in text:
-        raise TemplateRefusal(
-            "the chat template leaves out the arguments of tool calls. Use one that writes them."
-        )
-    return text[text.index(mark) + len(mark) :]
 
 
 def check_tool_template(

@@ -1,6 +1,6 @@
 """The training commands: one table, and how a command loads its inputs and trains.
 
-A new command is a row of `COMMANDS`, a file of its name beside this one, and a row of `trl.cli.main.COMMANDS`.
+A new command is a row of `COMMANDS`, a file of its name beside this one, and a row in `trl.cli.main`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from trl.options.model import ModelConfig
 from trl.scripts import arguments
-from trl.scripts.arguments import ColumnMapping, DPOScriptArguments, RewardFunctions, ScriptArguments
+from trl.scripts.arguments import ColumnMapping, RewardFunctions, ScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, Terminated, reporting_input_errors
 
@@ -136,11 +136,11 @@ def ignore_boolean_buffers(model: Any) -> None:
 class TrainingCommand(NamedTuple):
     """One training command: `trl.trainer.<name>_trainer` and `_config` hold its classes, `<prefix>Trainer` and `<prefix>Config`.
 
-    `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
+    `<prefix>ScriptArguments` are its options besides. `others` makes further arguments of the trainer, before the data are
+    loaded. `needs` is part of the usage.
     """
 
     prefix: str
-    arguments: type[ScriptArguments]
     description: str
     others: Callable[[Any, ModelConfig], dict[str, Any]] = lambda script_args, model_args: {}
     needs: str = ""
@@ -174,39 +174,27 @@ def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, 
 
 
 COMMANDS = {
-    "sft": TrainingCommand(
-        "SFT", arguments.SFTScriptArguments, "Supervised fine-tuning of a language model."
-    ),
-    "reward": TrainingCommand(
-        "Reward", arguments.RewardScriptArguments, "Reward modelling on preference pairs.", classifier_adapter
-    ),
+    "sft": TrainingCommand("SFT", "Supervised fine-tuning of a language model."),
+    "reward": TrainingCommand("Reward", "Reward modelling on preference pairs.", classifier_adapter),
     "dpo": TrainingCommand(
         "DPO",
-        DPOScriptArguments,
         "Direct preference optimisation on preference pairs.",
         lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path},
     ),
-    "kto": TrainingCommand(
-        "KTO",
-        arguments.KTOScriptArguments,
-        "Kahneman-Tversky optimisation on completions marked desirable or not.",
-    ),
+    "kto": TrainingCommand("KTO", "Kahneman-Tversky optimisation on completions marked desirable or not."),
     "gkd": TrainingCommand(
         "GKD",
-        arguments.GKDScriptArguments,
         "Knowledge distillation: a student learns a teacher's distributions, on data or on its own completions.",
         needs="--teacher_model_name_or_path TEACHER",
     ),
     "grpo": TrainingCommand(
         "GRPO",
-        arguments.GRPOScriptArguments,
         "Group relative policy optimisation: rewards of sampled completions, compared within the group of a prompt.",
         rewards,
         "--reward_funcs REWARD ...",
     ),
     "rloo": TrainingCommand(
         "RLOO",
-        arguments.RLOOScriptArguments,
         "REINFORCE leave-one-out: the baseline is the mean reward of the other completions of a prompt.",
         rewards,
         "--reward_funcs REWARD ...",
@@ -259,8 +247,9 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
         from trl.data.mixtures import DatasetMixtureConfig
 
-        _, kind, description, _, needs = COMMANDS[name]
-        config = getattr(import_module(f"trl.trainer.{name}_config"), f"{COMMANDS[name].prefix}Config")
+        prefix, description, _, needs = COMMANDS[name]
+        config = getattr(import_module(f"trl.trainer.{name}_config"), f"{prefix}Config")
+        kind = getattr(arguments, f"{prefix}ScriptArguments")
         types: Any = (kind, config, ModelConfig, DatasetMixtureConfig)
         if subparsers is not None:
             return subparsers.add_parser(name, help=description, dataclass_types=types)
