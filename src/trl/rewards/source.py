@@ -117,19 +117,13 @@ class RewardSources:
 
         Each prompt has `completions` rows, one after another; a process scores `rows` of them in one call.
         """
-        for judge in self.sources:
-            if not (isinstance(judge, JudgeSource) and judge.compares):
-                continue
-            if completions < 2:
-                raise ValueError(
-                    f"judge {judge.name!r} compares completions of one prompt, and each prompt is completed once here. Use a "
-                    "binary judge, or a trainer with groups (GRPO, RLOO)."
-                )
-            if rows % completions:
-                raise ValueError(
-                    f"judge {judge.name!r} compares the {completions} completions of a prompt, and a process has {rows} rows at "
-                    f"once, expected a multiple of {completions}. Change the batch size per device or the number of completions."
-                )
+        judges = [source for source in self.sources if isinstance(source, JudgeSource) and source.compares]
+        if judges and (completions < 2 or rows % completions):
+            raise ValueError(
+                f"judge {judges[0].name!r} compares completions of one prompt, expected 2 or more of each and whole groups in a "
+                f"process, got {completions} and {rows} rows. Use a binary judge or a trainer with groups (GRPO, RLOO), or change "
+                "the batch size per device."
+            )
 
     def score(self, inputs: RewardInputs) -> RewardResult:
         """Scores of all completions by all sources.
