@@ -37,7 +37,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
     values.sub_(values.amax(dim=1, keepdim=True))
     if sampling.temperature not in (0.0, 1.0):
         values.div_(sampling.temperature)
-    exps = _padded_exps(values)
+    exps = pad(values, (0, -values.shape[1] % _BLOCK), value=-math.inf).exp_()
     totals = exps.sum(dim=1)
     if sampling.greedy:
         ids = values.argmax(dim=1)
@@ -53,18 +53,6 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:
     return values.gather(1, ids[:, None])[:, 0]
-
-
-def _padded_exps(values: Tensor) -> Tensor:
-    """`exp(values)` `(R, V')` with zeros up to a whole number of blocks."""
-    rows, vocabulary = values.shape
-    width = math.ceil(vocabulary / _BLOCK) * _BLOCK
-    if width == vocabulary:
-        return values.exp()
-    exps = values.new_empty(rows, width)
-    exps[:, vocabulary:] = 0
-    torch.exp(values, out=exps[:, :vocabulary])
-    return exps
 
 
 def _invert(exps: Tensor, numbers: Tensor) -> Tensor:

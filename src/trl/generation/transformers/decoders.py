@@ -164,12 +164,6 @@ class Projection:
         with nullcontext() if self.dtype is None else torch.autocast(device, dtype=self.dtype):
             return torch.cat([module(inputs) for module in self.calls], dim=-1)
 
-    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
-        """`residual + self(inputs)`."""
-        if self.weight is None or self.bias is not None or self.weight.dtype != residual.dtype:
-            return residual + self(inputs)
-        return torch.addmm(residual, inputs, self.weight.t())
-
 
 def takes_packed(weight: Tensor) -> bool:
     """Whether oneDNN has a layout for a weight: float32 on a CPU.
@@ -211,9 +205,9 @@ class FusedLayer:
         turned = (turned * cos + turned.roll(self.head_size // 2, -1) * sin).to(value.dtype)
         query, key = turned.split([self.heads, self.key_heads], dim=1)
         seen = cache.attend(number, query, key, value, scale=self.scale, window=self.window)
-        hidden = self.output.add_to(hidden, seen.reshape(rows, -1))
+        hidden = hidden + self.output(seen.reshape(rows, -1))
         gate, up = self.gate_up(normalised(self.norms[1], hidden)).chunk(2, dim=-1)
-        return self.down.add_to(hidden, self.activation(gate) * up)
+        return hidden + self.down(self.activation(gate) * up)
 
 
 def normalised(norm: Any, hidden: Tensor) -> Tensor:

@@ -247,8 +247,9 @@ def complete(llm: Any, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     prompts = [{"prompt_token_ids": request["prompt_ids"]} for request in requests]
     settings = [sampling_params(request.get("sampling", {})) for request in requests]
     answers = llm.generate(prompts, settings, use_tqdm=False) if prompts else []
-    names, outputs = ("ids", "logprobs", "finish_reason"), [answer.outputs[0] for answer in answers]
-    return [dict(zip(names, (*drawn(each), each.finish_reason), strict=True)) for each in outputs]
+    outputs = [answer.outputs[0] for answer in answers]
+    found = [(*drawn(output), output.finish_reason) for output in outputs]
+    return [{"ids": ids, "logprobs": logps, "finish_reason": reason} for ids, logps, reason in found]
 
 
 def sampling_params(arguments: Mapping[str, Any]) -> Any:
