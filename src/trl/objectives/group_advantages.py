@@ -50,7 +50,7 @@ def group_moments(rewards: Tensor, group_size: int) -> GroupMoments:
 
 
 def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
-    """What each reward is above its group's mean, `(N,) -> (N,)`; divided by a deviation unless `scale` is "none".
+    """Each reward less its group's mean, `(N,) -> (N,)`; divided by a deviation unless `scale` is "none".
 
     "group": by that of the group (GRPO); "batch": by that of all N rewards; both over n - 1, and 1e-4 is added. A group whose
     rewards are all equal has advantages of 0, whatever the scale. Raises ValueError for unknown scales.
@@ -68,7 +68,7 @@ def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") 
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """What each reward is above the mean of the others of its group, `(N,) -> (N,)`; 0 where there are no others, and where all
+    """Each reward less the mean of the others of its group, `(N,) -> (N,)`; 0 where there are no others, and where all
     rewards of a group are equal.
 
     Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740).

@@ -143,7 +143,7 @@ class LossType(NamedTuple):
 
     @property
     def unit(self) -> Unit:
-        """What its terms are counted in."""
+        """The unit of its terms."""
         return _UNITS[self.over]
 
 
@@ -166,7 +166,7 @@ def group_policy_loss(
 ) -> LossTerms:
     """The terms of a micro-batch: per row `(B,)` or per token `(K,)`, as the loss type's mean is.
 
-    `logps (K,)` with gradient. What a token's surrogate is multiplied by: `chosen`, then `correction`; `beta` times the k3
+    `logps (K,)` with gradient. A token's surrogate is multiplied by `chosen` and `correction`; `beta` times the k3
     estimate of the divergence from `ref_logps` is added after that (with `use_bias_correction_kl`, times the ratio: then its
     gradient is that of the divergence of the present policy; DeepSeek-V3.2, arXiv:2512.02556). Divide by the sum of
     `divisor_share` over the optimiser step. Metrics: `clip_metrics`, `kl` with a beta, `entropy` with `entropies (K,)`.
@@ -199,7 +199,7 @@ def terms_of_tokens(
 
 
 class _Judged(NamedTuple):
-    """What a token's loss is, `(K,)`, with the surrogate's ratio and the divergence (with a beta) behind it."""
+    """Each token's loss `(K,)`, the surrogate's ratio, and with a beta the divergence."""
 
     values: Tensor
     ratios: Tensor
@@ -277,7 +277,7 @@ def divisor_share(
     rollout_rows: int = 1,
     longest: int = 0,
 ) -> Tensor:
-    """What `rows` rows add to the number that a loss is divided by, 0-dim float64: shares of an optimiser step add up.
+    """The share of `rows` rows in the number that a loss is divided by, 0-dim float64; shares of an optimiser step add up.
 
     `mask (K,)` of their tokens. `rollout_tokens` and `rollout_rows`: completion tokens (those of truncated completions too,
     whether trained or not) and rows of the whole batch of rollouts, over all processes ("dapo", "cispo": each row of a step

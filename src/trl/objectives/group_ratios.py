@@ -1,4 +1,4 @@
-"""What is known of a micro-batch of completions, and the ratios of the new policy to the old, of tokens and of sequences.
+"""The tokens of a micro-batch of completions, and the ratios of the new policy to the old, of tokens and of sequences.
 
 Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
 """
@@ -25,7 +25,7 @@ _BESIDE_MASK = ("old_logps", "advantages", "sequence", "ref_logps", "correction"
 
 @dataclass(frozen=True, slots=True)
 class GroupTokens:
-    """What is known of a micro-batch's K completion tokens, in B = `count` rows, before the policy scores them.
+    """Columns of a micro-batch's K completion tokens, in B = `count` rows, without the policy's log-probs.
 
     `old_logps`: under the policy that the ratio is taken to, None for the one that is being scored; `advantages`; `mask`: not
     0 where a token is trained; `sequence`: int64, its row. All `(K,)`, as are, where they are wanted, `ref_logps`,

@@ -1,6 +1,6 @@
-"""What a policy loses where it says the same of a picture and of a picture that is hidden from it (PAPO).
+"""PAPO's perception loss: the policy should answer differently when its images are masked.
 
-Everything per token is flat, `(K,)`: the tokens of completions, seen once behind their images and once behind masked ones.
+Everything per token is flat, `(K,)`: the tokens of completions, scored with their images and with masked images.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def perception_loss(
 ) -> LossTerms:
     """`-gamma KL(p || p_masked) + eta_1 H(p) + eta_2 H(p_masked)`, as the terms that `loss_type`'s mean is over.
 
-    `logps` and `masked_logps` `(K,)`: of one policy, behind the images and behind masked ones, both with gradient, so the loss
+    `logps` and `masked_logps` `(K,)`: of one policy, with the images and with masked images, both with gradient, so the loss
     falls as the two part. The divergence is the k3 estimate from tokens of p. Entropies `(K,)` in nats, with gradient; needed
     where their weight is not 0. Metrics: `perception_kl`, `masked_entropy`.
 

@@ -1,4 +1,4 @@
-"""What makes up for a sampler whose probabilities are not the trainer's: importance weights, cut or masked.
+"""Importance weights that correct a sampler whose probabilities differ from the trainer's.
 
 Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
 """

@@ -35,7 +35,7 @@ TABLE = "game_log"
 def log_evaluation_samples(trainer: Any, dataset: Any, *, prefix: str = "eval") -> pd.DataFrame | None:
     """Complete a random batch of an evaluation set's prompts, and send the table to the trackers and the terminal.
 
-    Columns: `Prompt`, `Policy` and, where the reference can be asked, `Ref Model`. Prompts and samples depend on seed,
+    Columns: `Prompt`, `Policy` and, with a reference model, `Ref Model`. Prompts and samples depend on seed,
     set and optimiser step alone, and training's random streams are left as they were. The table is called `game_log`, with
     the set's prefix in front where that is not `eval`. All processes must call it; the main one is given the table.
     """

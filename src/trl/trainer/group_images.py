@@ -1,7 +1,7 @@
 """Prompts with images for the trainers that learn from groups of completions.
 
-Pixels are kept nowhere: every prompt has a key, by which its row of the data set is found again wherever a model is to see
-it, so that a checkpoint holds none and a run that resumes sees the same.
+Pixels are not stored: every prompt has a key to its row of the data set, from which its images are read when a model needs
+them. So checkpoints contain no pixels.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ ROWS_AT_ONCE = 16  # rows whose images are decoded together when prompts are mad
 _SET = 2**32  # keys: number of the set times this, plus the row
 
 ChangeImages = Callable[[int, int, list[Any]], list[Any]]
-"""(a row of the batch, its prompt's key and images) -> the images that are shown in their place."""
+"""(row of the batch, key and images of its prompt) -> the images to use instead."""
 
 
 def set_and_row(key: int) -> tuple[int, int]:
-    """Which prepared set a prompt's key belongs to (0: the training set, the others as they came), and which row of it."""
+    """The number of a key's prepared set (0: the training set), and the row in it."""
     return divmod(key, _SET)
 
 
 class PromptImages:
-    """Finds the images of prompts by their keys, makes what a model is given of them, and completes such prompts."""
+    """Finds the images of prompts by their keys, makes model inputs of them, and completes such prompts."""
 
     exact = True
 
@@ -66,7 +66,7 @@ class PromptImages:
         return len(self._prompts) * _SET
 
     def add(self, dataset: Dataset, prompts: ImagePrompts) -> None:
-        """Find the rows of a prepared set here from now on, for as long as somebody holds it."""
+        """Register a prepared set; only a weak reference to it is kept."""
         self._sets[len(self._prompts)] = dataset
         self._prompts[len(self._prompts)] = prompts
 
@@ -84,7 +84,7 @@ class PromptImages:
         width: int,
         change: ChangeImages | None = None,
     ) -> dict[str, Tensor]:
-        """What a model is given beside tokens, for prompts of one set, each a key and its tokens; see `prompt_inputs`."""
+        """The model's inputs besides tokens, for prompts of one set: pairs of a key and a number of tokens; see `prompt_inputs`."""
         rows = []
         for row, (key, length) in enumerate(prompts):
             text, images = self._row(key)
@@ -114,9 +114,9 @@ class PromptImages:
 
 
 class ImagePromptSets(PromptSets):
-    """Prepares data sets of prompts with images, which `images` finds again.
+    """Prepares data sets of prompts with images, which `images` finds by key.
 
-    Raises: ImportError, TypeError or ValueError for what these prompts cannot be trained with, saying what to change.
+    Raises: ImportError, TypeError or ValueError for models, processors and rows that do not fit.
     """
 
     def __init__(self, policy: Policy, settings: PromptPreparation, **limits: Any) -> None:

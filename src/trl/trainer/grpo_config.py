@@ -23,7 +23,7 @@ from trl.rollouts.schedule import RolloutSizes
 
 @dataclass
 class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
-    """What the trainers that learn from groups of completions share."""
+    """Settings of all trainers that learn from groups of completions."""
 
     learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
     remove_unused_columns: bool | None = same(TrainingArguments, "remove_unused_columns", False)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -109,7 +109,7 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
             self.sync_ref_model = False
 
     def rollout_sizes(self) -> RolloutSizes:
-        """How a batch of completions is cut into optimiser steps."""
+        """The sizes of a rollout batch and its optimiser steps."""
         return group_sizes(self._settings()).sizes
 
     def _settings(self) -> GroupSettings:

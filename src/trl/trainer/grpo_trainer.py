@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: each completion is judged against the others of its prompt."""
+"""Group relative policy optimisation: advantages are relative to the other completions of the prompt."""
 
 from __future__ import annotations
 

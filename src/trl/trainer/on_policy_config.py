@@ -18,7 +18,7 @@ _FILLED_IN = "Filled in by the trainer; a value given is checked against it."
 @dataclass
 class OnPolicyConfig(TrainingDefaults):
     """Settings of a loop that learns from a policy's own responses: those of `transformers.TrainingArguments` and the ones
-    below. What a trainer fills in is left to the loop.
+    below. The loop sets the fields that a trainer would fill in.
 
     Example:
         >>> from trl.trainer.utils import OnPolicyConfig
@@ -88,7 +88,7 @@ class OnPolicyConfig(TrainingDefaults):
 
 
 def _processes(self: Any) -> int:
-    """What `TrainingArguments` says, which the field would hide."""
+    """`TrainingArguments.world_size`, which the field would hide."""
     actual: Any = TrainingArguments.world_size
     return actual.fget(self)
 

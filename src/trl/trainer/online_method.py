@@ -37,7 +37,7 @@ EQUAL_REWARDS = "frac_given_reward_zero_std"
 
 
 class StepContext(NamedTuple):
-    """What a micro-batch's loss depends on beside its rows.
+    """The context of a micro-batch's loss.
 
     `is_first`: in training, the policy has not been updated since the rollout. `is_exact`: the log-probs of sampling are those of
     the scoring forward.
@@ -87,7 +87,7 @@ class OnlineMethod(Method):
         return None
 
     def divisor(self, experience: Experience) -> Tensor:
-        """What these rows add to the number that an optimiser step's loss is divided by, 0-dim."""
+        """The share of these rows in the number that an optimiser step's loss is divided by, 0-dim."""
         return experience.per_token[TRAINED].sum().long()
 
 

@@ -205,10 +205,10 @@ class OnlineTrainer(BaseTrainer):
     # ---- the hooks of a method
 
     def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
-        """With what the objective learns from; called with the whole rollout batch of this process.
+        """Add the columns that the objective needs; called with the whole rollout batch of this process.
 
-        These are rewards and advantages in groups over all processes, the mean length, and corrections of the sampler's
-        mismatch. `group_size` is given in evaluations.
+        They are rewards and advantages in groups over all processes, the mean length, and corrections of the sampler's
+        mismatch. `group_size` is set in evaluations.
         """
         experience = self.method.with_penalties(experience)
         rows = self._rows_of_all(experience, is_evaluation=group_size is not None)
@@ -257,7 +257,7 @@ class OnlineTrainer(BaseTrainer):
         return StepContext(is_first, self.sampler_is_exact)
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
-        """What is logged of a rollout batch, or of the completions of an evaluation; these rows are a `share` of the whole."""
+        """The metrics of a rollout batch, or of completions of an evaluation, of which these rows are a `share`."""
         found = self.method.token_metrics(experience)
         rows = self._rows_of_all(experience, is_evaluation=False)
         found |= self.method.metrics(rows, self.rewards.names, self.sizes.group, share=share)
@@ -268,7 +268,7 @@ class OnlineTrainer(BaseTrainer):
     # ---- a rollout batch
 
     def make_rollout_batch(self, number: int) -> Experience:
-        """Rollout batch `number` of this run: completions by the present policy, with what is to be learned of them.
+        """Rollout batch `number` of this run: completions by the current policy, with scores and advantages.
 
         Its metrics are recorded, and its tokens counted once, however often they are learned from.
         """
@@ -303,7 +303,7 @@ class OnlineTrainer(BaseTrainer):
             super().count_seen(batch)
 
     def scored(self, experience: Experience, *, learning: bool) -> Experience:
-        """With the log-probs and values of the completions' tokens that the method needs, `rows_at_once` rows at a time."""
+        """Add the log-probs and values of completion tokens that the method needs, `rows_at_once` rows at a time."""
         is_exact, known = self.sampler_is_exact, experience.per_token
         if is_exact:
             experience = experience.with_tokens(**{OLD: known[SAMPLING_LOGPS]})
@@ -358,7 +358,7 @@ class OnlineTrainer(BaseTrainer):
     # ---- the steps of a rollout batch
 
     def get_train_dataloader(self) -> DataLoader:
-        """One number for each micro-batch of an epoch: which prompts it stands for follows from the step alone.
+        """One number for each micro-batch of an epoch; the step determines its prompts.
 
         The epoch of a stream is the whole run.
         """
@@ -371,7 +371,7 @@ class OnlineTrainer(BaseTrainer):
         return DataLoader(turns, batch_size=1, generator=torch.Generator())
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """How many completions a loader stands for."""
+        """The number of completions in an epoch."""
         if not isinstance(dataloader.dataset, range):
             return super().num_examples(dataloader)
         return len(dataloader.dataset) * self.args.train_batch_size * self.args.world_size
@@ -410,16 +410,16 @@ class OnlineTrainer(BaseTrainer):
         return loss
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
-        """Which of this process's rows of the rollout batch each micro-batch of one of its optimiser steps learns from."""
+        """This process's rows of the rollout batch for each micro-batch of one of its optimiser steps."""
         place = {"batch": self._batch_number, "process": self.args.process_index}
         return step_rows(step, sizes or self.sizes, seed=self.order_seed, **place)
 
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
-        """What `compute_loss` is given: a batch of some rows, and the rows."""
+        """The input of `compute_loss`: a batch of some rows, and the rows."""
         return {**self.batch_of(experience), "experience": experience}
 
     def batch_of(self, experience: Experience) -> dict[str, Any]:
-        """What the models are given of some rows, whose scored tokens are the completions', in order."""
+        """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
         if self.images is not None:
             return self.images.batch(experience)
         return experience.as_batch(prefix_sharing=self.shares_prefix)
@@ -452,7 +452,7 @@ class OnlineTrainer(BaseTrainer):
         return {**super().derived_metrics(means), **of_batches}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; with a training loss where tokens went and, with `log_completions`, completions."""
+        """Log; with a training loss also token counts and, with `log_completions`, completions."""
         counts = self._token_counts if self.ends_window(logs) else None
         super().log(logs if counts is None else {**logs, **counts.logged()}, start_time)
         if counts is not None and self.args.log_completions:
@@ -483,7 +483,7 @@ class OnlineTrainer(BaseTrainer):
         return self.accelerator.prepare(loader)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """The same of the rows that `predict` is given."""
+        """`get_eval_dataloader` for the rows of `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
     @torch.no_grad()
@@ -529,7 +529,7 @@ class OnlineTrainer(BaseTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too.
 
-        A run counts its tokens, and what is clipped, from 0.
+        Token counts and clipped shares start at 0.
         """
         if getattr(self.args, "beta", 0) and self.reference is None:
             raise ValueError(
@@ -545,7 +545,7 @@ class OnlineTrainer(BaseTrainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def method_state(self) -> dict[str, Any]:
-        """What was clipped since the last log, and where the run's tokens went."""
+        """The clipped shares since the last log, and the run's token counts."""
         tokens = {} if self._token_counts is None else self._token_counts.state()
         return {**super().method_state(), "extremes": self._extremes["train"].state(), "tokens": tokens}
 
@@ -597,7 +597,7 @@ class OnlineTrainer(BaseTrainer):
 
 
 def _rollout_facts(trainer: OnlineTrainer) -> dict[str, Any]:
-    """What identifies the rollout batch that a run is in."""
+    """The identity of the rollout batch that a run is in."""
     sizes, number = trainer.sizes, trainer.state.global_step // trainer.sizes.steps
     return {"window": number, "rows": sizes.rows, "steps": sizes.steps, "seed": trainer.order_seed}
 

@@ -15,7 +15,7 @@ from trl.generation.transformers.requests import end_tokens, fresh_seed
 from trl.models.parts import causal_core
 from trl.tensors.padding import pad
 
-# What transformers assumes where neither the call nor the model's generation config says.
+# Defaults of transformers, under the model's generation config and the arguments of the call.
 _DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
 
 

@@ -378,7 +378,7 @@ class PPOTrainer:
             return False
         self._warn_once(
             "A minibatch is left out in step %d: the mean ratio of new to old probabilities is %.3g, ratio_threshold is %g. "
-            "If this goes on, lower learning_rate or ppo_epochs, or set max_grad_norm.",
+            "If this happens often, lower learning_rate or ppo_epochs, or set max_grad_norm.",
             self.current_step + 1, mean, self.config.ratio_threshold,
         )  # fmt: skip
         return True
@@ -421,7 +421,7 @@ class PPOTrainer:
         """Log-probs, logits (None unless `return_logits`), values and masks of responses, `(B, R)`; logits `(B, R, V)`.
 
         `model` is this trainer's, its reference, or another with or (values are None) without a value head. `model_inputs`
-        are not needed: queries and responses say everything.
+        are ignored.
         """
         del model_inputs
         scorer, model = self._scorer_of(model)

@@ -1,4 +1,4 @@
-"""REINFORCE leave-one-out: the baseline of a completion is the mean reward of the others of its prompt."""
+"""REINFORCE leave-one-out: the baseline of a completion is the mean reward of the other completions of its prompt."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class GFPOConfig(GRPOConfig):
             )
 
     def kept_sizes(self) -> RolloutSizes:
-        """How what remains of a batch of completions is cut into optimiser steps.
+        """The sizes of what remains of a rollout batch, and of its optimiser steps.
 
         Raises: ValueError where it does not divide.
         """

@@ -70,10 +70,10 @@ class GFPOMethod(GRPOMethod):
 class GFPOTrainer(GRPOTrainer):
     """Trainer of group filtered policy optimisation (Shrivastava et al. 2025, arXiv:2508.09726).
 
-    Takes what `GRPOTrainer` takes, and `group_filter_func(group_completions=, group_rewards=, **columns)`, which answers with a
+    Takes what `GRPOTrainer` takes, and `group_filter_func(group_completions=, group_rewards=, **columns)`, which returns a
     list of scores for every group. The `num_remains_in_group` highest of each group are the group that is learned from: their
-    advantages are over their own mean and deviation. What is generated and filtered out is part of the reward's and the
-    lengths' statistics, and of nothing else.
+    advantages are over their own mean and deviation. Filtered completions only count in the
+    statistics of rewards and lengths.
 
     Example:
         >>> def shortest(group_completions, **columns):

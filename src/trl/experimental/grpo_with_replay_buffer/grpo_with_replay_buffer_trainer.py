@@ -1,4 +1,4 @@
-"""GRPO in which groups that teach nothing give way to good groups of earlier batches."""
+"""GRPO that replaces groups with equal rewards by good groups of earlier batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReplayMethod(GRPOMethod):
 
 
 class GRPOWithReplayBufferTrainer(GRPOTrainer):
-    """`GRPOTrainer` with a buffer of earlier groups, which are learned from again where new ones teach nothing.
+    """`GRPOTrainer` with a buffer of earlier groups, which replace new groups with equal rewards.
 
     A group whose rewards are all equal is replaced by one drawn from the buffer, with the log-probs, rewards and advantages
     of its own time: the ratio to the policy that sampled it is clipped as in later steps on one batch. The buffer holds the

@@ -1,4 +1,4 @@
-"""What a PPO trainer is made of, put together and checked before the first step."""
+"""The parts of a PPO trainer, put together and checked before the first step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VALUE_MODEL = REWARD_MODEL._replace(words="a value model")
 
 
 class Parts(NamedTuple):
-    """The policy as it was made ready, it and the value model as one module, and what scores both."""
+    """The prepared policy, policy and value model as one module, and the scorer of both."""
 
     policy: Policy
     model: PolicyAndValue
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 def value_and_policy(
     model: Any, value_model: Any, args: PPOConfig, processing_class: Any, peft_config: Any
 ) -> Parts:
-    """Both models ready to be trained. Without a value model one is made of the policy, with a head that says 0.
+    """Both models ready to be trained. Without a value model one is made of the policy, with a head that gives 0.
 
     Raises: ValueError for a value model with more than one label, that lacks tokens of the tokenizer, or that shares weights
     with the policy; TypeError for an encoder-decoder.
@@ -128,7 +128,7 @@ def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) 
 
 
 def check_sizes(args: PPOConfig) -> RolloutSizes:
-    """How a batch of rollouts is cut.
+    """The sizes of a rollout batch; those of the config are filled in.
 
     Raises: ValueError for a size that is not the one that follows from the others.
     """
@@ -208,7 +208,7 @@ def reward_sources(
     args: PPOConfig,
     parts: Parts,
 ) -> RewardSources:
-    """Where scores come from: a reward model, functions and judges, added up.
+    """The reward sources: a reward model, functions and judges, whose scores are added.
 
     Raises: ValueError where there is none, where the value model is the reward model, and for a judge that compares.
     """
