@@ -412,7 +412,7 @@ def test_the_step_level_trainer_names_the_one_over_data_sets(name):
         TypeError, match=rf".*{name}.* use PPOConfig and PPOTrainer of trl\.experimental\.ppo"
     ):
         PPOTrainer(**{name: None})
-    with pytest.raises(TypeError, match="arguments .*modell"):
+    with pytest.raises(TypeError, match=r"arguments .*modell"):
         PPOTrainer(modell=None)
 
 

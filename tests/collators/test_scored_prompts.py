@@ -4,8 +4,7 @@ import pytest
 import torch
 from tests.trainer.dpo_runs import pairs
 
-from trl.collators.preference import PairCollator
-from trl.collators.scored_prompts import with_prompts_scored
+from trl.collators.preference import PairCollator, with_prompts_scored
 from trl.models.packed.layout import padded_rows, scored_sequences
 
 

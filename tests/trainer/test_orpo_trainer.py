@@ -10,8 +10,7 @@ from tests.trainer.cpo_runs import TEXT, gradients_of, largest_difference, plain
 from tests.trainer.dpo_runs import pairs
 from tests.trainer.orpo_runs import make
 from tests.trainer.test_cpo_trainer import IN_TWOS, LOGGED, OF_THE_RUN, padded
-from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
-from trl.collators.scored_prompts import with_prompts_scored
+from trl.collators.preference import DPODataCollatorWithPadding, PairCollator, with_prompts_scored
 
 WITH_ODDS = LOGGED | {"log_odds_ratio", "log_odds_chosen"}
 

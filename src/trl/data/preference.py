@@ -244,18 +244,17 @@ class PairTokenizer(RowKind):
     def _given(self, row: dict[str, Any], index: int) -> Tokens:
         completions = []
         for side, column in zip(SIDES, self.reader.row_type.columns[-2:], strict=True):
-            ids, mask = row[column], row.get(f"attention_mask_{side}")
-            if mask is not None and (len(mask) != len(ids) or not any(mask)):
-                given = (
-                    f"{len(mask)} values ({sum(map(bool, mask))} not 0) for {len(ids)} tokens in {column!r}"
+            ids, mask_column = row[column], f"attention_mask_{side}"
+            mask = row.get(mask_column) or [1] * len(ids)
+            if len(mask) != len(ids) or not any(mask):
+                count = f"{len(mask)} values ({sum(map(bool, mask))} not 0)"
+                place, remedy = self.reader.place(index, mask_column), "Give 1 for each token, 0 for padding."
+                raise place.error(
+                    f"{count} for {len(ids)} tokens in {column!r}",
+                    "as many, and at least one that is 1",
+                    remedy,
                 )
-                place, remedy = (
-                    self.reader.place(index, f"attention_mask_{side}"),
-                    "Give 1 for each token, 0 for padding.",
-                )
-                raise place.error(given, "as many, and at least one that is 1", remedy)
-            real = zip(ids, mask or [1] * len(ids), strict=True)
-            completions.append([token for token, is_real in real if is_real])
+            completions.append([token for token, is_real in zip(ids, mask, strict=True) if is_real])
         return Tokens(index, list(row.get(PAIR_COLUMNS[0]) or []), completions, row.get(OWN_PROMPT))
 
     def _cut(self, tokens: Tokens) -> dict[str, Any]:

@@ -181,8 +181,9 @@ class PromptSets:
         if isinstance(dataset, IterableDataset) and name != "train":
             dataset = _stored(dataset)
         if isinstance(dataset, list):
-            _check_one_format(dataset, name)
-            dataset = Dataset.from_list(dataset)
+            dataset = Dataset.from_list(
+                dataset, on_mixed_types="use_json"
+            )  # a mixed column is refused by row
         if not isinstance(dataset, Dataset):
             given = "None" if dataset is None else f"of type {type(dataset).__name__}"
             raise TypeError(
@@ -243,14 +244,3 @@ class PromptSets:
 def _stored(stream: IterableDataset) -> Dataset:
     """All rows of a stream, in memory."""
     return Dataset.from_list([dict(row) for row in stream.with_format(None)], features=stream.features)
-
-
-def _check_one_format(rows: list[Any], name: str) -> None:
-    """Raise TypeError for rows of which some have text and some messages: a stored data set has a column of one kind."""
-    kinds = ["messages" if isinstance(row.get("prompt"), list) else "text" for row in rows]
-    for index, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise TypeError(
-                f"{Place(name, index, 'prompt')}: {kind}, expected {kinds[0]} as in row 0. Do not mix the standard and the "
-                "conversational format; convert one into the other."
-            )

@@ -123,7 +123,18 @@ def prepare_unpaired_dataset(
             name,
             group,
         )
-    return _with_mismatches(rows, Mismatching(lengths, group, same_label=is_paired), name), report  # type: ignore[return-value]
+    features = None
+    if rows.features is not None:
+        own = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
+        features = Features({**own, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
+    rows = rows.map(
+        Mismatching(lengths, group, same_label=is_paired),
+        batched=True,
+        batch_size=-(-BATCH // group) * group,
+        remove_columns=list(WHOLE),
+        features=features,
+    )
+    return without_nulls(rows, KL_COLUMNS[1]), report  # type: ignore[return-value]
 
 
 def _row_type(
@@ -323,22 +334,6 @@ def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) ->
         alike = (other for other in before if not same_label or labels[other] == label)
         found.append(next(alike, before[0]))
     return found
-
-
-def _with_mismatches(dataset: Any, mismatch: Mismatching, name: str) -> Any:
-    is_stored, features = isinstance(dataset, Dataset), None
-    if dataset.features is not None:
-        kept = {column: kind for column, kind in dataset.features.items() if column not in WHOLE}
-        features = Features({**kept, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
-    rows = dataset.map(
-        mismatch,
-        batched=True,
-        batch_size=-(-BATCH // mismatch.group) * mismatch.group,
-        remove_columns=list(WHOLE),
-        features=features,
-        **({"desc": f"Mismatching {name} dataset"} if is_stored else {}),
-    )
-    return without_nulls(rows, KL_COLUMNS[1])
 
 
 def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -> None:

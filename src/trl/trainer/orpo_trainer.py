@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from trl.collators.scored_prompts import with_prompts_scored
+from trl.collators.preference import with_prompts_scored
 from trl.objectives.pairs import PairScores
 from trl.objectives.reference_free import orpo_terms
 from trl.tensors.reduce import LossTerms
