@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
@@ -292,35 +292,6 @@ def test_adapter_is_its_own_reference():
     ids = torch.tensor([[5, 6, 7]])
     with trainer.null_ref_context() as reference, torch.no_grad():
         assert torch.allclose(reference(ids).logits, base(ids).logits, atol=1e-5)
-
-
-def test_a_named_adapter_is_the_reference():
-    config = LoraConfig(r=4, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
-    torch.manual_seed(0)
-    model = get_peft_model(tiny_model("gpt2"), config)
-    model.add_adapter("reference", config)
-    model.to(torch.float64)
-    ids = torch.tensor([[5, 6, 7]])
-    model.set_adapter("reference")
-    with torch.no_grad():
-        expected = model(ids).logits
-    model.set_adapter("default")
-    trainer, keep = run(model, model_adapter_name="default", ref_adapter_name="reference", **SHORT)
-    trained = {name for name in keep.steps[0] if name.startswith("policy.")}
-    assert trained and all(".default." in name for name in trained)
-    assert logs(trainer)[0]["objective/kl"] > 0.1
-    with trainer.null_ref_context() as reference, torch.no_grad():
-        assert torch.equal(reference(ids).logits, expected)
-    assert model.active_adapters == ["default"]
-
-
-@pytest.mark.parametrize("name", ["model_adapter_name", "ref_adapter_name"])
-def test_an_adapter_that_does_not_exist(name):
-    model = get_peft_model(
-        tiny_model("gpt2"), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
-    )
-    with pytest.raises(ValueError, match=rf"{name}='judge'.*\['default'\]"):
-        make(model, **{name: "judge"})
 
 
 def test_value_model_of_the_policy_starts_at_zero():

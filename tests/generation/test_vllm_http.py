@@ -321,17 +321,6 @@ def test_a_body_in_chunks_counts_too(served):
     connection.close()
 
 
-def test_one_connection_serves_several_requests(served):
-    connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=20)
-    for _ in range(3):
-        connection.request("GET", "/model/", headers={"Authorization": f"Bearer {TOKEN}"})
-        answer = connection.getresponse()
-        assert answer.status == 200 and answer.read()
-        kept = connection.sock
-    assert kept is not None
-    connection.close()
-
-
 def test_the_address_is_taken_before_there_is_a_model():
     server = GenerationServer("127.0.0.1", 0)
     with server, pytest.raises(ConnectionRefusedError):  # bound, and not listening yet

@@ -55,39 +55,29 @@ def scores_of(function, *, inputs=INPUTS, **options):
 
 LENGTHS = [[6.0], [7.0], [6.0]]
 
+# kind -> what makes it, and its name
 KINDS = {
-    "function": lambda: length,
-    "async": lambda: async_length,
-    "partial": lambda: functools.partial(length, extra=1),
-    "async partial": lambda: functools.partial(async_length, extra=1),
-    "lambda": lambda: lambda completions: [float(len(text)) for text in completions],
-    "lambda around async": lambda: lambda **kwargs: async_length(**kwargs),
-    "object": Judge,
-    "async object": AsyncJudge,
-    "method": lambda: Judge().method,
-    "source": lambda: FunctionSource(length, name="own name"),
-}
-NAMES = {
-    "function": "length",
-    "async": "async_length",
-    "partial": "length",
-    "async partial": "async_length",
-    "lambda": "<lambda>",
-    "lambda around async": "<lambda>",
-    "object": "Judge",
-    "async object": "AsyncJudge",
-    "method": "method",
-    "source": "own name",
+    "function": (lambda: length, "length"),
+    "async": (lambda: async_length, "async_length"),
+    "partial": (lambda: functools.partial(length, extra=1), "length"),
+    "async partial": (lambda: functools.partial(async_length, extra=1), "async_length"),
+    "lambda": (lambda: lambda completions: [float(len(text)) for text in completions], "<lambda>"),
+    "lambda around async": (lambda: lambda **kwargs: async_length(**kwargs), "<lambda>"),
+    "object": (Judge, "Judge"),
+    "async object": (AsyncJudge, "AsyncJudge"),
+    "method": (lambda: Judge().method, "method"),
+    "source": (lambda: FunctionSource(length, name="own name"), "own name"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deadline", [None, 30.0])
 def test_every_kind_of_function_gives_its_scores_under_its_name(kind, deadline):
-    sources = RewardSources(KINDS[kind](), deadline=deadline)
+    make, name = KINDS[kind]
+    sources = RewardSources(make(), deadline=deadline)
     result = sources.score(INPUTS)
     assert result.scores.tolist() == LENGTHS
-    assert result.names == (NAMES[kind],)
+    assert result.names == (name,)
     sources.close()
 
 

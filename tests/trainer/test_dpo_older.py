@@ -8,7 +8,6 @@ from datasets import Dataset
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import TrainingArguments
 
-from tests.tiny import tiny_seq2seq
 from tests.tiny_vision import tiny_image, tiny_processor
 from tests.trainer import dpo_plain
 from tests.trainer.dpo_runs import make, pairs, policy_and_reference
@@ -322,13 +321,6 @@ def test_samples_of_policy_and_reference_in_the_older_meaning():
     assert len(found) == 2 and count.tolist()[0] == 2 * len(ROWS)
 
 
-def test_samples_of_an_encoder_decoder():
-    trainer = make(model=tiny_seq2seq("t5"), max_length=6)
-    batch = trainer.data_collator(ROWS[:3])
-    policy, reference = trainer.get_batch_samples(trainer.model, batch)
-    assert len(policy) == 3 and policy == reference  # the copy says the same under the same draws
-
-
 def table_of(trainer, monkeypatch):
     tables = []
     monkeypatch.setattr(
@@ -358,18 +350,6 @@ def test_a_table_is_made_at_evaluation(monkeypatch, capsys):
     assert again.equals(table)
     ((_, other, _),) = table_of(make(**{**settings, "seed": 12}), monkeypatch)
     assert not other.equals(table)
-
-
-def test_the_tables_columns_follow_the_reference(monkeypatch, tmp_path):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
-    settings = {
-        "eval_dataset": {"a": Dataset.from_list(ROWS), "b": Dataset.from_list(ROWS[:2])},
-        "max_length": 20,
-    }
-    trainer = make(**settings, generate_during_eval=True, precompute_ref_log_probs=True)
-    found = table_of(trainer, monkeypatch)
-    assert [name for name, _, _ in found] == ["eval_a_game_log", "eval_b_game_log"]
-    assert all(list(table.columns) == ["Prompt", "Policy"] for _, table, _ in found)
 
 
 def test_sampling_leaves_training_alone():

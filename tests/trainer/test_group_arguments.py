@@ -25,16 +25,6 @@ SILENT = {
 }  # fmt: skip
 
 
-class StopAt(TrainerCallback):
-    """Stops after some step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = control.should_training_stop or state.global_step == self.step
-
-
 def with_dropout() -> nn.Module:
     model = tiny_model("gpt2", dtype=torch.float64)
     for each in model.modules():
@@ -96,23 +86,6 @@ def test_evaluations_leave_the_training_its_random_numbers(plain):
     entries = [entry for entry in trainer.state.log_history if "eval_a_reward" in entry]
     assert [entry["step"] for entry in entries] == [0, 1, 2, 3, 4, 5, 6]
     assert entries[0]["eval_a_reward"] == predicted["test_reward"]
-
-
-def test_no_data_is_skipped_to_go_on_with_the_same_bits(tmp_path, plain):
-    settings = {
-        **CUT,
-        "folder": str(tmp_path),
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "ignore_data_skip": True,
-    }
-    for callbacks, resumed in (([StopAt(3)], None), ([], True)):
-        given = {"model": with_dropout(), "callbacks": callbacks}
-        trainer, keep = make("grpo", **settings, given=given)
-        trainer.train(resume_from_checkpoint=resumed)
-    assert logs(trainer) == plain["grpo"][1]
-    for own, theirs in zip(keep.steps, plain["grpo"][0][3:], strict=True):
-        assert all(torch.equal(own[name], theirs[name]) for name in own)
 
 
 class Ask(TrainerCallback):
@@ -222,12 +195,6 @@ def test_settings_of_references_and_tools_that_nobody_reads_say_so():
         "ref_model_mixup_alpha=0.5 has no effect with sync_ref_model=False",
         "ref_model_sync_steps=3 has no effect with sync_ref_model=False",
     ]
-
-
-def test_a_reference_that_nothing_reads_is_not_moved():
-    with pytest.warns(UserWarning, match=r"sync_ref_model=True has no effect with beta=0\.0"):
-        trainer, _ = make(beta=0.0, sync_ref_model=True, max_steps=1)
-    assert trainer.train().global_step == 1 and trainer.reference is None
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])

@@ -1,15 +1,13 @@
 """GRPOTrainer: groups of completions, what they are judged by, what is trained, logged, evaluated and resumed."""
 
-import asyncio
-
 import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
 
-from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
+from tests.trainer.grpo_runs import logs, make, prompts, run
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.columns import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.maker import split_begun
@@ -94,19 +92,6 @@ def test_weights_of_whole_sequences_are_taken_to_the_sampler_itself():
     assert entries[1]["vespo/phi_seq_mean"] != pytest.approx(1, abs=1e-3)
 
 
-def test_sources_of_every_kind_are_weighed():
-    async def halves(completion_ids, **_):
-        await asyncio.sleep(0)
-        return [len(ids) / 2 for ids in completion_ids]
-
-    model = tiny_classifier("llama", num_labels=1, seed=3)
-    funcs = [even_tokens, halves, model]
-    trainer, _ = run(reward_funcs=funcs, reward_weights=[1.0, 0.5, 2.0], max_steps=1)
-    first, names = logs(trainer)[0], trainer.rewards.names
-    total = sum(w * first[f"rewards/{n}/mean"] for w, n in zip((1.0, 0.5, 2.0), names, strict=True))
-    assert first["reward"] == pytest.approx(total, abs=1e-9)
-
-
 def test_sources_without_an_opinion():
     def first_row_only(completions, **_):
         return [1.0, *[None] * (len(completions) - 1)]
@@ -188,13 +173,6 @@ def test_what_a_prompt_begins_to_say_is_part_of_the_completion():
     assert all([message["role"] for message in prompt] == ["user"] for prompt in seen["prompts"])
     parts = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert split_begun([parts]) == ([], "ab")
-
-
-def test_the_reference_follows_the_policy():
-    settings = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    trainer, _ = run(**settings)
-    assert all(entry["kl"] == pytest.approx(0, abs=1e-9) for entry in logs(trainer))
-    assert logs(run()[0])[-1]["kl"] > 1e-3
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])

@@ -11,15 +11,13 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import HfApi
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import HfArgumentParser
 
-from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.ppo_runs import QUERIES, SCORES, batch, make_trainer, tensors, value_model
 from tests.two_processes import launch
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
-from trl.models.reference_weights import create_reference_model
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -304,38 +302,11 @@ def test_shared_layers_are_frozen_in_both():
     assert all(reference[name] is p for name, p in trainer.model.named_parameters() if "layers.0." in name)
 
 
-def test_shared_layers_without_a_copy():
-    reference = value_model()
-    trainer = make_trainer(value_model(), reference, options={"num_shared_layers": 1})
-    assert trainer.ref_model is reference
-    assert all(parameter.requires_grad for parameter in trainer.model.parameters())
-
-
 def test_a_plain_model_is_a_reference_too():
     other = value_model(seed=1)
     first = make_trainer(value_model(), copy.deepcopy(other)).step(*batch())
     second = make_trainer(value_model(), other.pretrained_model).step(*batch())
     assert first["objective/kl"] == second["objective/kl"] != 0
-
-
-def test_forward_passes_of_policy_reference_and_others():
-    queries, responses, _ = batch()
-    trainer = make_trainer(value_model(), create_reference_model(value_model(seed=1)), mini_batch_size=2)
-    for model in (trainer.model, trainer.ref_model, value_model(seed=2)):
-        logps, logits, values, masks = trainer.batched_forward_pass(model, queries, responses, None, True)
-        with torch.no_grad():
-            expected = responses_of(model, queries, responses)
-        torch.testing.assert_close(
-            logps[masks != 0].detach(), torch.cat([row for row, _ in expected]), rtol=1e-4, atol=1e-4
-        )
-        chosen = logits.log_softmax(-1).gather(
-            -1, torch.nn.utils.rnn.pad_sequence(responses, batch_first=True)[..., None]
-        )
-        torch.testing.assert_close(chosen[..., 0][masks != 0], logps[masks != 0], rtol=1e-4, atol=1e-4)
-        if model is not trainer.ref_model:
-            torch.testing.assert_close(
-                values[masks != 0].detach(), torch.cat([row for _, row in expected]), rtol=1e-4, atol=1e-4
-            )
 
 
 def test_dropout_acts_in_training_alone():
@@ -547,32 +518,6 @@ def test_a_command_line_makes_a_config():
             {"logging_dir": "logs"},
             "abs",
         )
-
-
-def test_several_adapters_over_one_base(tmp_path):
-    """A reward adapter scores, the policy's trains, and without either the base is the reference."""
-    base = tiny_model("llama")
-    classifier = tiny_classifier("llama", num_labels=1)
-    adapter = get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", r=4, init_lora_weights=False))
-    adapter.save_pretrained(tmp_path)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4)
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(
-        base, peft_config=lora, reward_adapter=str(tmp_path), summary_dropout_prob=0.0
-    )
-    trainer = make_trainer(model)
-    queries, responses, _ = batch()
-    before = weights(trainer)
-    for step in range(2):
-        scores = [
-            trainer.model.compute_reward_score(torch.cat(text)[None])[0, -1, 0]
-            for text in zip(queries, responses, strict=True)
-        ]
-        stats = trainer.step(queries, responses, scores)
-        assert stats["ppo/mean_scores"] == pytest.approx(float(torch.stack(scores).mean()))
-        assert (stats["objective/kl"] != 0) == (step > 0)
-    moved = {name for name, weight in weights(trainer).items() if not torch.equal(weight, before[name])}
-    assert moved
-    assert all(".default." in name or "v_head" in name for name in moved)
 
 
 def test_the_adam_that_is_made_and_a_card_without_a_run(tmp_path, caplog):

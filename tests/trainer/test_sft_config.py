@@ -54,11 +54,6 @@ def test_the_first_positional_argument_is_output_dir(tmp_path):
     assert SFTConfig(str(tmp_path), use_cpu=True).output_dir == str(tmp_path)
 
 
-def test_unknown_arguments_are_a_type_error(tmp_path):
-    with pytest.raises(TypeError, match="max_lenght"):
-        config(tmp_path, max_lenght=3)
-
-
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -155,13 +150,6 @@ def test_parses_from_a_command_line(tmp_path):
     assert (args.completion_only_loss, args.eval_packing, args.gradient_checkpointing) == (True, False, False)
     assert args.model_init_kwargs == {"dtype": "float32"}
     assert parse("--bf16").bf16 is True
-
-
-def test_a_bad_choice_on_the_command_line_exits_with_2(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse("--loss_type", "mse")
-    assert stop.value.code == 2
-    assert "invalid choice: 'mse'" in capsys.readouterr().err
 
 
 def test_a_setting_of_older_data_sets_is_taken_with_a_warning(tmp_path):
