@@ -35,6 +35,9 @@ _DRAINED_BYTES = 16 * 1024**2  # of a refused body
 _IDLE_S = 120  # until an idle connection is closed
 _ENDING_S = 2  # for requests to end at shutdown
 _ERRORS_SHOWN = 5  # of a body
+_STATUS: dict[type[Exception], int] = {
+    RequestValidationError: 400, ValueError: 400, TypeError: 400, NoChannel: 409, BackendDied: 503, Exception: 500,
+}  # fmt: skip
 _SENDING = ("/update_weights/", "/update_named_param/")  # the client waits to send
 
 
@@ -170,13 +173,12 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
 
     @app.post("/init_communicator/")
     async def init_communicator(body: JoinBody) -> Any:
-        if body.world_size != backend.world_size + 1:
-            size = backend.world_size + 1
+        if body.world_size != (size := backend.world_size + 1):
             raise ValueError(f"world_size must be {size}, all workers and the client, got {body.world_size}.")
         if body.port == server.port:
             raise ValueError(f"port {body.port} is this server's own. Choose another group_port.")
-        where: Any = {"host": server.host, "port": body.port, "size": body.world_size}
-        await _called(lambda: backend.join(**where, backend=body.backend, timeout_s=body.timeout_s))
+        how: Any = {"host": server.host, "port": body.port, "backend": body.backend}
+        await _called(lambda: backend.join(**how, size=size, timeout_s=body.timeout_s))
         return {"status": "joined", "channel": backend.channel}
 
     @app.post("/update_weights/")
@@ -199,30 +201,24 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
         await _called(lambda: backend.leave(None if body is None else body.channel))
         return {"status": "ok"}
 
-    async def refused(request: Request, error: Exception) -> JSONResponse:
-        if request.url.path in _SENDING:
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            return _error(error.status_code, f"{error.detail} ({request.method} {request.url.path})")
+        status, text = next(status for kind, status in _STATUS.items() if isinstance(error, kind)), str(error)
+        if isinstance(error, BackendDied):
+            server.died = error
+            server.shutdown()
+        elif isinstance(error, RequestValidationError):
+            fields = [(".".join(map(str, each["loc"][1:])) or "body", each["msg"]) for each in error.errors()]
+            text = "; ".join(f"{name}: {fault}" for name, fault in fields[:_ERRORS_SHOWN])
+        elif status == 500:  # which is logged
+            text = f"{type(error).__name__}: {error}"
+        if status == 400 and request.url.path in _SENDING:
             await _called(backend.leave)  # the client would wait for this server to receive
-        return _error(400, _described(error) if isinstance(error, RequestValidationError) else str(error))
+        return _error(status, text)
 
-    async def died(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, BackendDied)
-        server.died = error
-        server.shutdown()
-        return _error(503, str(error))
-
-    async def unknown(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return _error(error.status_code, f"{error.detail} ({request.method} {request.url.path})")
-
-    app.add_exception_handler(RequestValidationError, refused)
-    app.add_exception_handler(ValueError, refused)
-    app.add_exception_handler(TypeError, refused)
-    app.add_exception_handler(BackendDied, died)
-    app.add_exception_handler(HTTPException, unknown)
-    app.add_exception_handler(NoChannel, lambda request, error: _error(409, str(error)))
-    app.add_exception_handler(
-        Exception, lambda request, error: _error(500, f"{type(error).__name__}: {error}")
-    )  # which is logged
+    for kind in (HTTPException, *_STATUS):
+        app.add_exception_handler(kind, failed)
     return app
 
 
@@ -233,12 +229,6 @@ async def _called(function: Callable[[], Any]) -> Any:
 
 def _error(status: int, text: str) -> JSONResponse:
     return JSONResponse({"error": text}, status)
-
-
-def _described(error: RequestValidationError) -> str:
-    """The invalid fields of a body."""
-    found = error.errors()[:_ERRORS_SHOWN]
-    return "; ".join(f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}" for each in found)
 
 
 def _completions(found: dict[str, Any]) -> JSONResponse:
