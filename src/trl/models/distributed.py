@@ -4,13 +4,15 @@ import copy
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from trl.models.peft import is_peft_model
 from trl.models.switches import disable_gradient_checkpointing
@@ -89,8 +91,6 @@ def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
         model = fsdp2_prepare_model(accelerator, model)
     elif not is_fsdp1(model):
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         plugin.set_auto_wrap_policy(model)
         model = FullyShardedDataParallel(
             model,
@@ -104,15 +104,11 @@ def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 def is_fsdp1(model: Any) -> bool:
     """Whether a module is wrapped by the first version of FSDP."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return isinstance(model, FullyShardedDataParallel)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model's weights are sharded over processes (ZeRO-3, FSDP of either version)."""
-    from torch.distributed.tensor import DTensor
-
     parts = any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in model.parameters())
     return parts or any(is_fsdp1(module) for module in model.modules())
 
@@ -134,8 +130,6 @@ def gathered_parameters(
 
 def fsdp2_modules(model: nn.Module) -> list[Any]:
     """The modules that FSDP2 shards, the outermost first, initialised so that they can gather before the first forward."""
-    from torch.distributed.fsdp import FSDPModule
-
     found: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if found:
         found[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
@@ -144,8 +138,6 @@ def fsdp2_modules(model: nn.Module) -> list[Any]:
 
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights that FSDP2 modules keep after a forward; writes into them would be lost."""
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -202,9 +194,6 @@ def whole_shape(parameter: Tensor, unit: Any | None = None) -> Tensor:
 
 def _is_resharded(unit: nn.Module) -> bool:
     """Whether an FSDP2 module's own parameters are not gathered."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
     if any(isinstance(parameter, DTensor) for parameter in unit.parameters(recurse=False)):
         return True
     inner = [child for child in unit.children() if not isinstance(child, FSDPModule)]
@@ -226,51 +215,21 @@ def unwrap_model_for_generation(
     FSDP1 weights are summoned; FSDP2 modules gather in their own hooks, so all ranks must generate equally often.
     """
     unwrapped: Any = accelerator.unwrap_model(model)
-    with (
-        disable_gradient_checkpointing(unwrapped),
-        _generation_config(unwrapped, generation_kwargs),
-        _whole_weights(model, accelerator, gather_deepspeed3_params),
-    ):
+    # A `PeftModel` generates with the config of its base.
+    owner = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+    config, plugin = getattr(owner, "generation_config", None), accelerator.state.deepspeed_plugin
+    with disable_gradient_checkpointing(unwrapped), ExitStack() as block:
+        if generation_kwargs and config is not None:
+            owner.generation_config = copy.deepcopy(config)
+            block.callback(setattr, owner, "generation_config", config)
+            owner.generation_config.update(**generation_kwargs)
+        if is_fsdp1(model):
+            block.enter_context(FullyShardedDataParallel.summon_full_params(model, writeback=False))
+        elif plugin is not None and plugin.zero_stage == 3 and gather_deepspeed3_params:
+            block.enter_context(gathered_parameters(model.parameters()))
+            block.callback(add_hooks, model)
+            remove_hooks(model)
         yield unwrapped
-
-
-@contextmanager
-def _generation_config(model: Any, kwargs: dict[str, Any] | None) -> Iterator[None]:
-    """Set `kwargs` on a copy of the model's generation config for the length of the block.
-
-    A `PeftModel` generates with the config of its base.
-    """
-    model = model.get_base_model() if is_peft_model(model) else model
-    original = getattr(model, "generation_config", None)
-    if not kwargs or original is None:
-        yield
-        return
-    model.generation_config = copy.deepcopy(original)
-    model.generation_config.update(**kwargs)
-    try:
-        yield
-    finally:
-        model.generation_config = original
-
-
-@contextmanager
-def _whole_weights(model: Any, accelerator: Accelerator, gather_zero3: bool) -> Iterator[None]:
-    if is_fsdp1(model):
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False, recurse=True):
-            yield
-        return
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is None or plugin.zero_stage != 3 or not gather_zero3:
-        yield
-        return
-    with gathered_parameters(model.parameters()):
-        remove_hooks(model)
-        try:
-            yield
-        finally:
-            add_hooks(model)
 
 
 def add_hooks(model: Any) -> None:

@@ -118,13 +118,10 @@ def hash_weights(module: nn.Module, *, settings: Mapping[str, Any], left_out: Co
 
 def save_parameters(module: nn.Module, file: str) -> None:
     """Write a module's parameters, gathered, into a safetensors file on the main process. All processes must call it."""
-    _prepare_to_read(module)
-    is_main, kept = PartialState().is_main_process, {}
-    for name, parameter in module.named_parameters():
-        with gathered_parameters([parameter]):
-            whole = _whole(parameter)
-            if is_main:
-                kept[name] = whole.to("cpu", copy=True).contiguous()
+    is_main, kept, names = PartialState().is_main_process, {}, dict(module.named_parameters())
+    for name, value in _whole_state(module):
+        if is_main and name in names:
+            kept[name] = value.to("cpu", copy=True).contiguous()
     if is_main:
         save_file(kept, f"{file}.incomplete")
         os.replace(f"{file}.incomplete", file)
@@ -160,17 +157,12 @@ def _whole_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             continue
-        parameter = parameters.get(name)
-        if parameter is None or isinstance(value, DTensor):
-            yield name, _whole(value)
+        if isinstance(value, DTensor):
+            yield name, value.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
             continue
-        with gathered_parameters([parameter]):
-            yield name, _whole(parameter)
-
-
-def _whole(value: Tensor) -> Tensor:
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+        value: Any = parameters.get(name, value)
+        with gathered_parameters([value]):
+            yield name, value.detach()
 
 
 def _plain(value: Any) -> Any:

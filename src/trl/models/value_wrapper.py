@@ -369,7 +369,12 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
     for names in (_SAFE_FILES, _PICKLED_FILES) if pickled else (_SAFE_FILES,):
         found = ((name, file) for name in names if (file := _find(model_id, name, options)))
         name, file = next(found, ("", None))
-        weights = {} if file is None else _weights_of(file, name, model_id, options)
+        files = [] if file is None else [file]
+        if file is not None and name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+            places = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"].items()
+            shards = sorted({shard for key, shard in places if key.startswith(PREFIX)})
+            files = [_find(model_id, shard, options) for shard in shards]
+        weights = {key: weight for each in files if each for key, weight in _read(each).items()}
         if weights or (file is not None and not pickled):
             return weights or None
     if not pickled and _find(model_id, WEIGHTS_NAME, options) is not None:
@@ -378,16 +383,6 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
             model_id,
         )
     return None
-
-
-def _weights_of(file: str, name: str, model_id: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The head's weights in a file, or in the shards that an index names."""
-    if name not in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        return _read(file)
-    with open(file, encoding="utf-8") as index:
-        shards = {shard for key, shard in json.load(index)["weight_map"].items() if key.startswith(PREFIX)}
-    files = [_find(model_id, shard, options) for shard in sorted(shards)]
-    return {key: weight for found in files if found for key, weight in _read(found).items()}
 
 
 def _find(model_id: str, name: str, options: dict[str, Any]) -> str | None:

@@ -190,7 +190,7 @@ _NEEDS_BETA = frozenset({"ipo", "sppo_hard"})
 def check_losses(losses: Sequence[str], loss_weights: Sequence[float] | None, options: PairOptions) -> None:
     """Raises ValueError for names, weights or settings that do not go together."""
     if not losses:
-        raise ValueError("loss_type must name at least 1 loss, got none. The default is 'sigmoid'.")
+        raise ValueError("loss_type must name at least 1 loss, got none.")
     for name in losses:
         lookup(PAIR_LOSSES, name, "loss_type")
     lookup(F_DIVERGENCES, options.f_divergence, "f_divergence_type")
@@ -220,9 +220,8 @@ def preference_terms(
     `loss_weights` (None: 1 each) mix the losses, as in MPO (Wang et al. 2024, arXiv:2411.10442); `pair_weights`
     `(B,)` scale each pair, as in WPO. Neither changes what the mean is over. `logged` are the scores that the logged
     rewards are taken from, where those are not the loss's own (`reference_free` with a reference). Where `sft` is named
-    or `rpo_alpha` set, add `chosen_nll`. Raises ValueError as `check_losses` does.
+    or `rpo_alpha` set, add `chosen_nll`.
     """
-    check_losses(losses, loss_weights, options)
     mixing = [1.0] * len(losses) if loss_weights is None else [float(weight) for weight in loss_weights]
     values = torch.zeros_like(scores.chosen)
     for name, weight in zip(losses, mixing, strict=True):

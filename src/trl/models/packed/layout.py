@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trl.tensors.padding import flush_left
 from trl.tensors.segments import Segments
@@ -327,28 +328,21 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
         rows, names = _padded_on_the_right(batch), ("input_ids", "attention_mask", "labels")
         return {name: rows[name] for name in names if rows.get(name) is not None}
     batch = _without_filler(batch)
-    segments = _segments(batch)
-    labels = batch.get("labels")
+    tokens, segments = batch["input_ids"][0], _segments(batch)
+    labels = torch.full_like(tokens, IGNORED) if batch.get("labels") is None else batch["labels"][0]
     every = list(segments)
-    leaves = [every[number] for number in _leaves(segments)]
-    shape = (len(leaves), max(length + prefix for _, length, _, prefix in leaves))
-    device = batch["input_ids"].device
-    rows = {
-        "input_ids": torch.full(shape, pad_token_id, dtype=torch.int64, device=device),
-        "attention_mask": torch.zeros(shape, dtype=torch.int64, device=device),
-        "labels": torch.full(shape, IGNORED, dtype=torch.int64, device=device),
+    ids, targets, labelled = [], [], set()
+    for start, length, prefix_start, prefix in (every[number] for number in _leaves(segments)):
+        prompt, own = slice(prefix_start, prefix_start + prefix), slice(start, start + length)
+        of_prompt = torch.full_like(tokens[prompt], IGNORED) if prefix_start in labelled else labels[prompt]
+        ids.append(torch.cat([tokens[prompt], tokens[own]]))
+        targets.append(torch.cat([of_prompt, labels[own]]))
+        labelled.update([prefix_start] if prefix else [])
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence(targets, batch_first=True, padding_value=IGNORED),
     }
-    labelled: set[int] = set()
-    for row, (start, length, prefix_start, prefix) in enumerate(leaves):
-        rows["input_ids"][row, :prefix] = batch["input_ids"][0, prefix_start : prefix_start + prefix]
-        rows["input_ids"][row, prefix : prefix + length] = batch["input_ids"][0, start : start + length]
-        rows["attention_mask"][row, : prefix + length] = 1
-        if labels is not None:
-            rows["labels"][row, prefix : prefix + length] = labels[0, start : start + length]
-            if prefix_start not in labelled:
-                rows["labels"][row, :prefix] = labels[0, prefix_start : prefix_start + prefix]
-            labelled.update([prefix_start] if prefix else [])
-    return rows
 
 
 def labelled_positions(

@@ -86,25 +86,9 @@ class PolicyValueScorer:
         self.core, self.pad_token_id = policy.core, policy.pad_token_id
         self.stretched_rotaries = policy.stretched_rotaries
         self.fallbacks = [*policy.fallbacks, *(f"value model: {text}" for text in value.fallbacks)]
-
-    @property
-    def packed(self) -> bool:
-        """Whether both models support packed rows."""
-        return self.policy.packed and self.value.packed
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether both support prefix sharing."""
-        return self.policy.shares_prefixes and self.value.shares_prefixes
-
-    @property
-    def neftune_alpha(self) -> float | None:
-        """Noise on the policy's embeddings."""
-        return self.policy.neftune_alpha
-
-    @neftune_alpha.setter
-    def neftune_alpha(self, alpha: float | None) -> None:
-        self.policy.neftune_alpha = alpha
+        self.packed: bool = policy.packed and value.packed
+        self.shares_prefixes: bool = policy.shares_prefixes and value.shares_prefixes
+        self.neftune_alpha: float | None = None  # noise on the policy's embeddings
 
     def score(
         self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
@@ -113,6 +97,8 @@ class PolicyValueScorer:
 
         `model` is the `PolicyAndValue`, maybe wrapped by DDP and its kin.
         """
+
+        self.policy.neftune_alpha = self.neftune_alpha
 
         def both() -> Scored:
             scored = self.policy.score(self.wrapper.policy, batch, options)
