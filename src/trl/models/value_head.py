@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from trl.models.parts import causal_core
 from trl.models.value_wrapper import PREFIX, PreTrainedModelWrapper, last_hidden
 
 INIT_STRATEGIES = (None, "normal")
@@ -53,7 +54,13 @@ class _WithValueHead(PreTrainedModelWrapper):
     def __init__(self, pretrained_model: Any, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in self.supported_args if name in kwargs}
         super().__init__(pretrained_model, **kwargs)
-        _check_language_model(pretrained_model, self.transformers_parent_class)
+        base: Any = causal_core(pretrained_model)
+        seq2seq, auto_class = bool(base.config.is_encoder_decoder), self.transformers_parent_class
+        if base.get_output_embeddings() is None or seq2seq != (auto_class is AutoModelForSeq2SeqLM):
+            raise TypeError(
+                f"model is a {type(base).__name__}, expected one of {auto_class.__name__}. Decoders take "
+                "AutoModelForCausalLMWithValueHead, encoder-decoders AutoModelForSeq2SeqLMWithValueHead."
+            )
         self.v_head = ValueHead(self.config, settings.get("summary_dropout_prob"))
         strategy, spread = settings.get("v_head_init_strategy"), settings.get("v_head_initializer_range", 0.2)
         if strategy not in INIT_STRATEGIES:
@@ -131,13 +138,3 @@ class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
 
 ModelWithValueHead = AutoModelForCausalLMWithValueHead | AutoModelForSeq2SeqLMWithValueHead
 SUPPORTED_ARCHITECTURES = (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)
-
-
-def _check_language_model(model: Any, auto_class: Any) -> None:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    seq2seq = bool(getattr(base.config, "is_encoder_decoder", False))
-    if base.get_output_embeddings() is None or seq2seq != (auto_class is AutoModelForSeq2SeqLM):
-        raise TypeError(
-            f"model is a {type(base).__name__}, expected one of {auto_class.__name__}. Decoders take "
-            "AutoModelForCausalLMWithValueHead, encoder-decoders AutoModelForSeq2SeqLMWithValueHead."
-        )

@@ -136,7 +136,7 @@ def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
 
     Raises: ValueError if it is required and not supported.
     """
-    if scorer.shares_prefixes or not prefix_sharing:
+    if scorer.shares_prefixes or prefix_sharing is False:
         return prefix_sharing is not False
     unsupported = "its flash attention only separates plain sequences"
     if prefix_sharing is True:
