@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import logs, make, run
@@ -98,6 +99,29 @@ def test_a_head_in_float32_trains_and_samples():
     assert weights["lm_head.weight"].dtype == torch.float32
     assert weights["model.norm.weight"].dtype == torch.bfloat16
     assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in logs(trainer))
+
+
+def test_a_tied_head_in_float32_is_saved_and_resumed(tmp_path):
+    def trained(steps, **settings):
+        model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
+        saving = {"folder": tmp_path, "save_strategy": "steps", "save_steps": 1}
+        trainer, _ = make(
+            given={"model": model}, cast_lm_head_to_fp32=True, max_steps=steps, **saving, **settings
+        )
+        return trainer
+
+    start = trained(2)
+    start.save_model(tmp_path / "start")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight  # nothing was trained yet
+    start.train()
+    start.save_model(tmp_path / "end")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "end")
+    assert not torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
+    again = trained(2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for name, value in start.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
 
 
 def test_tokens_of_high_entropy():

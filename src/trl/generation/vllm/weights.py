@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.transformers.decoders import has_readable_weight, readable_weight
 from trl.generation.transformers.engine import without_wrappers
 from trl.models.distributed import fsdp2_units, gathered_modules, is_sharded, whole_shape
+from trl.models.head_precision import was_untied
 from trl.models.parts import causal_core, prompt_learning_unsupported
 from trl.models.peft import is_quantized
 
@@ -34,6 +35,12 @@ def check_sendable(model: nn.Module) -> None:
         raise ValueError(
             f"use_vllm=True was given with a quantised {type(core).__name__}, whose weights cannot be sent to vLLM. Load the model "
             "without quantisation, or use use_vllm=False."
+        )
+    head: Any = core.get_output_embeddings()
+    if was_untied(core) and head.weight.requires_grad:
+        raise ValueError(
+            f"cast_lm_head_to_fp32=True untied the head of {type(core).__name__} from its input embedding, and vLLM keeps them tied. "
+            "Leave cast_lm_head_to_fp32 out, or train an adapter."
         )
     for name, module in core.named_modules():
         if _is_adapter(module) and not (_has_saved_copy(module) or has_readable_weight(module)):

@@ -6,7 +6,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as linear_product
 from transformers import PreTrainedModel
 
+from trl.models.head_precision import as_the_head_wants
 from trl.models.packed.layout import ModelBatch
-from trl.models.parts import causal_core, replaced_forward
+from trl.models.parts import replaced_forward
 from trl.tensors.local_loss import LocalLoss, LossOf, local_loss, local_loss_through
 from trl.tensors.logprobs import AnyHead, token_scores, token_scores_through
 from trl.tensors.segments import Segments
@@ -52,38 +52,8 @@ def call_head(
     if plain is None:
         return function(head, hidden)
     replaced = replaced_forward(plain, lambda states: function(plain, states))
-    exact = _in_float32 in plain._forward_pre_hooks.values()
-    with torch.autocast(hidden.device.type, enabled=False) if exact else nullcontext(), replaced:
+    with as_the_head_wants(plain, hidden.device.type), replaced:
         return plain(hidden)
-
-
-def cast_head_to_float32(model: nn.Module) -> None:
-    """Cast a model's output head to float32, in place, and compute its products in float32, also under autocast.
-
-    Copies of the model keep this. Raises ValueError for a model without a head, or with one tied to the input embedding.
-    """
-    core = causal_core(model)
-    head = core.get_output_embeddings()
-    if head is None:
-        raise ValueError(
-            f"cast_lm_head_to_fp32=True needs an output head, and {type(core).__name__} shows none. Leave it out."
-        )
-    tied = {id(parameter) for parameter in core.get_input_embeddings().parameters()}
-    half = (torch.float16, torch.bfloat16)
-    for part in [
-        part for part in head.modules() if isinstance(part, nn.Linear) and part.weight.dtype in half
-    ]:
-        if id(part.weight) in tied:
-            raise ValueError(
-                f"cast_lm_head_to_fp32=True needs a head with its own weights, and that of {type(core).__name__} is its "
-                "input embedding (tie_word_embeddings). Leave it out, or load the model in float32."
-            )
-        part.float()
-        part.register_forward_pre_hook(_in_float32)
-
-
-def _in_float32(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (inputs[0].float(), *inputs[1:])
 
 
 def plain_linear(head: nn.Module) -> nn.Linear | None:

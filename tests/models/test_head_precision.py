@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
+from trl.generation.vllm.weights import check_sendable
+from trl.models.head_precision import cast_head_to_float32, tied_where_equal
 from trl.models.scoring.causal import Scorer
-from trl.models.scoring.head import cast_head_to_float32
 
 ROWS = {
     "input_ids": torch.tensor([[5, 9, 3, 17, 30, 2]]),
@@ -49,8 +51,35 @@ def test_a_wide_head_stays_as_it_is(tied):
     assert model.config.tie_word_embeddings is tied
 
 
-def test_a_head_that_is_the_input_embedding_is_refused():
+def test_a_head_that_is_the_input_embedding_gets_its_own_weights(tmp_path, caplog):
     model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True needs a head with its own weights"):
-        cast_head_to_float32(model)
-    assert model.dtype == torch.bfloat16
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        hidden = model.get_decoder()(input_ids=ROWS["input_ids"]).last_hidden_state[0]
+    logits = hidden.float() @ embedding.float().T
+    expected = logits.log_softmax(-1)[1:-1].gather(1, ROWS["labels"][0, 2:, None])[:, 0]
+    cast_head_to_float32(model)
+    assert "cast_lm_head_to_fp32=True unties" in caplog.text
+    torch.testing.assert_close(scored(model), expected, rtol=0, atol=1e-5)
+    assert (model.lm_head.weight.dtype, embedding.dtype) == (torch.float32, torch.bfloat16)
+    model.tie_weights()  # as accelerate calls it
+    with tied_where_equal(model):
+        model.save_pretrained(tmp_path / "equal")
+    model.lm_head.weight.data[3] += 0.001
+    with tied_where_equal(model):
+        model.save_pretrained(tmp_path / "different")
+    assert model.lm_head.weight.dtype == torch.float32 and not model.config.tie_word_embeddings
+    equal, different = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("equal", "different")
+    )
+    assert equal.lm_head.weight is equal.get_input_embeddings().weight
+    assert torch.equal(different.lm_head.weight.float(), model.lm_head.weight.to(different.dtype).float())
+    assert different.lm_head.weight is not different.get_input_embeddings().weight
+
+
+def test_an_untied_head_that_trains_cannot_be_sent_to_vllm():
+    model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
+    cast_head_to_float32(model)
+    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True untied"):
+        check_sendable(model)
+    check_sendable(model.requires_grad_(False))
