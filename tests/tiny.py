@@ -75,28 +75,14 @@ _FIELDS: dict[str, dict] = {
 # Encoders, and encoder-decoders: not among ARCHITECTURES.
 _ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _T5 = {
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "dropout_rate": 0.0,
-    "initializer_factor": 3.0,
-    "decoder_start_token_id": 0,
-}
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+    "initializer_factor": 3.0, "decoder_start_token_id": 0,
+}  # fmt: skip
 _BART = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "dropout": 0.0,
-    "init_std": 0.3,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-}
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
+    "init_std": 0.3, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
 _OTHER_FIELDS: dict[str, dict] = {
     "bert": {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "t5": _T5,

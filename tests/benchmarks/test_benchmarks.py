@@ -1,7 +1,6 @@
 """The variants of the benchmark do the same work: same losses, same gradients, same weights afterwards. No times."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -103,8 +102,3 @@ def test_made_up_lengths_are_close_to_those_of_gsm8k() -> None:
     assert mean(made_up.rows, "completion_mask") == pytest.approx(
         mean(real.rows, "completion_mask"), rel=0.05
     )
-
-
-def test_missing_data_file_is_an_error() -> None:
-    with pytest.raises(FileNotFoundError, match=r"--data must be a jsonl file, got .*nowhere\.jsonl"):
-        load_corpus(Path("nowhere.jsonl"), max_length=512)

@@ -129,8 +129,3 @@ def test_dialogues_are_split_at_the_last_answer_and_cut(tmp_path: Path) -> None:
     assert corpus.tokenizer.decode(row["chosen_input_ids"]) == " yes<eos>"
     assert dialogue.endswith(corpus.tokenizer.decode(row["prompt_input_ids"]))
     assert len(row["rejected_input_ids"]) == 16 and len(row["prompt_input_ids"]) <= 16
-
-
-def test_missing_data_file_is_an_error() -> None:
-    with pytest.raises(FileNotFoundError, match=r"--data must be a jsonl file, got .*nowhere\.jsonl"):
-        load_pairs(Path("nowhere.jsonl"), max_length=512)

@@ -73,15 +73,9 @@ def test_profiles_by_name_and_by_path(tmp_path):
 
 
 KINDS = {
-    "single_gpu": "NO",
-    "cpu": "NO",
-    "multi_gpu": "MULTI_GPU",
-    "fsdp1": "FSDP",
-    "fsdp2": "FSDP",
-    "zero1": "DEEPSPEED",
-    "zero2": "DEEPSPEED",
-    "zero3": "DEEPSPEED",
-}
+    "single_gpu": "NO", "cpu": "NO", "multi_gpu": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP",
+    "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED",
+}  # fmt: skip
 
 
 def test_every_profile_is_there():

@@ -2,40 +2,10 @@ import dataclasses
 import warnings
 
 import pytest
-from transformers import HfArgumentParser
 
 from trl.options.model import ModelConfig
-from trl.trainer.model_config import ModelConfig as KnownPath
 
 # The whole table of level 0.26.
-DEFAULTS = {
-    "model_name_or_path": None,
-    "model_revision": "main",
-    "dtype": None,
-    "trust_remote_code": False,
-    "attn_implementation": None,
-    "use_peft": False,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "lora_dropout": 0.05,
-    "lora_target_modules": None,
-    "lora_target_parameters": None,
-    "lora_modules_to_save": None,
-    "lora_task_type": "CAUSAL_LM",
-    "use_rslora": False,
-    "use_dora": False,
-    "load_in_8bit": False,
-    "load_in_4bit": False,
-    "bnb_4bit_quant_type": "nf4",
-    "use_bnb_nested_quant": False,
-    "bnb_4bit_quant_storage": None,
-    "torch_dtype": None,
-}
-
-
-def test_every_default_and_the_order():
-    assert list(dataclasses.asdict(ModelConfig()).items()) == list(DEFAULTS.items())
-    assert KnownPath is ModelConfig
 
 
 def test_every_field_has_a_help_text():
@@ -84,21 +54,3 @@ def test_lora_settings_without_use_peft_warn_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ModelConfig(use_peft=True, lora_r=8)
-
-
-def test_parses_from_a_command_line():
-    (config,) = HfArgumentParser(ModelConfig).parse_args_into_dataclasses(  # pyright: ignore[reportArgumentType]
-        [
-            "--model_name_or_path",
-            "m",
-            "--use_peft",
-            "--lora_target_modules",
-            "q_proj",
-            "v_proj",
-            "--dtype",
-            "float32",
-        ],
-        look_for_args_file=False,
-    )
-    assert (config.model_name_or_path, config.use_peft, config.dtype) == ("m", True, "float32")
-    assert config.lora_target_modules == ["q_proj", "v_proj"]

@@ -12,18 +12,11 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from trl.reporting.model_card import card_of_trainer, generate_model_card
 
 FIELDS = {
-    "base_model": "owner/base",
-    "model_name": "my-model",
-    "hub_model_id": "me/my-model",
-    "dataset_name": "owner/data",
-    "tags": ["trl", "sft"],
-    "wandb_url": "https://wandb.test/run",
-    "trainer_name": "SFT",
-    "trainer_citation": "@article{x, title = {{A {Title}}}}",
-    "paper_title": "A paper",
-    "paper_id": "2402.03300",
-    "comet_url": None,
-}
+    "base_model": "owner/base", "model_name": "my-model", "hub_model_id": "me/my-model",
+    "dataset_name": "owner/data", "tags": ["trl", "sft"], "wandb_url": "https://wandb.test/run",
+    "trainer_name": "SFT", "trainer_citation": "@article{x, title = {{A {Title}}}}", "paper_title": "A paper",
+    "paper_id": "2402.03300", "comet_url": None,
+}  # fmt: skip
 
 
 def test_everything_is_in_the_card(tmp_path):
