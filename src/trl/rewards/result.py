@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -35,7 +36,15 @@ def read_answers(given: Any, *, count: int) -> Answers:
 
     Raises: RewardError if there are not `count` values.
     """
-    values = _as_values(given, count)
+    values = given
+    if isinstance(given, (Tensor, np.ndarray)):
+        if given.ndim != 1:
+            squeeze = " Use .squeeze(-1)." if tuple(given.shape) == (count, 1) else ""
+            raise RewardError(f"gave a tensor of shape {tuple(given.shape)}, expected ({count},).{squeeze}")
+        values = given.tolist()
+    if not isinstance(values, (list, tuple)):
+        kind = "None (is a return statement missing?)" if given is None else f"a {type(given).__name__}"
+        raise RewardError(f"gave {kind}, expected a list of {count} numbers.")
     if len(values) != count:
         raise RewardError(
             f"gave {len(values)} values, expected {count}, one for each completion (None: no score)."
@@ -70,18 +79,6 @@ def describe_unusable(unusable: Mapping[int, str], row_text: Callable[[int], str
     return f"gave {shown}{rest}, expected a finite number, or None for no score"
 
 
-def _as_values(given: Any, count: int) -> Sequence[Any]:
-    if isinstance(given, (Tensor, np.ndarray)):
-        if given.ndim != 1:
-            squeeze = " Use .squeeze(-1)." if tuple(given.shape) == (count, 1) else ""
-            raise RewardError(f"gave a tensor of shape {tuple(given.shape)}, expected ({count},).{squeeze}")
-        return given.tolist()
-    if isinstance(given, (list, tuple)):
-        return given
-    kind = "None (is a return statement missing?)" if given is None else f"a {type(given).__name__}"
-    raise RewardError(f"gave {kind}, expected a list of {count} numbers.")
-
-
 def _read(value: Any) -> float | str | None:
     """The number, None for no score, or a description of an invalid value."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
@@ -91,13 +88,12 @@ def _read(value: Any) -> float | str | None:
     if value is None:
         return None
     if not isinstance(value, Real):
-        shown = repr(value)
-        return f"{shown if len(shown) <= 60 else shown[:60] + '...'} (a {type(value).__name__})"
+        return f"{reprlib.repr(value)} (a {type(value).__name__})"
     try:
         number = float(value)
     except OverflowError:
-        return "a number beyond the largest float"
-    return number if math.isfinite(number) and abs(number) <= _LARGEST else str(number)
+        number = math.inf
+    return number if abs(number) <= _LARGEST else str(number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ def load_rollout_batch(
     ):
         return None
     if len(files) == processes:
-        return _read(files[rank])
-    whole = concatenate([_read(file) for file in files])
+        return Experience.from_state(read_tensors(files[rank]))
+    whole = concatenate([Experience.from_state(read_tensors(file)) for file in files])
     if len(whole) % processes:
         return None
     own = len(whole) // processes
@@ -174,8 +174,7 @@ def _facts(file: Path) -> Any:
         return json.loads(opened.metadata()["facts"])
 
 
-def _read(file: Path) -> Experience:
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file of safetensors by name."""
     with safe_open(file, "pt") as opened:
-        names: Sequence[str] = list(opened.keys())
-        state: dict[str, Tensor] = {name: opened.get_tensor(name) for name in names}
-    return Experience.from_state(state)
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

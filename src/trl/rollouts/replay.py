@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trl.rollouts.experience import Experience, concatenate
+from trl.rollouts.experience import Experience, concatenate, read_tensors
 from trl.rollouts.group_sizes import rows_of_groups
 
 logger = logging.getLogger(__name__)
@@ -96,8 +95,7 @@ class GroupBuffer:
         file = Path(folder) / _FILE
         if not file.is_file():
             return
-        with safe_open(file, "pt") as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        state = read_tensors(file)
         scores = state.pop(_SCORES)
         rows = Experience.from_state(state)
         if len(rows) != len(scores) * self.group_size:
