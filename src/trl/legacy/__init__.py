@@ -128,7 +128,7 @@ def move_arguments(
 
 
 def _check_known(older: Mapping[str, Any], config_class: type) -> None:
-    known = _KNOWN[config_class.__name__]
+    known = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
     fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
     for name in set(older) - set(known):
         if name in fields:

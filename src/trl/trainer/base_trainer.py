@@ -368,12 +368,8 @@ class BaseTrainer(LegacyInterface, Trainer):
             totals[0] = found.local
         if found.aux_loss is not None:
             weight = self.scorer.core.config.get_text_config().router_aux_loss_coef
-            totals[0] = (
-                totals[0]
-                + weight
-                * found.aux_loss.to(torch.promote_types(found.aux_loss.dtype, torch.float32))
-                * own[0]
-            )
+            loss = found.aux_loss.to(torch.promote_types(found.aux_loss.dtype, torch.float32))
+            totals[0] = totals[0] + weight * loss * own[0]
         for terms in found.terms:
             if found.local is None or terms.values.requires_grad:  # others are summed up in `local`
                 unit = self.units.index(terms.per) if len(self.units) > 1 else 0

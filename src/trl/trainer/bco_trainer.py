@@ -217,10 +217,8 @@ class BCOTrainer(UnpairedTrainer):
         )
         if do_train and not self._rewards_count:
             self.method.count_rewards(scores, Processes(self.accelerator))
-        delta, weights = (
-            self.method.delta().to(scores.logps),
-            self.method.undesirable_weights(rejected_embeddings),
-        )
+        delta = self.method.delta().to(scores.logps)
+        weights = self.method.undesirable_weights(rejected_embeddings)
         if weights is not None:
             weights = torch.cat([weights.new_ones(len(policy_chosen_logps)), weights])
         losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values

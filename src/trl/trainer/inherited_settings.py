@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
 from transformers import TrainingArguments
@@ -86,9 +86,8 @@ def settle_inherited(args: TrainingArguments, data: Data) -> None:
         args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr] # None means True for streams
     if args.n_gpu > 1:  # nn.DataParallel copies the model, and the scoring forward belongs to one model
         logger.warning(
-            "%d GPUs are visible to this process and 1 is used. Start one process for each: `accelerate launch "
-            "--multi_gpu`, or `trl ... --num_processes %d`.",
-            args.n_gpu,
+            "%d GPUs are visible to this process and 1 is used. Start one process for each, with `accelerate launch "
+            "--multi_gpu` or `trl ... --num_processes`.",
             args.n_gpu,
         )
         args._n_gpu = 1
@@ -98,7 +97,8 @@ def _settle(holder: Any, setting: Setting, args: TrainingArguments) -> None:
     field = next((each for each in fields(holder) if each.name == setting.name), None) if holder else None
     if field is None:
         return
-    value, default = getattr(holder, field.name), _default(field)
+    value = getattr(holder, field.name)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
     if value == default or (not value and not default) or not setting.applies(value, args):
         return
     shown = f"{field.name}={getattr(value, 'value', value)!r}"
@@ -107,7 +107,3 @@ def _settle(holder: Any, setting: Setting, args: TrainingArguments) -> None:
     if setting.action == "warn":
         logger.warning("%s has no effect: %s.", shown, setting.text)
     setattr(holder, field.name, default)
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -221,7 +221,8 @@ class IterativeSFTTrainer(SFTTrainer):
         """Optimiser, schedule, wrapping of the model, state and callbacks: once, before the first step."""
         if checkpoint is None:
             self._enter(None)
-        length = self._run_length()
+        # Without max_steps the schedule is made for so many steps that it never moves.
+        length = self.args.max_steps if self.args.max_steps > 0 else sys.maxsize
         if self.args.max_steps <= 0:
             self.remove_callback(ProgressCallback)  # a bar without an end
         if self.args.gradient_checkpointing:
@@ -238,14 +239,10 @@ class IterativeSFTTrainer(SFTTrainer):
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self._has_begun = True
 
-    def _run_length(self) -> int:
-        """Optimiser steps that the schedule is made for: without `max_steps` so many that it never moves."""
-        return self.args.max_steps if self.args.max_steps > 0 else sys.maxsize
-
     def _check_length(self, updates: int, batches: int) -> None:
         """Refuse steps beyond `max_steps`, and processes with more batches than others: those would be waited for."""
         done = self.state.global_step
-        if done + updates > self._run_length():
+        if 0 < self.args.max_steps < done + updates:
             raise ValueError(
                 f"this call makes {updates} optimiser steps after {done}, expected at most max_steps={self.args.max_steps} in "
                 "all. Set a larger max_steps, or give fewer rows."

@@ -149,24 +149,17 @@ def for_training(processing_class: ProcessingClass) -> ProcessingClass:
 
 
 def check_collator(collator: Callable[..., Any], dataset: Any, args: SFTConfig) -> None:
-    """A collator of the user's must keep packed sequences apart."""
-    if isinstance(collator, DataCollatorForLanguageModeling) or not isinstance(
-        dataset, (Dataset, IterableDataset)
-    ):
-        return
-    if not args.packing or args.packing_strategy != "bfd":
+    """Raise ValueError where a collator of the user's does not keep packed sequences apart."""
+    is_ours = isinstance(collator, DataCollatorForLanguageModeling)
+    is_packing = args.packing and args.packing_strategy == "bfd"
+    if is_ours or not is_packing or not isinstance(dataset, (Dataset, IterableDataset)):
         return
     row = max(dataset.take(PACKED_ROWS_TRIED), key=lambda row: len(row["seq_lengths"]))
-    if not _keeps_apart(collator([row]), len(row["seq_lengths"])):
+    batch, sequences = collator([row]), len(row["seq_lengths"])
+    begun = int((batch["position_ids"] == 0).sum()) if is_packed(batch) else 0
+    if "segment_table" not in batch and begun < sequences:
         raise ValueError(
             f"packing=True with packing_strategy='bfd' puts several sequences into a row, and the data_collator "
             f"{type(collator).__name__} gives no position_ids that keep them apart: they would see each other. "
             "Use DataCollatorForLanguageModeling(padding_free=True), or packing=False."
         )
-
-
-def _keeps_apart(batch: Any, sequences: int) -> bool:
-    """Whether a batch of one packed row tells its sequences apart."""
-    if "segment_table" in batch:
-        return True
-    return is_packed(batch) and int((batch["position_ids"] == 0).sum()) >= sequences

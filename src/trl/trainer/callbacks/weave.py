@@ -113,9 +113,7 @@ class WeaveCallback(TrainerCallback):
 
 def _numbers(name: str, score: Any) -> list[tuple[str, float]]:
     """Numeric parts of a score: itself, or the numeric items of a dict under `name.key`."""
-    items = score.items() if isinstance(score, dict) else [("", score)]
-    return [
-        (f"{name}.{key}" if key else name, float(value))
-        for key, value in items
-        if isinstance(value, (int, float))
-    ]
+    items = (
+        {f"{name}.{key}": value for key, value in score.items()} if isinstance(score, dict) else {name: score}
+    )
+    return [(key, float(value)) for key, value in items.items() if isinstance(value, (int, float))]
