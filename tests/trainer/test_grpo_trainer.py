@@ -242,8 +242,8 @@ def rollouts(**changes):
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        (rollouts(completion_ids=[[4]]), ValueError, "1 completion_ids for 8 prompts"),
-        (rollouts(completion_ids=[[]] * 8), ValueError, "empty completion in row 0"),
+        (rollouts(completion_ids=[[4]]), ValueError, "1 completion_ids"),
+        (rollouts(completion_ids=[[]] * 8), ValueError, "completion_ids of row 0"),
         (rollouts(logprobs=[[-1.0]] * 8), ValueError, "1 logprobs for the 2 tokens"),
         ({"rollout_func": lambda prompts, trainer: [1]}, TypeError, "returned list"),
     ],

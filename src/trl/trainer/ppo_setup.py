@@ -43,31 +43,16 @@ _FACTS = (
     "kl_penalty",
     "seed",
 )
-_OF_DATA_SETS = {
-    "args",
-    "callbacks",
-    "eval_dataset",
-    "optimizers",
-    "peft_config",
-    "processing_class",
-    "reward_model",
-    "value_model",
-}
 
 
 def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, Any]) -> None:
     """Raise TypeError for a config, model or tokenizer that is missing or of another kind, and for `unknown` arguments."""
-    elsewhere = "To train on a data set with `args` and a reward model: Use PPOConfig and PPOTrainer of trl.experimental.ppo."
-    if unknown:
-        names, is_known = ", ".join(sorted(unknown)), unknown.keys() & _OF_DATA_SETS
-        given = (
-            f"got {names}, arguments of the trainer over data sets"
-            if is_known
-            else f"got unexpected arguments: {names}"
+    if unknown or not isinstance(config, PPOConfig):
+        given = f"arguments {sorted(unknown)}" if unknown else type(config).__name__
+        raise TypeError(
+            f"config must be a trl.PPOConfig, got {given}. To train on a data set with `args` and a reward model, use "
+            "PPOConfig and PPOTrainer of trl.experimental.ppo."
         )
-        raise TypeError(f"PPOTrainer {given}. {elsewhere}")
-    if not isinstance(config, PPOConfig):
-        raise TypeError(f"config must be a trl.PPOConfig, got {type(config).__name__}. {elsewhere}")
     if not isinstance(model, (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)):
         raise TypeError(
             f"model must be an AutoModelForCausalLMWithValueHead or AutoModelForSeq2SeqLMWithValueHead, got "
