@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tensors.test_segments import visible_in
 from tests.tiny import tiny_model
 from tests.trainer.one_step import run
 from trl.generation.engine import Sampling
@@ -28,7 +29,7 @@ SHAPES = {
 
 def reference(query, key, value, segments, scale, window=None):
     """Attention written out in float64 over the definition's matrix: `(1, heads, N, D)`."""
-    visible = segments.visible().to(query.device)
+    visible = visible_in(segments).to(query.device)
     if window is not None:
         positions = segments.position_ids()[0].to(query.device)
         visible &= positions[:, None] - positions[None] < window

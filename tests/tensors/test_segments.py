@@ -4,6 +4,16 @@ import torch
 from trl.tensors.segments import Segments
 
 
+def visible_in(row: Segments) -> torch.Tensor:
+    """The definition as a bool matrix `(total, total)`: entry (q, k) says whether token q sees token k."""
+    matrix = torch.zeros(row.total, row.total, dtype=torch.bool)
+    for start, length, prefix_start, prefix_length in row:
+        rows = slice(start, start + length)
+        matrix[rows, rows] = torch.ones(length, length, dtype=torch.bool).tril()
+        matrix[rows, prefix_start : prefix_start + prefix_length] = True
+    return matrix
+
+
 def test_plain_sequences_by_hand():
     row = Segments.from_lengths([3, 1, 2])
     assert row.start == (0, 3, 4)
@@ -47,7 +57,7 @@ def test_each_branch_is_the_sequence_it_would_be_alone(seed: int):
 
     groups = [(draw(1, 9), [draw(1, 7) for _ in range(draw(0, 5))]) for _ in range(draw(1, 6))]
     row = Segments.from_prefix_groups(groups)
-    visible, positions = row.visible(), row.position_ids()[0]
+    visible, positions = visible_in(row), row.position_ids()[0]
     assert row.total == sum(prompt + sum(branches) for prompt, branches in groups)
     for start, length, prefix_start, prefix_length in row:
         own = [*range(prefix_start, prefix_start + prefix_length), *range(start, start + length)]

@@ -119,21 +119,6 @@ class Segments:
         counts = torch.tensor([branches[start] or 1 for start in self.start])
         return counts.repeat_interleave(torch.tensor(self.length))
 
-    def visible(self) -> Tensor:
-        """The definition as a bool matrix `(total, total)`: entry (q, k) says whether token q sees token k.
-
-        Quadratic in the row: for tests, plots and models that take nothing else.
-
-        >>> Segments.from_prefix_groups([(1, [1, 1])]).visible().int().tolist()
-        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
-        """
-        matrix = torch.zeros(self.total, self.total, dtype=torch.bool)
-        for start, length, prefix_start, prefix_length in self:
-            rows = slice(start, start + length)
-            matrix[rows, rows] = torch.ones(length, length, dtype=torch.bool).tril()
-            matrix[rows, prefix_start : prefix_start + prefix_length] = True
-        return matrix
-
 
 def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
