@@ -17,6 +17,7 @@ CASES = [
     "temperature",
     "multiturn",
     "multiturn_beta0",
+    "truncated",
     "shuffled",
     "eval",
 ]

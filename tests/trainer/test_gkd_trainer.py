@@ -224,3 +224,10 @@ def test_an_override_that_training_does_not_call_is_refused(name: str) -> None:
     changed = type("Changed", (GKDTrainer,), {name: staticmethod(lambda *args, **kwargs: None)})
     with pytest.raises(TypeError, match=name):
         trainer_of(changed, GKDConfig, None, {}, model=double("gpt2"), teacher_model=double("llama"), train_dataset=Dataset.from_list(fixed_rows()))  # fmt: skip
+
+
+def test_long_rows_lose_the_beginning_of_their_prompt() -> None:
+    trainer = gkd(max_length=6)
+    for row, given in zip(trainer.train_dataset, fixed_rows(), strict=True):
+        assert row["input_ids"] == given["input_ids"][-6:]
+        assert row["completion_mask"] == given["completion_mask"][-6:]

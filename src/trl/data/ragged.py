@@ -95,6 +95,17 @@ def gather_rows(ragged: Ragged, rows: Sequence[int], lengths: Sequence[int]) -> 
     return np.concatenate(pieces) if pieces else values[:0]
 
 
+def last_values(ragged: Ragged, count: int) -> Ragged:
+    """The last `count` values of each row.
+
+    >>> last_values(Ragged(np.arange(5), np.array([0, 2, 5])), 2).values.tolist()
+    [0, 1, 3, 4]
+    """
+    is_kept = np.arange(len(ragged.values)) >= np.repeat(ragged.offsets[1:] - count, ragged.lengths)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.minimum(ragged.lengths, count).cumsum()])
+    return Ragged(ragged.values[is_kept], offsets)
+
+
 def _offsets(chunk: pa.Array) -> np.ndarray:
     return chunk.offsets.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[attr-defined]
 

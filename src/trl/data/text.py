@@ -37,7 +37,7 @@ from trl.data.tokenization import (
     tokenize_split,
     with_eos,
 )
-from trl.data.truncation import truncate_dataset
+from trl.data.truncation import truncate_rows
 from trl.data.validation import (
     SFT_TYPES,
     Place,
@@ -65,6 +65,7 @@ class SFTPreparation(Preparation):
     eos_token: str | None = None
     dataset_name: str = "train"
     skip_prepare: bool = False
+    keep_end: bool = False  # of rows that are longer than max_length
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,6 +114,7 @@ def prepare_sft_dataset(
         assistant_masks=settings.assistant_only_loss,
         add_special_tokens=settings.add_special_tokens,
         max_length=settings.kept_length,
+        keep_end=settings.keep_end,
         vocabulary=allowed_ids(processing_class, settings.vocab_size, given=is_given),
     )
     if is_given:
@@ -158,7 +160,8 @@ def _cut(dataset: Any, settings: SFTPreparation) -> Any:
     if settings.max_length is None:
         return dataset
     if not settings.packing:
-        return truncate_dataset(dataset, settings.max_length, _map_options(dataset, settings, "Truncating"))
+        options = _map_options(dataset, settings, "Truncating")
+        return truncate_rows(dataset, settings.max_length, options, keep_end=settings.keep_end)
     tokens = [column for column in column_names(dataset) if column in ("input_ids", *MASKS)]
     options = _map_options(dataset, settings, "Packing")
     return pack_dataset(
@@ -222,6 +225,7 @@ class SFTTokenizer(RowKind):
     assistant_masks: bool = False
     add_special_tokens: bool = True
     max_length: int | None = None
+    keep_end: bool = False
     vocabulary: Vocabulary | None = None
     version: int = 3
 
@@ -337,7 +341,7 @@ class SFTTokenizer(RowKind):
             trained &= (mask.values != -100) if name == "labels" else (mask.values == 1)
         kept = lengths if self.max_length is None else np.minimum(lengths, self.max_length)
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(trained, dtype=np.int64)])
-        starts = ids.offsets[:-1]
+        starts = ids.offsets[1:] - kept if self.keep_end else ids.offsets[:-1]
         return {
             "row": first_row + np.arange(len(lengths)),
             "tokens": kept,

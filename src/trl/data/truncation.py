@@ -10,7 +10,15 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from trl.data.formats import DatasetType
-from trl.data.ragged import is_number_list, restore_format, restore_streaming_format, without_list_sizes
+from trl.data.ragged import (
+    is_number_list,
+    last_values,
+    read_ragged,
+    restore_format,
+    restore_streaming_format,
+    without_list_sizes,
+    write_ragged,
+)
 from trl.options.checks import check_at_least, check_one_of
 
 TruncationMode = Literal["keep_end", "keep_start"]
@@ -36,20 +44,30 @@ def truncate_dataset(
         parts = cast(Mapping[str, Dataset], dataset)
         cut = {name: truncate_dataset(part, max_length, map_kwargs) for name, part in parts.items()}
         return cast(Any, type(dataset))(cut)
-    features, given = without_list_sizes(dataset.features), {"max_length": max_length}
+    return cast(DatasetType, truncate_rows(cast(Dataset, dataset), max_length, map_kwargs))
+
+
+def truncate_rows(
+    dataset: Dataset | IterableDataset,
+    max_length: int,
+    map_kwargs: dict[str, Any] | None = None,
+    *,
+    keep_end: bool = False,
+) -> Dataset | IterableDataset:
+    """`truncate_dataset`, or with `keep_end` every row with the last items of each token column."""
+    features, given = without_list_sizes(dataset.features), {"max_length": max_length, "keep_end": keep_end}
     if isinstance(dataset, IterableDataset):
         rows = dataset.with_format(None).map(truncate_row, features=features, fn_kwargs=given)
-        return cast(DatasetType, restore_streaming_format(rows, dataset))
-    stored = cast(Dataset, dataset)
-    if not len(stored):
+        return restore_streaming_format(rows, dataset)
+    if not len(dataset):
         return dataset
     options = {**(map_kwargs or {}), "fn_kwargs": given}
-    cut = stored.with_format("arrow").map(truncate_table, batched=True, features=features, **options)
-    return cast(DatasetType, restore_format(cut, stored))
+    cut = dataset.with_format("arrow").map(truncate_table, batched=True, features=features, **options)
+    return restore_format(cut, dataset)
 
 
-def truncate_table(table: pa.Table, max_length: int) -> pa.Table:
-    """`truncate_dataset` on an arrow table; lists of a fixed size become free ones."""
+def truncate_table(table: pa.Table, max_length: int, keep_end: bool = False) -> pa.Table:
+    """`truncate_rows` on an arrow table; lists of a fixed size become free ones."""
     for index, field in enumerate(table.schema):
         if not is_number_list(field.type):
             continue
@@ -57,17 +75,23 @@ def truncate_table(table: pa.Table, max_length: int) -> pa.Table:
         if longest > max_length:
             _refuse_packed("seq_lengths" in table.column_names, longest, max_length)
         if longest > max_length or pa.types.is_fixed_size_list(field.type):
-            first = pc.list_slice(table[index], 0, max_length, return_fixed_size_list=False)  # pyright: ignore[reportAttributeAccessIssue]
-            kind: Any = pa.large_list if pa.types.is_large_list(field.type) else pa.list_
-            column = first.cast(kind(field.type.value_type))
+            if keep_end:
+                column = write_ragged(
+                    last_values(read_ragged(table[index], field.name), max_length), field.type
+                )
+            else:
+                first = pc.list_slice(table[index], 0, max_length, return_fixed_size_list=False)  # pyright: ignore[reportAttributeAccessIssue]
+                kind: Any = pa.large_list if pa.types.is_large_list(field.type) else pa.list_
+                column = first.cast(kind(field.type.value_type))
             table = table.set_column(index, pa.field(field.name, column.type), column)
     return table
 
 
-def truncate_row(row: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """`truncate_dataset` on one row."""
+def truncate_row(row: dict[str, Any], max_length: int, keep_end: bool = False) -> dict[str, Any]:
+    """`truncate_rows` on one row."""
     long = {name: ids for name, ids in row.items() if isinstance(ids, list) and len(ids) > max_length}
-    cut = {name: ids[:max_length] for name, ids in long.items() if isinstance(ids[0], Number)}
+    kept = slice(-max_length, None) if keep_end else slice(max_length)
+    cut = {name: ids[kept] for name, ids in long.items() if isinstance(ids[0], Number)}
     if cut:
         _refuse_packed("seq_lengths" in row, max(len(row[name]) for name in cut), max_length)
     return {**row, **cut}

@@ -26,6 +26,7 @@ from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.setup import check_positions, table_of_positions
+from trl.trainer.gkd_config import GKDConfig
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class SFTDatasets(DataSets):
             formatting_func=self.formatting_func,
             num_proc=args.dataset_num_proc,
             dataset_name=name,
+            keep_end=isinstance(args, GKDConfig),
             vocab_size=embedded_tokens(self.model),
             **self._extra,
         )
