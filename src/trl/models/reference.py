@@ -313,7 +313,13 @@ def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
             "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
             "frozen copy of the initial model, or load it a second time."
         )
-    ours, theirs = embedded_tokens(causal_core(policy)), embedded_tokens(causal_core(reference))
+    cores = causal_core(policy), causal_core(reference)
+    kinds = [bool(core.config.is_encoder_decoder) for core in cores]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"ref_model has is_encoder_decoder={kinds[1]}, the model {kinds[0]}; choose a reference of the same kind."
+        )
+    ours, theirs = map(embedded_tokens, cores)
     if ours != theirs:
         raise ValueError(
             f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be equal. Choose a "
