@@ -5,8 +5,6 @@ import pytest
 
 from trl.options.model import ModelConfig
 
-# The whole table of level 0.26.
-
 
 def test_every_field_has_a_help_text():
     assert all(field.metadata["help"] for field in dataclasses.fields(ModelConfig))
