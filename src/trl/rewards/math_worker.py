@@ -47,11 +47,12 @@ def _answer(request: dict[str, Any]) -> bool | None:
     """Whether the answer equals the gold one; None if that cannot be parsed."""
     from math_verify import verify
 
+    gold: tuple[Any, ...] = ()
     try:
         gold = _gold(request["gold"])
         return verify(list(gold), _parse_answer(request["answer"]), timeout_seconds=None) if gold else None
     except (MemoryError, RecursionError):
-        return False
+        return False if gold else None
 
 
 @lru_cache(maxsize=4096)

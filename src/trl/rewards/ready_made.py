@@ -131,21 +131,22 @@ class MathProcess:
     def is_equal(self, gold: str, answer: str) -> bool | None:
         """Whether the answer in a text equals the gold answer; None if the gold answer cannot be parsed.
 
-        False, too, if that takes more than 5 s or too much memory.
+        False, too, if the comparison takes more than 5 s or too much memory.
         """
-        request = {"gold": gold, "answer": answer, "seconds": SECONDS_EACH}
-        with self._lock:
-            try:
-                return json.loads(self._reply(request))
-            except (TimeoutError, OSError, EOFError):
-                self.close()
-                self.ended += 1
-                if self.ended == 1:
-                    logger.warning(
-                        "Comparing an answer with its solution took more than %g s or too much memory, so it counts as wrong "
-                        "(logged once): %s", SECONDS_EACH, str(request)[:300],
-                    )  # fmt: skip
-                return False
+        for text in (answer, ""):  # after a failure: whether the gold answer alone can be parsed
+            request = {"gold": gold, "answer": text, "seconds": SECONDS_EACH}
+            with self._lock:
+                try:
+                    return json.loads(self._reply(request))
+                except (TimeoutError, OSError, EOFError):
+                    self.close()
+                    self.ended += 1
+                    if self.ended == 1:
+                        logger.warning(
+                            "Comparing an answer with its solution took more than %g s or too much memory, so it counts as "
+                            "wrong (logged once): %s", SECONDS_EACH, str(request)[:300],
+                        )  # fmt: skip
+        return None
 
     def close(self) -> None:
         """Kill the process, if there is one; a later request starts another."""
