@@ -46,8 +46,12 @@ def gkd(out: str | None = None, **settings: Any) -> Any:
     settings.setdefault("model", tiny_model("gpt2", dtype=torch.float64))
     teacher = tiny_model("llama", dtype=torch.float64)
     settings = {"lmbda": 0.0, "max_new_tokens": 6, **settings}
-    data = Dataset.from_list(fixed_rows())
-    return trainer_of(GKDTrainer, GKDConfig, out, settings, teacher_model=teacher, train_dataset=data)
+    rows = [
+        {**row, "completion_mask": [0, *row["completion_mask"][1:]]} for row in fixed_rows()
+    ]  # all have a prompt
+    return trainer_of(
+        GKDTrainer, GKDConfig, out, settings, teacher_model=teacher, train_dataset=Dataset.from_list(rows)
+    )
 
 
 ROWS: dict[str, preference_methods.Method] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from tests.contracts.methods import gkd
-from tests.tiny import tiny_model
+from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.one_step import fixed_rows, trainer_of
 from trl import GKDConfig, GKDTrainer
@@ -27,6 +27,10 @@ CHATS = [
     }
     for text in ("Blue.", "It is blue. Look up.", "Next.", "Seven apples and 12 pears.")
 ]
+
+
+def rows_with_prompts() -> list[dict[str, Any]]:
+    return [{**row, "completion_mask": [0, *row["completion_mask"][1:]]} for row in fixed_rows()]
 
 
 def double(name: str) -> Any:
@@ -228,6 +232,56 @@ def test_an_override_that_training_does_not_call_is_refused(name: str) -> None:
 
 def test_long_rows_lose_the_beginning_of_their_prompt() -> None:
     trainer = gkd(max_length=6)
-    for row, given in zip(trainer.train_dataset, fixed_rows(), strict=True):
+    for row, given in zip(trainer.train_dataset, rows_with_prompts(), strict=True):
         assert row["input_ids"] == given["input_ids"][-6:]
         assert row["completion_mask"] == given["completion_mask"][-6:]
+
+
+def test_rows_are_checked_where_completions_are_generated() -> None:
+    plain = Dataset.from_list([{"input_ids": [3, 4, 5]}] * 8)
+    gkd(train_dataset=plain)
+    for settings, words in (
+        ({"train_dataset": plain}, "8 of 8 rows have no prompt"),
+        ({"completion_only_loss": False}, "8 of 8 rows have no prompt"),
+        ({"max_length": 1}, "of 8 rows have no prompt|none of the rows|trained"),
+        (
+            {"model": tiny_model("llama", dtype=torch.float64, max_position_embeddings=8)},
+            "context length is 8",
+        ),
+        ({"teacher_model": double("gpt2"), "max_new_tokens": 250}, "256 positions"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gkd(lmbda=1.0, **settings)
+
+
+def test_a_set_given_to_evaluate_is_that_of_the_constructor() -> None:
+    tokenizer, rows = tiny_tokenizer("chatml"), Dataset.from_list(CHATS)
+    size = len(tokenizer)
+    trainer = trainer_of(
+        GKDTrainer, GKDConfig, None, {"lmbda": 0.0}, model=tiny_model("gpt2", vocab_size=size),
+        teacher_model=tiny_model("llama", vocab_size=size), train_dataset=rows, eval_dataset=rows, processing_class=tokenizer,
+    )  # fmt: skip
+    assert trainer.evaluate(rows)["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+def test_beta_may_change_during_a_run() -> None:
+    trainer = gkd()
+    first = trainer.evaluate(Dataset.from_list(fixed_rows()))["eval_loss"]
+    trainer.beta = 0.0
+    assert trainer.evaluate(Dataset.from_list(fixed_rows()))["eval_loss"] != first
+
+
+def test_recorded_attributes() -> None:
+    trainer = gkd(lmbda=1.0)
+    assert trainer.teacher_model is trainer.teacher.model
+    assert trainer.generation_config.max_new_tokens == 6 and trainer.generation_kwargs["temperature"] == 0.9
+
+
+def test_another_loss_or_teacher_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="compute_loss_func"):
+        trainer_of(
+            GKDTrainer, GKDConfig, None, {}, model=double("gpt2"), teacher_model=double("llama"),
+            train_dataset=Dataset.from_list(rows_with_prompts()), compute_loss_func=lambda *args, **kwargs: None,
+        )  # fmt: skip
+    with pytest.raises(TypeError, match="output head"):
+        gkd(teacher_model=tiny_classifier("llama"))

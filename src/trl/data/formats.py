@@ -277,3 +277,18 @@ def prepare_multimodal_messages_vllm(messages: list[dict[str, Any]]) -> list[dic
         else dict(message)
         for message in messages
     ]
+
+
+def last_turn_as_completion(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Rows of `messages` or `conversations` with their last turn as `completion` and the others as `prompt`; other rows as given."""
+    names = [name for name in ("messages", "conversations") if name in column_names(dataset)]
+    if not names:
+        return dataset
+    removed = [name for name in (names[0], "prompt") if name in column_names(dataset)]
+    given: Any = dataset
+    return given.map(_split_last_turn, batched=True, remove_columns=removed, fn_kwargs={"column": names[0]})
+
+
+def _split_last_turn(rows: dict[str, list[Any]], column: str) -> dict[str, list[Any]]:
+    chats = rows[column]
+    return {"prompt": [chat[:-1] for chat in chats], "completion": [chat[-1:] for chat in chats]}

@@ -85,14 +85,17 @@ LIVE = frozenset((
 
 def _generation(trainer: Any) -> dict[str, Any]:
     args, tokenizer = trainer.args, trainer._tokenizer
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {
-        "max_new_tokens": args.max_completion_length,
-        "do_sample": True,
-        **{name: getattr(args, name) for name in names},
-    }
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {"do_sample": True, **{name: getattr(args, name) for name in names if hasattr(args, name)}}
+    if hasattr(args, "max_completion_length"):
+        found["max_new_tokens"] = args.max_completion_length
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-    return {**found, **ids, "pad_token_id": trainer.scorer.pad_token_id, **(args.generation_kwargs or {})}
+    return {
+        **found,
+        **ids,
+        "pad_token_id": trainer.scorer.pad_token_id,
+        **(getattr(args, "generation_kwargs", None) or {}),
+    }
 
 
 def _of_model(name: str, default: Any) -> Callable[[Any], Any]:
@@ -124,6 +127,11 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
             getattr(trainer.model, "active_peft_config", None), "num_virtual_tokens", 0
         ),
         "padding_free": "_padding_free",
+    },
+    "GKDTrainer": {
+        "generation_config": lambda trainer: GenerationConfig(**_generation(trainer)),
+        "generation_kwargs": _generation,
+        "teacher_model": "teacher.model",
     },
     "DPOTrainer": {
         "f_divergence_params": lambda trainer: {"alpha_divergence_coef": trainer.args.f_alpha_divergence_coef},

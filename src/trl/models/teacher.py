@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer
 from trl.models.reference import FrozenModel
 from trl.models.scoring.causal import Scorer
+from trl.models.setup import load_model
 from trl.tensors.vocabulary_loss import LossOfLogits, VocabularyLoss
 
 logger = logging.getLogger(__name__)
@@ -83,15 +83,12 @@ def make_teacher(
     """
     if teacher is None:
         raise ValueError("teacher_model must be a model, or its name or path, got None. Pass teacher_model.")
-    if isinstance(teacher, (str, os.PathLike)):
-        teacher = create_model_from_path(os.fspath(teacher), **(init_kwargs or {}))
-    elif init_kwargs:
+    if init_kwargs and not isinstance(teacher, (str, os.PathLike)):
         raise ValueError(
             f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got a "
             f"{type(teacher).__name__} that is loaded already. Load it with these arguments yourself."
         )
-    elif not isinstance(teacher, nn.Module):
-        raise TypeError(f"teacher_model must be a model, or its name or path, got {type(teacher).__name__}.")
+    teacher = load_model(teacher, dict(init_kwargs or {}))
     trained = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
     if any(id(parameter) in trained for parameter in teacher.parameters()):
         raise ValueError(

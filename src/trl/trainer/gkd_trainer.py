@@ -7,29 +7,33 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
+import numpy as np
+import pyarrow as pa
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
 from trl.collators.preference import completion_batch
-from trl.data.formats import column_names
+from trl.data.ragged import column_blocks, read_ragged
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
-from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.requests import end_tokens
 from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
 from trl.legacy.interface import NOT_CALLED_OF_GKD
 from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core
 from trl.models.scoring.causal import Scorer
+from trl.models.setup import check_positions
 from trl.models.teacher import make_teacher
 from trl.objectives.distillation import divergence
 from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer.gkd_config import GKDConfig
 from trl.trainer.method import Outcome, Step
+from trl.trainer.sft_data import sequence_lengths
 from trl.trainer.sft_trainer import SFTMethod, SFTTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -38,15 +42,15 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 class GKDMethod(SFTMethod):
     """The divergence of student and teacher at each trained token (arXiv:2306.13649, eq. 1)."""
 
-    def __init__(self, beta: float) -> None:
+    def __init__(self, args: GKDConfig) -> None:
         super().__init__("nll")
-        self.beta = beta
+        self.args = args
 
     def divergence(self, student: Tensor, teacher: Tensor | None, rows: slice) -> Tensor:
         """Of a chunk's logits, `(C, V), (C, V') -> (C,)`, over the vocabulary that both have."""
         assert teacher is not None
         shared = min(student.shape[-1], teacher.shape[-1])
-        return divergence(student[:, :shared], teacher[:, :shared], beta=self.beta)
+        return divergence(student[:, :shared], teacher[:, :shared], beta=self.args.beta)
 
     def terms(self, batch: Mapping[str, Any], scored: VocabularyLoss, step: Step) -> Outcome:  # type: ignore[override]
         """The divergence of each trained token."""
@@ -99,6 +103,19 @@ class GeneratedCompletions:
         return found
 
 
+def prompt_lengths(dataset: Dataset) -> np.ndarray:
+    """Tokens of each prepared row before its first trained one; 0 for rows without a completion."""
+    if "completion_mask" not in dataset.column_names:
+        return np.zeros(len(dataset), np.int64)
+    found = []
+    for column in column_blocks(dataset, "completion_mask"):
+        mask = read_ragged(pa.chunked_array(column), "completion_mask")
+        trained = np.flatnonzero(mask.values)
+        firsts = np.append(trained, len(mask.values))[np.searchsorted(trained, mask.offsets[:-1])]
+        found.append(np.minimum(firsts - mask.offsets[:-1], mask.lengths))
+    return np.concatenate(found)
+
+
 def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
     """The tokens of each padded row before its first trained one; at least one, for a completion starts after a token."""
     prompts = []
@@ -107,21 +124,6 @@ def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
         start = int((labels[real] != IGNORED).int().argmax())
         prompts.append(ids[real][: max(start, 1)].tolist())
     return prompts
-
-
-def last_turns(dataset: Any) -> Any:
-    """A data set, or a dict of several, whose `messages` become prompt and completion: the last turn is the completion."""
-    if isinstance(dataset, dict):
-        return {name: last_turns(each) for name, each in dataset.items()}
-    if not isinstance(dataset, (Dataset, IterableDataset)) or "messages" not in column_names(dataset):
-        return dataset
-    removed = [name for name in ("messages", "prompt") if name in column_names(dataset)]
-    return dataset.map(_last_turn, batched=True, remove_columns=removed)
-
-
-def _last_turn(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    chats = rows["messages"]
-    return {"prompt": [chat[:-1] for chat in chats], "completion": [chat[-1:] for chat in chats]}
 
 
 class GKDTrainer(SFTTrainer):
@@ -178,12 +180,14 @@ class GKDTrainer(SFTTrainer):
         formatting_func: Callable[[dict[str, Any]], Any] | None = None,
         **older: Any,
     ) -> None:
+        if older.pop("compute_loss_func", None) is not None:
+            raise TypeError("compute_loss_func is another loss than the divergence of GKD. Leave it out.")
         super().__init__(
             model,
             args,
             data_collator,
-            last_turns(train_dataset),
-            last_turns(eval_dataset),
+            train_dataset,
+            eval_dataset,
             processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -194,12 +198,15 @@ class GKDTrainer(SFTTrainer):
             **older,
         )
         args, tokenizer = self.args, text_tokenizer(self.processing_class)  # type: ignore[arg-type]
-        self.method = GKDMethod(args.beta)
+        if self.with_images:
+            raise ValueError("GKD trains on text, got rows with images. Take the columns of images out.")
+        self.method = GKDMethod(args)
         given: Any = teacher_model or args.teacher_model_name_or_path
         student: Any = self.model
         self.teacher = make_teacher(given, args.teacher_model_init_kwargs, student, tokenizer)  # type: ignore[arg-type]
         self.teacher.prepare(self.accelerator)
         self._generated = self._completions(tokenizer) if args.lmbda or args.seq_kd else None
+        self._check_lengths()
 
     def _completions(self, tokenizer: Any) -> GeneratedCompletions:
         args, student = self.args, self.model
@@ -221,6 +228,34 @@ class GKDTrainer(SFTTrainer):
             args.process_index,
             args.world_size,
         )
+
+    def _check_lengths(self) -> None:
+        """Raise ValueError for rows that the teacher has no positions for, and, if completions are generated, without a prompt or
+        with one that fills a context."""
+        dataset, new = self.train_dataset, 0
+        if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+            lengths = None
+        else:
+            lengths = sequence_lengths(dataset)
+        if self._generated is not None:
+            if lengths is None:
+                return
+            lengths, new = prompt_lengths(dataset), self.args.max_new_tokens  # type: ignore[arg-type]
+            if not lengths.all():
+                raise ValueError(
+                    f"{int((lengths == 0).sum())} of {len(lengths)} rows have no prompt to complete (or max_length="
+                    f"{self.args.max_length} leaves none). Use rows of messages, or of prompt and completion, filter these rows "
+                    "out, or set lmbda=0 and seq_kd=False."
+                )
+            models = [self.model, *([self.teacher.model] if self.args.seq_kd else [])]
+            window = min((n for n in map(context_length_of, models) if n is not None), default=None)
+            if window is not None and lengths.max() >= window:
+                raise ValueError(
+                    f"the longest prompt has {lengths.max()} tokens, the context length is {window}: no room for a completion. "
+                    f"Set max_length below {window}."
+                )
+        if lengths is not None:
+            check_positions(self.teacher.model, lengths + new, dataset_name="train")
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

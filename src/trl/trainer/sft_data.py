@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.data.formats import column_names
+from trl.data.formats import column_names, last_turn_as_completion
 from trl.data.image_rows import refuse_images
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import column_blocks, list_lengths
@@ -81,6 +81,8 @@ class SFTDatasets(DataSets):
             return check_finished(dataset, name)
         args = self.args
         refuse_images(dataset, name=name)
+        if isinstance(args, GKDConfig) and self.formatting_func is None:
+            dataset = last_turn_as_completion(dataset)
         settings = SFTPreparation(
             text_field=args.dataset_text_field,
             max_length=args.max_length,
