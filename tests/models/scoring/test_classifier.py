@@ -235,7 +235,6 @@ def test_prompt_tuning_is_refused():
 
 def test_an_encoder_is_run_as_it_is():
     model = tiny_classifier("bert", dtype=torch.float64)
-    model.config.pad_token_id = 11  # no row ends with it
     scorer = ClassificationScorer(model)
     assert not scorer.uses_head
     assert not scorer.packed
@@ -247,7 +246,7 @@ def test_an_encoder_is_run_as_it_is():
         scorer.score_tokens(model, {**padded_of(), "labels": padded_of()["input_ids"]})
 
 
-def test_a_decoder_that_changes_its_logits_is_run_as_it_is_and_needs_a_padding_token_of_its_own():
+def test_a_decoder_that_changes_its_logits_is_found_out_and_still_ends_by_the_mask():
     model = decoder("qwen2")
     inner = type(model).forward
 
@@ -258,13 +257,14 @@ def test_a_decoder_that_changes_its_logits_is_run_as_it_is_and_needs_a_padding_t
             return outputs
 
     model.__class__ = Odd
-    model.config.pad_token_id = 11
-    scorer = ClassificationScorer(model, pad_token_id=11)
-    assert "not what its output head" in scorer.fallbacks[0]
-    close(scorer.score(model, groups()), own_logits(model))
-    model.config.pad_token_id = 0  # which the last completion ends with
-    with pytest.raises(ValueError, match="ends with the padding token"):
-        ClassificationScorer(model, pad_token_id=0).score(model, groups())
+    for pad_token_id in (2, 0):  # the last completion ends with 0
+        scorer = ClassificationScorer(model, pad_token_id=pad_token_id)
+        assert "not what its output head" in scorer.fallbacks[0]
+        for of_config in (0, 3, None):
+            model.config.pad_token_id = of_config
+            for batch in (groups(), padded_of(pad=pad_token_id)):
+                close(scorer.score(model, batch), own_logits(model))
+            assert model.config.pad_token_id == of_config
 
 
 @pytest.mark.parametrize("model", [lambda: tiny_model("llama"), lambda: tiny_model("llama").model])

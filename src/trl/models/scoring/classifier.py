@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -128,16 +129,18 @@ class ClassificationScorer(ScorerBase):
     def _own_sequence_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
         """The model's own logits `(B, C)` of padded rows.
 
-        Decoders among such models find a row's end as its last token that is not the pad token. Raises ValueError for a row
-        that ends with that token.
+        Decoders among such models find a row's end as its last token that is not the pad token of the config. So rows are
+        padded with a token that no row ends with, and the config names it for this call.
         """
-        ends = rows.inputs["input_ids"].flatten()[rows.sequence_ends]
-        if (ends == self.core.config.get_text_config().pad_token_id).any():
-            raise ValueError(
-                f"a row ends with the padding token, behind which {type(self.core).__name__} reads no token. Set pad_token "
-                "to one that no row ends with."
-            )
-        logits = self._own_logits(model, rows)
+        ids, config = rows.inputs["input_ids"], self.core.config.get_text_config()
+        last = set(ids.flatten()[rows.sequence_ends].tolist())
+        filler = next(token for token in (self.pad_token_id, *range(len(last) + 1)) if token not in last)
+        ids = ids.masked_fill(rows.inputs["attention_mask"] == 0, filler)
+        before, config.pad_token_id = config.pad_token_id, filler
+        try:
+            logits = self._own_logits(model, replace(rows, inputs={**rows.inputs, "input_ids": ids}))
+        finally:
+            config.pad_token_id = before
         return logits if logits.ndim == 2 else logits.flatten(0, 1)[rows.sequence_ends]
 
 
