@@ -376,6 +376,10 @@ REWARDS: dict[str, tuple[dict, tuple]] = {
         },
         ([7, 6], [8, 9]),
     ),
+    "older columns with a prompt": (
+        {"prompt_input_ids": [7], "input_ids_chosen": [7, 6], "input_ids_rejected": [7, 8]},
+        ([7, 6], [7, 8]),
+    ),
     "older columns without masks": ({"input_ids_chosen": [7, 6], "input_ids_rejected": [8]}, ([7, 6], [8])),
 }
 

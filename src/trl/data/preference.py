@@ -19,7 +19,7 @@ from trl.data.pipeline import (
     first_row,
     prepare_rows,
 )
-from trl.data.preference_rows import PAIR_COLUMNS, SIDES, PairReader, pair_row_type
+from trl.data.preference_rows import OLDER_REWARD_COLUMNS, PAIR_COLUMNS, SIDES, PairReader, pair_row_type
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import shared_prompt
 from trl.data.tokenization import encode, rows_of, tokenize_split, with_eos
@@ -192,7 +192,10 @@ class PairTokenizer(RowKind):
         return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        rows, row_type, name = rows_of(batch), self.reader.row_type, self.reader.dataset_name
+        row_type, name = self.reader.row_type, self.reader.dataset_name
+        if row_type.columns == OLDER_REWARD_COLUMNS:  # whole sequences, their prompt included
+            batch = {c: values for c, values in batch.items() if c not in (PAIR_COLUMNS[0], OWN_PROMPT)}
+        rows = rows_of(batch)
         if row_type.kind == "tokens":
             for column in (*row_type.columns, PAIR_COLUMNS[0]):
                 if column in batch:
