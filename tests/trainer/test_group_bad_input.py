@@ -67,7 +67,7 @@ OF_PROMPTS: dict[str, Bad] = {
         rows({"prompt": [ASK]}, TEXT, mixed=True),
     ),
     "mixed rows that are no data set yet": Bad(
-        BOTH, TypeError, ("train dataset, row 1, column 'prompt': a list, expected a string", "Do not mix"),
+        BOTH, TypeError, ("train dataset, row 1, column 'prompt': messages, expected text as in row 0", "Do not mix"),
         [TEXT, {"prompt": [ASK]}],
     ),
     "a role of its own": Bad(
