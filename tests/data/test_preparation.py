@@ -220,6 +220,17 @@ def test_streams_that_do_not_know_their_columns() -> None:
     assert list(prepared) == list(prepare(PAIRS, max_length=30)[0])
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_tokenized_streams_of_tensors_and_masks_of_truth_values(kind: str) -> None:
+    row = {"input_ids": [5, 6, 7, 8], "completion_mask": [False, True, True, True]}
+    short = {name: values[:2] for name, values in row.items()}
+    stream = Dataset.from_list([row, short]).to_iterable_dataset().with_format(kind)
+    prepared, report = prepare_sft_dataset(stream, tiny_tokenizer(), SFTPreparation(max_length=3))
+    expected = [{name: values[:3] for name, values in row.items()}, short]
+    assert [{name: values.tolist() for name, values in each.items()} for each in prepared] == expected
+    assert (report.rows, report.removed_tokens) == (2, 1)
+
+
 def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
     rows = [{"text": "Blue."}] * 1000 + [{"text": ""}]
     stream, _ = prepare(rows, streaming=True)

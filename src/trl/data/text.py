@@ -353,7 +353,10 @@ class SFTTokenizer(RowKind):
     def _ragged(self, column: Any, first: Place) -> Ragged:
         """A column of a block whose first row stands at `first`, with its token ids checked."""
         if not isinstance(column, pa.ChunkedArray):
-            column = pa.chunked_array([pa.array(column)])
+            rows = [row.tolist() if hasattr(row, "tolist") else row for row in column]  # tensors and arrays
+            column = pa.chunked_array([pa.array(rows)])
+            if column.type == pa.list_(pa.bool_()) and first.column not in ("input_ids", "labels"):
+                column = column.cast(pa.list_(pa.int8()))
         kind: Any = column.type
         if not is_number_list(kind) or not pa.types.is_integer(kind.value_type):
             remedy = "Tokenize the text, or rename the column."

@@ -89,9 +89,13 @@ def truncate_table(table: pa.Table, max_length: int, keep_end: bool = False) -> 
 
 def truncate_row(row: dict[str, Any], max_length: int, keep_end: bool = False) -> dict[str, Any]:
     """`truncate_rows` on one row."""
-    long = {name: ids for name, ids in row.items() if isinstance(ids, list) and len(ids) > max_length}
+    flat: dict[str, Any] = {
+        name: ids for name, ids in row.items() if isinstance(ids, list) or getattr(ids, "ndim", 0) == 1
+    }
+    long = [name for name, ids in flat.items() if len(ids) > max_length]
+    first = {name: flat[name] if isinstance(flat[name], list) else flat[name][:1].tolist() for name in long}
     kept = slice(-max_length, None) if keep_end else slice(max_length)
-    cut = {name: ids[kept] for name, ids in long.items() if isinstance(ids[0], Number)}
+    cut = {name: row[name][kept] for name in long if isinstance(first[name][0], Number)}
     if cut:
         _refuse_packed("seq_lengths" in row, max(len(row[name]) for name in cut), max_length)
     return {**row, **cut}
