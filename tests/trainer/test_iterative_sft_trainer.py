@@ -151,6 +151,7 @@ def test_labels_of_texts():
     tokenizer = tiny_tokenizer()
     sky = [*tokenizer("The sky")["input_ids"], tokenizer.eos_token_id]
     assert rows_of(texts=["The sky"]) == [(sky, sky)]
+    assert rows_of(texts=Dataset.from_dict({"text": ["The sky"]})["text"]) == [(sky, sky)]
     assert rows_of(texts=["The sky"], texts_labels=["The sky<|im_end|>"]) == [(sky, sky)]
     blue = [*tokenizer("It is blue.")["input_ids"], tokenizer.eos_token_id]
     assert rows_of(None, True, True, texts=["The sky"], texts_labels=["It is blue."]) == [(sky, blue)]

@@ -101,7 +101,7 @@ class StepRows:
         return target[: int(trained[-1]) + 1 if len(trained) else 0][: self.max_length]
 
     def _encoded(self, name: str, texts: Any, count: int | None = None) -> list[Tensor]:
-        if not isinstance(texts, list | tuple) or not texts:
+        if isinstance(texts, str) or not isinstance(texts, Sequence) or not len(texts):
             raise TypeError(
                 f"{name} must be a list of at least 1 text, got {texts!r:.40}. Put the texts in a list."
             )
