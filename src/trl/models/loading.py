@@ -1,6 +1,7 @@
 """Models and tokenizers from a name or a path: dtype, architecture, special tokens."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from trl.models.peft import get_kbit_device_map, require_peft, resolve_dtype
 logger = logging.getLogger(__name__)
 
 _CONFIG_KEYS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
+_SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def create_model_from_path(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -36,11 +38,19 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     process's device unless `device_map` says otherwise. A folder that holds a PEFT adapter loads as its base model
     with the adapter on top, ready to be trained further.
 
-    Raises `FileNotFoundError` where there is no such model, no safetensors weights or no way to the Hub, `ValueError` for an
-    unknown `dtype` and for missing weights.
+    Raises `FileNotFoundError` where there is no such model, no safetensors weights or no way to the Hub, `ValueError` for a
+    `dtype` or `device_map` that cannot work, and for missing weights.
     """
     older = kwargs.pop("torch_dtype", None)
-    kwargs["dtype"] = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
+    dtype = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
+    if older is not None and resolve_dtype(older) != dtype:
+        raise ValueError(f"dtype={kwargs['dtype']!r} and torch_dtype={older!r} disagree. Give `dtype` alone.")
+    kwargs["dtype"], device_map = dtype, kwargs.get("device_map")
+    if device_map in _SPREADING_DEVICE_MAPS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"device_map={device_map!r} spreads one model over all devices, which several processes cannot share. Leave "
+            "device_map out: each process then holds the model on its own device."
+        )
     _check_local_path(model_id)
     with loading_from_hub(model_id, "model"):
         folder = Path(model_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
 from collections.abc import Sequence
@@ -43,7 +44,9 @@ def load_model(model: Any, init_kwargs: dict[str, Any] | None) -> Any:
     if isinstance(model, (str, os.PathLike)):
         return create_model_from_path(os.fspath(model), **(init_kwargs or {}))
     core = check_given(model, init_kwargs)
-    if not core.can_generate() and core.get_output_embeddings() is None:
+    has_head = core.can_generate() or core.get_output_embeddings() is not None
+    has_own_loss = "labels" in inspect.signature(type(core).forward).parameters
+    if not (has_head or (has_own_loss and not hasattr(core, "num_labels"))):
         raise TypeError(
             f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
             "model. Load it with AutoModelForCausalLM."
