@@ -110,6 +110,25 @@ def test_numbers_that_mean_nothing_are_refused_by_every_config(tmp_path, kind, g
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        *(
+            (config, {"beta": wrong})
+            for config in (GRPOConfig, DPOConfig)
+            for wrong in (None, [0.1], {"a": 0.1})
+        ),
+        (GRPOConfig, {"vespo_k_pos": None}),
+        (GRPOConfig, {"epsilon": [0.2]}),
+        (GRPOConfig, {"delta": [2.0]}),
+        (DPOConfig, {"discopop_tau": [0.05]}),
+    ],
+)
+def test_none_lists_and_dicts_are_no_numbers(tmp_path, config, given):
+    with pytest.raises(TypeError, match=next(iter(given))):
+        config(str(tmp_path), **given)
+
+
 def test_all_numbers_out_of_range_are_named_at_once(tmp_path):
     with pytest.raises(ValueError) as caught:
         SFTConfig(str(tmp_path), learning_rate=-1.0, weight_decay=math.nan, save_total_limit=-2)

@@ -118,20 +118,23 @@ def read_text_values(config: Any) -> None:
 def check_numbers(config: Any) -> None:
     """Check every number against the bounds of its field; a program's own fields have none.
 
-    Raises: ValueError naming every field that is out of bounds. TypeError for a field with declared bounds that holds
-    no (whole) number, or None where that is not allowed.
+    Raises: ValueError naming every field that is out of bounds. TypeError for a field of the library that holds None, a
+    list or a dict where that is not allowed, and for one with declared bounds that holds no (whole) number.
     """
     faults = []
     for name, kind in kinds(library_config(type(config))).items():
         value, declared = vars(config).get(name), "bounds" in kind.item.metadata
         is_moved = "moved_to" in kind.item.metadata and not declared
-        if kind.reader is None or is_moved or (value is None and (kind.takes_none or not declared)):
+        is_single = declared or name not in _INHERITED_NAMES
+        is_single = is_single and not kind.is_list and kind.reader in (int, float)
+        if kind.reader is None or is_moved or (value is None and (kind.takes_none or not is_single)):
             continue
         default = "(-inf, inf)" if kind.is_list else _INHERITED.get(name, "[0, inf)")
         bounds = kind.item.metadata.get("bounds", default)
-        for number in value if isinstance(value, list) else [value]:
+        for number in value if isinstance(value, list) and not is_single else [value]:
             is_number = isinstance(number, int if kind.reader is int else (int, float))
-            if declared and (isinstance(number, bool) or not is_number):
+            is_wrong = is_single and (number is None or isinstance(number, (list, tuple, dict)))
+            if is_wrong or (declared and (isinstance(number, bool) or not is_number)):
                 raise TypeError(_refusal(kind, bounds, number))
             if isinstance(number, (int, float)) and not (
                 number == _SENTINELS.get(name) or _is_within(number, bounds)
