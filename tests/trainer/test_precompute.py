@@ -177,6 +177,19 @@ def test_without_caching_nothing_is_written(tmp_path, monkeypatch):
     assert not (tmp_path / FOLDER).exists()
 
 
+def test_a_collator_that_cannot_be_pickled_is_not_cached(tmp_path, caplog):
+    class Own:
+        def __call__(self, given):
+            return collate(given)
+
+        def __reduce__(self):
+            raise TypeError("no pickle")
+
+    counted = Counted()
+    assert len(counted.run(rows(), collate=Own())["ref_chosen_logps"]) == counted.rows == 7
+    assert "cannot be pickled (no pickle)" in caplog.text and not (tmp_path / FOLDER).exists()
+
+
 def test_mixed_precision_counts():
     Counted().run(rows())
     counted = Counted()

@@ -24,7 +24,7 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset, IterableDataset, config
-from datasets.fingerprint import Hasher
+from datasets.fingerprint import Hasher, generate_random_fingerprint
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -81,8 +81,9 @@ def precompute_ref_log_probs(
     if has_reference_columns(dataset, scoring.columns, dataset_name):
         return dataset
     name = _fingerprint(dataset, scoring, reference_fingerprint, accelerator.mixed_precision)
+    caching = datasets.is_caching_enabled() and name is not None
+    name = name or generate_random_fingerprint()
     file = Path(config.HF_DATASETS_CACHE) / FOLDER / f"{name}.safetensors"
-    caching = datasets.is_caching_enabled()
     values = _read(file, scoring.columns, len(dataset)) if caching else None
     if all(gather_object([values is not None])):
         logger.info("%s dataset: log-probabilities of the reference are read from %s.", dataset_name, file)
@@ -161,10 +162,23 @@ def _write(file: Path, values: Mapping[str, np.ndarray]) -> None:
     os.replace(aside, file)
 
 
-def _fingerprint(dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str) -> str:
-    own_collator = type(scoring.collate) not in _LAY_OUT_TOKENS
+def _fingerprint(
+    dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str
+) -> str | None:
+    """The name of the file of the values; None, with a warning, for a collator that cannot be pickled."""
+    made_by = {}
+    if type(scoring.collate) not in _LAY_OUT_TOKENS:
+        try:
+            made_by = {"collate": Hasher.hash(scoring.collate)}
+        except Exception as error:  # whatever the user's collator raises when it is pickled
+            logger.warning(
+                "data_collator %r cannot be pickled (%s): the reference's log-probabilities are not kept on disk.",
+                scoring.collate,
+                error,
+            )
+            return None
     parts = {
-        **({"collate": Hasher.hash(scoring.collate)} if own_collator else {}),
+        **made_by,
         "format": FORMAT,
         "columns": list(scoring.columns),
         "settings": dict(scoring.settings),
