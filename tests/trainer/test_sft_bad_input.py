@@ -110,7 +110,7 @@ CASES: dict[str, Bad] = {
         make=lambda: given(model=model_for(architecture="gpt2", max_position_embeddings=64), train_dataset=data(LONG)),
     ),
     "the same of a stream, whose first rows are short": Bad(
-        ValueError, ("train dataset is a stream", "64 positions of the model", "max_length is 1024"),
+        ValueError, ("train dataset: 1 of", "64 positions of the model", "Set max_length=64"),
         make=lambda: given(model=model_for(architecture="gpt2", max_position_embeddings=64), train_dataset=stream(TEXTS * 20 + LONG)),
     ),
     "the same of an evaluation set": Bad(
