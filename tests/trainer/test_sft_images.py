@@ -118,7 +118,10 @@ def test_one_image_a_row_streams_and_adapters(processor):
 def test_evaluation_sets_of_either_type(processor):
     evaluation = {"pairs": Dataset.from_list(PAIRS), "chats": Dataset.from_list(ROWS)}
     trainer = make(processor=processor, trainer={"eval_dataset": evaluation}, per_device_eval_batch_size=3)
+    checked: list[str] = []
+    trainer._sets.check = lambda *given, name: checked.append(name)
     metrics = trainer.evaluate()
+    assert not checked  # the constructor has done it
     for name, rows in (("pairs", PAIRS), ("chats", ROWS)):
         batch = trainer.data_collator(rows)
         trainer.model.eval()
@@ -126,6 +129,7 @@ def test_evaluation_sets_of_either_type(processor):
             own = trainer.model(**batch).loss
         assert metrics[f"eval_{name}_loss"] == pytest.approx(float(own), abs=1e-5)
     assert trainer.evaluate(Dataset.from_list(ROWS[:2]))["eval_loss"] > 0
+    assert checked == ["eval"]
 
 
 def test_processor_and_model_are_saved_and_load_again(tmp_path):
