@@ -45,6 +45,8 @@ def test_right_answers_come_from_a_column():
     assert same(scores_of(JudgeSource(IsLong(), gold_column="short"), gold), [1, 1])
     with pytest.raises(ValueError, match="needs the column 'answer', the data set has"):
         RewardSources(JudgeSource(IsLong(), gold_column="answer")).check_columns(["short"])
+    with pytest.raises(ValueError, match="gold_column='short' is for a BaseBinaryJudge, got a Longer"):
+        JudgeSource(Longer(), gold_column="short")
 
 
 def test_a_pairwise_judge_gives_win_rates():

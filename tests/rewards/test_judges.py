@@ -146,8 +146,9 @@ def test_models_that_think_get_their_own_limit():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: made("hf", None)[0].judge(["q"], [["a", "b"], ["c", "d"]]), "longer than argument 1"),
-        (lambda: made("hf", None)[0].judge(["q"], [["a"]]), "expected 2, got 1"),
+        (lambda: made("hf", None)[0].judge(["q"], [["a", "b"], ["c", "d"]]), "1 prompts were given with 2 pairs"),
+        (lambda: made("hf", None)[0].judge(["q"], [["a"]]), r"prompt 'q' has \['a'\], expected a list of two"),
+        (lambda: made("hf", None)[0].judge(["q"], ["ab"]), "prompt 'q' has 'ab', expected a list of two"),
         (lambda: HfPairwiseJudge(system_prompt="{prompt} {response0}", client=1), "expected the placeholders prompt, response0"),
         (lambda: HfPairwiseJudge(system_prompt="{prompt} {", client=1), "system_prompt has .*expected the placeholders"),
         (lambda: OpenAIPairwiseJudge(max_requests=-1, client=1), "max_requests must be a whole number >= 0 or None, got -1"),
@@ -174,7 +175,14 @@ def test_all_must_say_yes_and_one_no_is_no():
     assert AllTrueJudge([IsLong(), IsLong()]).judge(["q"] * 2, ["abcd", "abcd"], ["abc", "abcdef"]) == [1, 0]
 
 
-@pytest.mark.parametrize(("answers", "message"), [((1, 2), "not in tuple"), ((1,), "is shorter than")])
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ((1, 0.5), "Constant gave .*0.5"),
+        ((1, None), "Constant gave .*None"),
+        ((1,), "Constant gave 1 answers"),
+    ],
+)
 def test_a_judge_of_all_true_that_answers_something_else(answers, message):
     with pytest.raises(ValueError, match=message):
         AllTrueJudge([Constant(*answers)]).judge(["q"] * 2, ["a"] * 2)

@@ -34,7 +34,7 @@ class JudgeSource:
         judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise judge
             returns probabilities that the first completion is better, which are used instead of wins.
 
-    Raises: TypeError for another kind of judge.
+    Raises: TypeError for another kind of judge, ValueError for `gold_column` with a judge that compares.
     """
 
     is_async = False
@@ -57,6 +57,10 @@ class JudgeSource:
         self.compares = not isinstance(judge, BaseBinaryJudge)
         self.gold_column, self.deadline, self.on_failure = gold_column, deadline, on_failure
         self.judge_options = judge_options
+        if self.compares and gold_column is not None:
+            raise ValueError(
+                f"gold_column={gold_column!r} is for a BaseBinaryJudge, got a {type(judge).__name__}. Leave it out."
+            )
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if the dataset does not have `gold_column`."""

@@ -124,8 +124,14 @@ class AllTrueJudge(BaseBinaryJudge):
         Raises: ValueError for another answer of a judge, and for another number of answers.
         """
         columns = [each.judge(prompts, completions, gold_completions, shuffle_order) for each in self.judges]
-        rows = zip(completions, *columns, strict=True)
-        return [min(verdicts, key=lambda verdict: (0, -1, 1).index(verdict)) for _, *verdicts in rows]
+        for each, column in zip(self.judges, columns, strict=True):
+            wrong = [verdict for verdict in column if verdict not in (0, 1, -1)]
+            if wrong or len(column) != len(completions):
+                raise ValueError(
+                    f"{type(each).__name__} gave {len(column)} answers for {len(completions)} completions"
+                    f"{f' and {wrong[0]!r} among them' if wrong else ''}, expected 1, 0 or -1 for each."
+                )
+        return [min(row, key=lambda verdict: (0, -1, 1).index(verdict)) for row in zip(*columns, strict=True)]
 
 
 class ShownPair(NamedTuple):
@@ -154,8 +160,15 @@ def shown_pairs(
 
     Raises: ValueError for another number of prompts than pairs, and for a prompt without exactly two completions.
     """
+    if len(prompts) != len(completions):
+        raise ValueError(
+            f"{len(prompts)} prompts were given with {len(completions)} pairs, expected as many."
+        )
     found = []
-    for prompt, (first, second) in zip(prompts, completions, strict=True):
+    for prompt, pair in zip(prompts, completions, strict=True):
+        if isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(f"prompt {prompt!r} has {pair!r}, expected a list of two completions.")
+        first, second = pair
         texts = (prompt, *sorted((first, second)))
         lengths = ",".join(str(len(text)) for text in texts)  # distinguishes texts with equal concatenations
         larger_first = sha256("".join((lengths, *texts)).encode("utf-8", "surrogatepass")).digest()[0] & 1
