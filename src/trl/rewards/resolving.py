@@ -15,7 +15,8 @@ from trl.rewards.judges.bases import BaseJudge, BaseRankJudge
 
 READY_MADE = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 SOFT_OVERLONG = "get_soft_overlong_punishment"
-_LENGTHS = re.compile(r"\((?:max_completion_len=)?(\d+), *(?:soft_punish_cache=)?(\d+)\)")
+_TURNED = re.compile(r"\((soft_punish_cache=\d+),(max_completion_len=\d+)\)")
+_LENGTHS = re.compile(r"\((?:max_completion_len=)?(\d+),(?:soft_punish_cache=)?(\d+)\)")
 
 
 def __getattr__(name: str) -> Any:
@@ -43,7 +44,8 @@ def _resolve(name: str) -> Callable[..., Any] | str:
     if name.partition("(")[0] == SOFT_OVERLONG:
         from trl.rewards.ready_made import get_soft_overlong_punishment
 
-        given = _LENGTHS.fullmatch(name.removeprefix(SOFT_OVERLONG) or "(1280, 256)")
+        lengths = re.sub(r"\s*([(),=])\s*", r"\1", name.removeprefix(SOFT_OVERLONG) or "(1280,256)")
+        given = _LENGTHS.fullmatch(_TURNED.sub(r"(\2,\1)", lengths))
         if given is None:
             raise ValueError(
                 f"reward function {name!r} cannot be read, expected {SOFT_OVERLONG}(1280, 256): max_completion_len and "
