@@ -23,6 +23,13 @@ def test_an_answer_becomes_an_experience():
     assert found.experience.per_token[SAMPLING_LOGPS].tolist() == pytest.approx([-1, 0, -1, -2, 0.001])
 
 
+def test_fields_may_be_iterators():
+    found = read_rollouts(
+        {**IDS, "prompt_ids": (ids for ids in IDS["prompt_ids"]), "fit": map(abs, (-1, 2))}, 2, **LIMITS
+    )
+    assert found.fields == {"fit": [1, 2]}
+
+
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [

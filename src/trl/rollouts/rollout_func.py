@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Any
@@ -75,12 +75,16 @@ def read_rollouts(
             f"rollout_func returned {given}, expected a dict with 'prompt_ids' and 'completion_ids'. Give a list of token ids "
             "for every prompt in each."
         )
-    given = {name: values for name, values in found.items() if values is not None}
+    given = {
+        name: list(values) if isinstance(values, Iterable) else values
+        for name, values in found.items()
+        if values is not None
+    }
     for name, values in given.items():
-        if not isinstance(values, Sized) or len(values) != count:
+        if not isinstance(values, list) or len(values) != count:
             what = (
                 f"{len(values)} {name}"
-                if isinstance(values, Sized)
+                if isinstance(values, list)
                 else f"{name} of type {type(values).__name__}"
             )
             raise ValueError(
@@ -100,7 +104,7 @@ def read_rollouts(
     columns = {SAMPLING_LOGPS: _logps(given["logprobs"], completions)} if "logprobs" in given else {}
     stopped = torch.tensor([ids[-1] in end_tokens for ids in completions])
     experience = Experience(Ragged.of(prompts), Ragged.of(completions), columns, {STOPPED: stopped})
-    return Completed(experience, {name: list(values) for name, values in given.items() if name not in _KNOWN})
+    return Completed(experience, {name: values for name, values in given.items() if name not in _KNOWN})
 
 
 def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
