@@ -1,5 +1,7 @@
 """Calls are found in text; whatever goes wrong is told to the model."""
 
+from functools import partial
+
 import pytest
 
 from trl.rollouts.text_environment import answer, named_tools, parse_call
@@ -44,6 +46,7 @@ def test_answers_and_errors_are_text():
 
 def test_names_of_tools():
     assert list(named_tools({"a b": double})) == ["a b"]
+    assert list(named_tools([partial(double)])) == ["double"]
     assert named_tools(None) == {}
     for wrong, error, message in [
         ([lambda query: query], ValueError, "got '<lambda>'. Use a dict"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ def named_tools(tools: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Ca
     Raises: TypeError for a tool that cannot be called, ValueError for invalid or equal names.
     """
     if not isinstance(tools, Mapping):
-        pairs = [(getattr(tool, "__name__", type(tool).__name__), tool) for tool in tools or ()]
+        functions = [(tool.func if isinstance(tool, partial) else tool, tool) for tool in tools or ()]
+        pairs = [(getattr(each, "__name__", type(each).__name__), tool) for each, tool in functions]
     else:
         pairs = tools.items()
     found: dict[str, Callable[[str], Any]] = {}
