@@ -18,6 +18,14 @@ def test_prints_versions_to_paste(capsys):
     assert entries["PyTorch version"] == torch.__version__
 
 
+def test_an_accelerator_that_is_built_in_but_not_there_is_not_listed(monkeypatch):
+    def found(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
+    assert env.accelerators() == "none (CPU)"
+
+
 def test_missing_packages_are_said_to_be_missing():
     assert env.version("no-such-package-at-all") == "not installed"
 

@@ -84,7 +84,7 @@ def accelerators() -> str:
     """Names of the accelerators that PyTorch sees."""
     import torch
 
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "none (CPU)"
     name_of = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type.upper())
