@@ -107,9 +107,12 @@ def test_mismatched_completions_come_from_the_row_before_in_the_batch() -> None:
     assert "KL_prompt_input_ids" not in rows.column_names
 
 
-def test_a_row_that_is_alone_in_its_batch_gets_its_own_completion() -> None:
+def test_a_row_that_is_alone_in_its_batch_gets_its_own_completion(caplog: pytest.LogCaptureFixture) -> None:
+    prepare(TEXT[:4], mismatch_group=4)
+    assert "alone in its batch" not in caplog.text
     rows, _ = prepare(TEXT, mismatch_group=4)
     assert rows[4]["KL_completion_input_ids"] == rows[4]["completion_input_ids"]
+    assert "the last row is alone in its batch of 4" in caplog.text
 
 
 def cut(prompt: list[int], completion: list[int], limit: int, prompt_limit: int, mode: str) -> tuple:

@@ -123,6 +123,13 @@ def prepare_unpaired_dataset(
             name,
             group,
         )
+    if isinstance(rows, Dataset) and len(rows) % group == 1:
+        logger.warning(
+            "%s dataset: the last row is alone in its batch of %d, and its own completion is used as the mismatched one. "
+            "Add or remove a row.",
+            name,
+            group,
+        )
     features = None
     if rows.features is not None:
         own = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
