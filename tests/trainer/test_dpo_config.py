@@ -48,7 +48,6 @@ REFUSED = {
         "got loss_type 'apo_zero'",
     ),
     "tau": ({"discopop_tau": 0.0, "loss_type": "discopop"}, "discopop_tau must be > 0"),
-    "beta of no number": ({"beta": None}, "beta must be > 0 for loss_type 'sigmoid', got None"),
     "beta of text": ({"beta": "much"}, "beta must be a number, got 'much'"),
     "endless beta": ({"beta": float("inf")}, "beta must be a finite number >= 0"),
     "smoothing of no number": (

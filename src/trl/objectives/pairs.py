@@ -164,7 +164,7 @@ def log_loss(logits: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 def require_beta(beta: float, *losses: str) -> None:
-    """Raises ValueError for a `beta` of 0 or None with losses that learn from rewards alone."""
+    """Raises ValueError for a `beta` of 0 with losses that learn from rewards alone."""
     if not beta:
         raise ValueError(
             f"beta must be > 0 for loss_type {', '.join(map(repr, losses))}, got {beta}: every gradient would be 0. The usual "
