@@ -56,7 +56,7 @@ SLOW = [
     ("scripts/grpo_agent", "--max_steps 25", None, 0.3),
     (f"{TOOLS}/calculator", "--steps 25", None, 0.05),
     (f"{TOOLS}/triviaqa", "--steps 20", None, 0.05),
-    (f"{TOOLS}/python_interpreter", "--steps 20", None, 0.05),
+    (f"{TOOLS}/python_interpreter", "--steps 25", None, 0.05),
 ]
 
 

@@ -115,13 +115,13 @@ def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "reward_funcs is missing. Give one or several with --reward_funcs"),
+        ("", "reward_funcs is missing"),
         ("--reward_funcs acuracy_reward", "'acuracy_reward' is unknown. Did you mean accuracy_reward? Known are"),
         ("--reward_funcs rewards_of_mine.dogs", "has no 'dogs'. Name one of ['as_wanted', 'cats', 'too_few']"),
         ("--reward_funcs ./nowhere", "looks like a path, and there is no such folder"),
         ("--reward_funcs think_format_reward --reward_weights 1 2", "reward_weights"),
         ("--reward_funcs think_format_reward --per_device_train_batch_size 6", "num_generations"),
-        ("--reward_funcs think_format_reward --dataset_streaming true --max_steps -1", "and max_steps is -1, expected the number"),
+        ("--reward_funcs think_format_reward --dataset_streaming true --max_steps -1", "max_steps=-1"),
         ("--reward_funcs think_format_reward --num_generations 1", "num_generations must be a whole number >= 2, got 1"),
         ("--reward_funcs think_format_reward --column_mapping wanted=solution", "prompt"),
         ("--reward_funcs rewards_of_mine.as_wanted --column_mapping question=prompt wanted=word", "needs ['wanted']"),

@@ -30,7 +30,7 @@ def arm(kill: str, trainer, user) -> None:
     """Let the process die where `kill` says."""
     what, _, number = kill.partition(":")
     places = {
-        "generate": (trainer, "generate"), "reward": (user, "reward"), "score": (trainer, "score_rollout"),
+        "generate": (trainer, "generate"), "reward": (user, "reward"), "score": (trainer, "_score_rollout"),
         "micro": (trainer, "train_minibatch"), "rename": (Path, "rename"),
     }  # fmt: skip
     if what == "write":
