@@ -75,6 +75,22 @@ def test_sums_are_made_for_one_layer_at_a_time():
     assert count == 4 * 7 and most == 7
 
 
+def test_a_conversion_that_joins_parts_is_made_of_the_whole(monkeypatch):
+    def joined(core, weights):
+        """Two layers' norms in one tensor."""
+        found = dict(weights)
+        norms = [found.pop(name) for name in list(found) if name.endswith("input_layernorm.weight")]
+        return found | ({"norms": torch.stack(norms)} if norms else {})
+
+    policy = tiny_model("llama")
+    monkeypatch.setattr(weight_parts, "revert_weight_conversion", joined)
+    parts = WeightParts(policy)
+    found = read(parts)
+    assert len(parts.parts) == 1 and found["norms"].shape == (2, 32)
+    expected = torch.stack([layer.input_layernorm.weight for layer in policy.model.layers])
+    assert torch.equal(found["norms"], expected)
+
+
 def test_a_weight_that_is_not_as_it_was_told_is_an_error():
     policy = tiny_model("llama")
     parts = WeightParts(policy)

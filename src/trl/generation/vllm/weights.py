@@ -160,6 +160,10 @@ class WeightParts:
         self.shapes: dict[str, Tensor] = {}  # of all weights, in the order of reading; on the device meta
         for part in self.parts:
             self.shapes |= self._converted(part, self._shape_of)
+        found = pieces(self.core)
+        whole = self._converted(found, self._shape_of)
+        if {_facts(*each) for each in whole.items()} != {_facts(*each) for each in self.shapes.items()}:
+            self.parts, self.shapes = [found], whole  # a conversion joins weights of several parts
 
     @contextmanager
     def read(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
