@@ -27,27 +27,39 @@ Prepare = Callable[..., tuple[Any, Any]]
 class DataSets(ABC):
     """The training and evaluation sets of one trainer: those of its constructor, and those given later."""
 
+    _own: tuple[Any, ...] = ()  # those of the constructor, prepared
+
     def train(self, dataset: Any) -> Any:
         """The training set."""
         check_kind(dataset, "train_dataset")
-        return self.prepared(dataset, "train", is_training=True)
+        return self._kept(dataset, "train", is_training=True)
 
     def evaluation(self, dataset: Any) -> Any:
         """The evaluation set, or several by name."""
         if isinstance(dataset, dict):
             for name, part in dataset.items():
                 check_kind(part, f"eval_dataset[{name!r}]")
-            return {name: self.prepared(part, name) for name, part in dataset.items()}
+            return {name: self._kept(part, name) for name, part in dataset.items()}
         check_kind(dataset, "eval_dataset")
-        return self.prepared(dataset, "eval")
+        return self._kept(dataset, "eval")
+
+    def later(self, dataset: Any) -> Any:
+        """A set that is given to `evaluate` or `predict`: prepared now, unless it is already."""
+        is_given = isinstance(dataset, (Dataset, IterableDataset))
+        return self.prepared(dataset, "eval") if is_given and not self.is_prepared(dataset) else dataset
+
+    def is_prepared(self, dataset: Any) -> bool:
+        """Whether a set is ready for the collator."""
+        return any(dataset is each for each in self._own)
+
+    def _kept(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
+        found = self.prepared(dataset, name, is_training=is_training)
+        self._own = (*self._own, found)
+        return found
 
     @abstractmethod
     def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
         """A set made ready for the collator."""
-
-    @abstractmethod
-    def later(self, dataset: Any) -> Any:
-        """A set that is given to `evaluate` or `predict`: prepared now, unless it is already."""
 
     def row_tokens(self, dataset: Any) -> list[int] | None:
         """Tokens of each prepared row, in all its sequences; None where they are not known before a batch is made."""
@@ -82,11 +94,8 @@ class PreparedSets(DataSets):
     processing_class: Any
     check_lengths: Callable[..., None]
 
-    def later(self, dataset: Any) -> Any:
-        if not isinstance(dataset, (Dataset, IterableDataset)):
-            return dataset
-        is_prepared = set(self.settings.prepared_columns) <= set(column_names(dataset))
-        return dataset if is_prepared else self.evaluation(dataset)
+    def is_prepared(self, dataset: Any) -> bool:
+        return set(self.settings.prepared_columns) <= set(column_names(dataset))
 
     def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):

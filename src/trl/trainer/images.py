@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,14 +57,6 @@ class ImageSets(DataSets):
     model: Any
     check: Callable[..., None] | None
     shuffle_seed: int | None = None
-    _prepared: list[Any] = field(default_factory=list, init=False)  # as in `SFTDatasets`
-
-    def later(self, dataset: Any) -> Any:
-        is_checked = any(dataset is one for one in self._prepared)
-        if is_checked or not isinstance(dataset, (Dataset, IterableDataset)):
-            return dataset
-        self.evaluation(dataset)
-        return self._prepared.pop()
 
     def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):
@@ -74,7 +66,6 @@ class ImageSets(DataSets):
         if self.check is not None:
             self.check(dataset, self.collator, name=name)
             _try_first_row(dataset, self.collator, self.model, name)
-        self._prepared.append(dataset)
         return dataset
 
 

@@ -52,7 +52,6 @@ class SFTDatasets(DataSets):
                 f"dataset_kwargs has unknown keys {unknown}. Known are {', '.join(PREPARATION_KEYS)} "
                 "(untrained_rows is 'report', 'error' or 'drop')."
             )
-        self._prepared: list[Any] = []  # that of the trainer; one that is given later is let go of again
         self._extra = {("skip_prepare" if k == "skip_prepare_dataset" else k): v for k, v in extra.items()}
 
     def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
@@ -60,22 +59,11 @@ class SFTDatasets(DataSets):
         packing = args.packing if is_training or args.eval_packing is None else args.eval_packing
         if is_training and args.shuffle_dataset and isinstance(dataset, (Dataset, IterableDataset)):
             dataset = dataset.shuffle(seed=args.seed)
-        found = self._prepare(dataset, name, packing=packing)
-        self._prepared.append(found)
-        return found
+        return self._prepare(dataset, name, packing=packing)
 
-    def later(self, dataset: Any) -> Any:
-        if not isinstance(dataset, (Dataset, IterableDataset)) or any(
-            dataset is one for one in self._prepared
-        ):
-            return dataset
+    def is_prepared(self, dataset: Any) -> bool:
         is_empty = isinstance(dataset, Dataset) and not len(dataset) and dataset.column_names
-        if is_empty or "seq_lengths" in column_names(dataset):
-            return dataset
-        kept = len(self._prepared)
-        prepared = self.evaluation(dataset)
-        del self._prepared[kept:]
-        return prepared
+        return super().is_prepared(dataset) or bool(is_empty) or "seq_lengths" in column_names(dataset)
 
     def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):
