@@ -140,3 +140,9 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             del module.forward
         else:
             module.forward = before
+
+
+def share_parameters(first: nn.Module, second: nn.Module, *, trained: bool = False) -> bool:
+    """Whether two models have a parameter in common; with `trained` one that requires a gradient in `first`."""
+    own = {id(parameter) for parameter in first.parameters() if parameter.requires_grad or not trained}
+    return any(id(parameter) in own for parameter in second.parameters())

@@ -20,7 +20,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
 from trl.models.loading import create_model_from_path
-from trl.models.parts import causal_core, embedded_tokens
+from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
 from trl.models.switches import same_trainable, undisturbed, without_ddp
@@ -307,8 +307,7 @@ def _choose_adapters(
 
 def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
     """Raise ValueError for a reference that shares trained weights, or has another vocabulary."""
-    trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
-    if any(id(parameter) in trained for parameter in reference.parameters()):
+    if share_parameters(policy, reference, trained=True):
         raise ValueError(
             "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
             "frozen copy of the initial model, or load it a second time."

@@ -90,8 +90,7 @@ class Chat:
         self.clear()
 
     def _end_tokens(self, model: Any) -> list[int]:
-        from trl.generation.transformers.requests import end_tokens
-        from trl.models.parts import causal_core
+        from trl.generation.transformers.requests import stop_tokens
 
         tokens = self.arguments.eos_tokens.split(",") if self.arguments.eos_tokens else []
         unknown = [token for token in tokens if token not in self.tokenizer.get_vocab()]
@@ -99,7 +98,7 @@ class Chat:
             raise ValueError(f"eos_tokens must be tokens of the tokenizer, got {unknown[0]!r}.")
         given = [int(number) for number in (self.arguments.eos_token_ids or "").split(",") if number]
         given += self.tokenizer.convert_tokens_to_ids(tokens)
-        return given or sorted({*end_tokens(None, causal_core(model)), self.tokenizer.eos_token_id} - {None})
+        return given or stop_tokens(model, self.tokenizer)
 
     def clear(self) -> None:
         """Begin a new conversation."""

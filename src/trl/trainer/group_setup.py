@@ -12,11 +12,11 @@ from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
-from trl.generation.transformers.requests import end_tokens
+from trl.generation.transformers.requests import stop_tokens
 from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_served, served_of
-from trl.models.parts import causal_core, embedded_tokens
+from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import Reference, make_reference
 from trl.options.checks import warn_unread
@@ -84,9 +84,6 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
 
     Raises: ValueError for greedy sampling.
     """
-    ends = set(end_tokens(None, causal_core(policy.model)))
-    if policy.tokenizer.eos_token_id is not None:
-        ends.add(policy.tokenizer.eos_token_id)  # type: ignore[arg-type]
     sampling = Sampling(
         max_new_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -94,7 +91,7 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
         top_k=args.top_k,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        stop_token_ids=tuple(sorted(ends)),
+        stop_token_ids=tuple(stop_tokens(policy.model, policy.tokenizer)),
         seed=args.seed,
     )
     sampling = sampling.updated(args.generation_kwargs)

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.generation.transformers.engine import context_length_of
 from trl.models.distributed import is_sharded
-from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
+from trl.models.parts import causal_core, check_decoder_only, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, report_fallbacks, set_up_policy
 from trl.models.scoring.classifier import ClassificationScorer, head_of
@@ -57,8 +57,7 @@ def value_and_policy(
         raise ValueError(
             f"value_model knows {rows} tokens, the policy's tokenizer {needed}. Pass one of the policy's family, or leave it out."
         )
-    shared = {id(parameter) for parameter in policy.model.parameters()}
-    if any(id(parameter) in shared for parameter in value_model.parameters()):
+    if share_parameters(policy.model, value_model):
         raise ValueError(
             "value_model shares weights with the policy, expected a model of its own. Load it a second time, or leave it out."
         )

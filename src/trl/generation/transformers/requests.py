@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trl.generation.engine import Generated, Sampling, completion_limits
 from trl.generation.transformers.choosing import Processors, choose, penalise_
+from trl.models.parts import causal_core
 
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -213,6 +214,11 @@ class Requests:
 def fresh_seed() -> int:
     """A seed from torch's global generator."""
     return int(torch.randint(2**62, ()))
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """What ends a completion: the tokenizer's end token and the model's own."""
+    return sorted({*end_tokens(None, causal_core(model)), tokenizer.eos_token_id} - {None})
 
 
 def end_tokens(given: Sequence[int] | None, model: Any) -> list[int]:
