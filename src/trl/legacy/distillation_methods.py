@@ -7,10 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trl.models.packed.layout import IGNORED
 from trl.objectives.distillation import divergence
 from trl.tensors.padding import first_true_indices
-
-_IGNORED = -100
 
 
 def generalized_jsd_loss(
@@ -27,9 +26,9 @@ def generalized_jsd_loss(
     tokens and vocabulary. `none`: one value per token that counts, or `(B, T)` without labels.
     """
     values = divergence(student_logits / temperature, teacher_logits / temperature, beta=beta)
-    counted = len(values) if labels is None else int((labels != _IGNORED).sum())
+    counted = len(values) if labels is None else int((labels != IGNORED).sum())
     if labels is not None:
-        values = values[labels != _IGNORED]
+        values = values[labels != IGNORED]
     if reduction == "batchmean":
         return values.sum() / counted
     if reduction == "sum":
@@ -51,5 +50,5 @@ def generate_on_policy_outputs(
     lengths = first_true_indices(torch.isin(completions, ends)) + 1
     real = torch.arange(completions.shape[1], device=tokens.device) < lengths[:, None]
     attended = torch.cat([torch.ones_like(prompts) if mask is None else mask, real.to(prompts.dtype)], dim=1)
-    labels = torch.cat([torch.full_like(prompts, _IGNORED), completions.where(real, _IGNORED)], dim=1)
+    labels = torch.cat([torch.full_like(prompts, IGNORED), completions.where(real, IGNORED)], dim=1)
     return tokens, attended, labels

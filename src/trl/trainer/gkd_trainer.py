@@ -8,23 +8,22 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
 from trl.collators.preference import completion_batch
+from trl.data.formats import last_turn_as_completion
 from trl.data.ragged import column_blocks, read_ragged
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
-from trl.generation.transformers.requests import end_tokens
+from trl.generation.transformers.requests import stop_tokens
 from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
 from trl.legacy.interface import NOT_CALLED_OF_GKD
 from trl.models.packed.layout import IGNORED
-from trl.models.parts import causal_core
 from trl.models.scoring.causal import Scorer
 from trl.models.setup import check_positions
 from trl.models.teacher import make_teacher
@@ -33,7 +32,7 @@ from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer.gkd_config import GKDConfig
 from trl.trainer.method import Outcome, Step
-from trl.trainer.sft_data import sequence_lengths
+from trl.trainer.sft_data import SFTDatasets, sequence_lengths
 from trl.trainer.sft_trainer import SFTMethod, SFTTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -75,9 +74,7 @@ class GeneratedCompletions:
 
     def engines(self, step: int, count: int) -> list[Engine | None]:
         """What completes each micro-batch of an optimiser step, alike in all processes; None: the data set."""
-        generator = torch.Generator().manual_seed(self.sampling.seed or 0)
-        generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) + step)
-        draws = torch.rand(count, generator=generator).tolist()
+        draws = np.random.default_rng([(self.sampling.seed or 0) % 2**63, step]).random(count).tolist()
         return [self.student if draw < self.lmbda else self.teacher for draw in draws]
 
     def replaced(self, batches: Sequence[Any], scorer: Scorer, step: int, model: Any) -> list[Any]:
@@ -109,7 +106,7 @@ def prompt_lengths(dataset: Dataset) -> np.ndarray:
         return np.zeros(len(dataset), np.int64)
     found = []
     for column in column_blocks(dataset, "completion_mask"):
-        mask = read_ragged(pa.chunked_array(column), "completion_mask")
+        mask = read_ragged(column, "completion_mask")
         trained = np.flatnonzero(mask.values)
         firsts = np.append(trained, len(mask.values))[np.searchsorted(trained, mask.offsets[:-1])]
         found.append(np.minimum(firsts - mask.offsets[:-1], mask.lengths))
@@ -124,6 +121,15 @@ def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
         start = int((labels[real] != IGNORED).int().argmax())
         prompts.append(ids[real][: max(start, 1)].tolist())
     return prompts
+
+
+class GKDDatasets(SFTDatasets):
+    """The last turn of a conversation is its completion; long rows lose the beginning of their prompt."""
+
+    keep_end = True
+
+    def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        return dataset if self.formatting_func is not None else last_turn_as_completion(dataset)
 
 
 class GKDTrainer(SFTTrainer):
@@ -155,6 +161,7 @@ class GKDTrainer(SFTTrainer):
         "arxiv": "2306.13649",
     }
     _config_class: ClassVar[type[GKDConfig]] = GKDConfig
+    _sets_class: ClassVar[type[SFTDatasets]] = GKDDatasets
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     _not_called = NOT_CALLED_OF_GKD
     method: GKDMethod
@@ -211,12 +218,11 @@ class GKDTrainer(SFTTrainer):
     def _completions(self, tokenizer: Any) -> GeneratedCompletions:
         args, student = self.args, self.model
         assert student is not None
-        ends = {*end_tokens(None, causal_core(student)), tokenizer.eos_token_id} - {None}  # type: ignore[arg-type]
         parts = {"tokenizer": tokenizer, "accelerator": self.accelerator}
         sampling = Sampling(
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
-            stop_token_ids=tuple(sorted(ends)),
+            stop_token_ids=tuple(stop_tokens(student, tokenizer)),
             seed=self.order_seed,
         )
         return GeneratedCompletions(
@@ -231,31 +237,28 @@ class GKDTrainer(SFTTrainer):
 
     def _check_lengths(self) -> None:
         """Raise ValueError for rows that the teacher has no positions for, and, if completions are generated, without a prompt or
-        with one that fills a context."""
-        dataset, new = self.train_dataset, 0
+        with one that fills a context. Rows of streams are not known before."""
+        dataset, args = self.train_dataset, self.args
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
-            lengths = None
-        else:
-            lengths = sequence_lengths(dataset)
-        if self._generated is not None:
-            if lengths is None:
-                return
-            lengths, new = prompt_lengths(dataset), self.args.max_new_tokens  # type: ignore[arg-type]
-            if not lengths.all():
-                raise ValueError(
-                    f"{int((lengths == 0).sum())} of {len(lengths)} rows have no prompt to complete (or max_length="
-                    f"{self.args.max_length} leaves none). Use rows of messages, or of prompt and completion, filter these rows "
-                    "out, or set lmbda=0 and seq_kd=False."
-                )
-            models = [self.model, *([self.teacher.model] if self.args.seq_kd else [])]
-            window = min((n for n in map(context_length_of, models) if n is not None), default=None)
-            if window is not None and lengths.max() >= window:
-                raise ValueError(
-                    f"the longest prompt has {lengths.max()} tokens, the context length is {window}: no room for a completion. "
-                    f"Set max_length below {window}."
-                )
-        if lengths is not None:
-            check_positions(self.teacher.model, lengths + new, dataset_name="train")
+            return
+        if self._generated is None:
+            check_positions(self.teacher.model, sequence_lengths(dataset), dataset_name="train")
+            return
+        prompts = prompt_lengths(dataset)
+        if not prompts.all():
+            raise ValueError(
+                f"{int((prompts == 0).sum())} of {len(prompts)} rows have no prompt to complete (or max_length={args.max_length} "
+                "leaves none). Use rows of messages, or of prompt and completion, filter these rows out, or set lmbda=0 and "
+                "seq_kd=False."
+            )
+        models = [self.model, *([self.teacher.model] if args.seq_kd else [])]
+        window = min((n for n in map(context_length_of, models) if n is not None), default=None)
+        if window is not None and prompts.max() >= window:
+            raise ValueError(
+                f"the longest prompt has {prompts.max()} tokens, the context length is {window}: no room for a completion. "
+                f"Set max_length below {window}."
+            )
+        check_positions(self.teacher.model, prompts + args.max_new_tokens, dataset_name="train")
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -269,9 +272,10 @@ class GKDTrainer(SFTTrainer):
 
     def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> VocabularyLoss:
         """The divergence from the teacher's distributions."""
+        teacher, temperature = (self.teacher.scorer, self.teacher.model), self.args.temperature
         with self.accelerator.autocast():
-            return self.teacher.compare(
-                self.scorer, model, batch, self.method.divergence, temperature=self.args.temperature
+            return self.scorer.over_chunks(
+                model, batch, self.method.divergence, other=teacher, temperature=temperature
             )
 
     def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.compute as pc
@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.data.formats import column_names, last_turn_as_completion
+from trl.data.formats import column_names
 from trl.data.image_rows import refuse_images
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import column_blocks, list_lengths
@@ -27,7 +27,6 @@ from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.setup import check_positions, check_table, table_of_positions
-from trl.trainer.gkd_config import GKDConfig
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,8 @@ PACKED_ROWS_TRIED = 16
 
 class SFTDatasets(DataSets):
     """Tokenises data sets before the first step, each on the main process first."""
+
+    keep_end: ClassVar[bool] = False  # of rows that are longer than max_length
 
     def __init__(
         self, args: SFTConfig, policy: Policy, *, formatting_func: Callable[[dict[str, Any]], Any] | None
@@ -65,13 +66,16 @@ class SFTDatasets(DataSets):
         is_empty = isinstance(dataset, Dataset) and not len(dataset) and dataset.column_names
         return super().is_prepared(dataset) or bool(is_empty) or "seq_lengths" in column_names(dataset)
 
+    def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        """The rows that are tokenised."""
+        return dataset
+
     def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return check_finished(dataset, name)
         args = self.args
         refuse_images(dataset, name=name)
-        if isinstance(args, GKDConfig) and self.formatting_func is None:
-            dataset = last_turn_as_completion(dataset)
+        dataset = self.rows(dataset)
         settings = SFTPreparation(
             text_field=args.dataset_text_field,
             max_length=args.max_length,
@@ -82,7 +86,7 @@ class SFTDatasets(DataSets):
             formatting_func=self.formatting_func,
             num_proc=args.dataset_num_proc,
             dataset_name=name,
-            keep_end=isinstance(args, GKDConfig),
+            keep_end=self.keep_end,
             vocab_size=embedded_tokens(self.model),
             **self._extra,
         )

@@ -116,6 +116,7 @@ class SFTTrainer(BaseTrainer):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "entropy", "mean_token_accuracy")
     _name: ClassVar[str] = "SFT"
     _config_class: ClassVar[type[SFTConfig]] = SFTConfig
+    _sets_class: ClassVar[type[SFTDatasets]] = SFTDatasets
     _columns: tuple[str, ...] = (
         "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks", "attention_mask", "position_ids"
     )  # fmt: skip
@@ -154,7 +155,7 @@ class SFTTrainer(BaseTrainer):
             sets = image_sets(data_collator, args, policy, formatting_func)
             data_collator = sets.collator
         else:
-            sets = SFTDatasets(args, policy, formatting_func=formatting_func)
+            sets = self._sets_class(args, policy, formatting_func=formatting_func)
             data_collator = data_collator or self.make_collator(args)
         super().__init__(
             model=policy.model,
