@@ -29,7 +29,7 @@ from tests.trainer import (
     prm_runs,
     reward_runs,
 )
-from trl.options.docs import type_name
+from trl.options.groups import type_name
 
 FILE = Path(__file__).with_name("recorded_interface.json")
 NAMES = json.loads(FILE.with_name("recorded_names.json").read_text(encoding="utf-8"))

@@ -13,26 +13,20 @@ def bf16_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
 
 
-def test_bf16_on_an_accelerator_that_has_it(bf16_accelerator):
-    assert default_bf16(use_cpu=False, fp16=False) is True
-
-
-def test_float32_when_told_to_use_the_cpu_or_fp16(bf16_accelerator):
-    assert default_bf16(use_cpu=True, fp16=False) is False
-    assert default_bf16(use_cpu=False, fp16=True) is False
-
-
 @pytest.mark.parametrize(
-    ("launched", "expected"), [("no", True), ("bf16", True), ("fp16", False), ("fp8", False)]
-)
-def test_what_accelerate_launch_was_told_wins(bf16_accelerator, monkeypatch, launched, expected):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-    assert default_bf16(use_cpu=False, fp16=False) is expected
-
-
-def test_float32_when_accelerate_launch_was_told_to_use_the_cpu(bf16_accelerator, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert default_bf16(use_cpu=False, fp16=False) is False
+    ("launched", "given", "expected"),
+    [
+        ({}, {}, True), ({}, {"use_cpu": True}, False), ({}, {"fp16": True}, False),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, True), ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, False),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, False), ({"ACCELERATE_USE_CPU": "true"}, {}, False),
+    ],
+)  # fmt: skip
+def test_bf16_where_the_accelerator_has_it_unless_something_else_was_chosen(
+    bf16_accelerator, monkeypatch, launched, given, expected
+):
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert default_bf16(**{"use_cpu": False, "fp16": False, **given}) is expected
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
@@ -46,10 +40,7 @@ def test_bf16_none_is_never_an_error(tmp_path, use_cpu):
     assert args.bf16 is default_bf16(use_cpu=use_cpu, fp16=False)
 
 
-def test_explicit_bf16_on_the_cpu_is_kept(tmp_path):
+def test_explicit_precision_is_kept(tmp_path, bf16_accelerator):
     assert SFTConfig(str(tmp_path), bf16=True, use_cpu=True).bf16 is True
-
-
-def test_explicit_fp16_keeps_bf16_off(tmp_path, bf16_accelerator):
     args = SFTConfig(str(tmp_path), fp16=True, use_cpu=True)
     assert (args.fp16, args.bf16) == (True, False)

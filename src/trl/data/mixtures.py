@@ -11,8 +11,8 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 
 from trl.data.formats import column_names
 from trl.data.sources import load_source
+from trl.options.checks import read_text_values
 from trl.options.groups import option
-from trl.options.values import read_text_values
 
 SPLIT_SEED = 0  # every process must draw the same test rows
 

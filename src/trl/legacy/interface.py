@@ -19,7 +19,7 @@ from transformers import GenerationConfig, TrainingArguments
 
 from trl.data.rendering import text_tokenizer
 from trl.models.peft import is_peft_model
-from trl.options.values import library_config
+from trl.options.checks import library_config
 
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
 REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")

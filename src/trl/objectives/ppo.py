@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl.objectives.advantages import Estimates, gae
 from trl.objectives.policy_gradient import check_shapes, clipped_surrogate
-from trl.options.policy_gradient import PPOOptions
+from trl.options.methods import PPOOptions
 from trl.tensors.moments import Moments, moments, whiten_by
 from trl.tensors.reduce import LossTerms, weighted, where_counted
 from trl.tensors.statistics import clip_by_value

@@ -1,12 +1,36 @@
-"""Checks that option groups share: each returns or passes a good value and raises on a bad one."""
+"""Checks of settings: text is read as on the command line, numbers have bounds, and words are among those allowed."""
 
+import argparse
 import dataclasses
+import functools
 import json
+import math
 import numbers
 import sys
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from transformers import TrainingArguments
+from transformers.hf_argparser import string_to_bool
+
+Reader = Callable[[str], Any]
+
+KIND_NAMES: dict[Any, str] = {
+    string_to_bool: "true or false", int: "a whole number", float: "a number", str: "a plain value"
+}  # fmt: skip
+_READERS: dict[type, Reader] = {bool: string_to_bool, int: int, float: float}
+
+# Bounds of inherited numbers; the library's own fields declare theirs. Without any: "[0, inf)".
+_INHERITED = {
+    "max_grad_norm": "[0, inf]",
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), ">= 1"
+    ),
+}
+_SENTINELS = {"max_steps": -1, "local_rank": -1, "top_k": -1}
+_INHERITED_NAMES = frozenset(item.name for item in dataclasses.fields(TrainingArguments))
 
 
 def check_at_least(name: str, value: Any, *, minimum: int, optional: bool = True, hint: str = "") -> None:
@@ -77,3 +101,166 @@ def warn_unread(config: Any, names: Iterable[str], reason: str) -> None:
     for item in dataclasses.fields(config):
         if item.name in names and (value := getattr(config, item.name)) != item.default:
             warn_caller(f"{item.name}={value!r} has no effect {reason}.")
+
+
+def library_config(config_class: type) -> type:
+    """The config of this library that a program's config class extends; the class itself where it extends none."""
+    kinds = (kind for kind in config_class.__mro__ if kind.__module__.startswith("trl."))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), config_class)
+
+
+class Kind(NamedTuple):
+    """What a field may hold: a number or boolean that `reader` reads, or a list of them; or anything else (None).
+
+    `choices` are all values of a field of the library that has several; `is_json`: a dict or, as text, a JSON object.
+    """
+
+    item: dataclasses.Field
+    reader: Reader | None
+    is_list: bool
+    takes_none: bool
+    choices: tuple[Any, ...]
+    is_json: bool
+
+
+@functools.cache
+def kinds(config_class: type) -> dict[str, Kind]:
+    """The kinds of a dataclass's fields by name.
+
+    Those of `library_config` alone where a program's own have a type that is not there at run time.
+    """
+    try:
+        hints = get_type_hints(config_class)
+    except NameError:
+        config_class = library_config(config_class)
+        hints = get_type_hints(config_class)
+    return {item.name: _kind(item, hints[item.name]) for item in dataclasses.fields(config_class)}
+
+
+def _kind(item: dataclasses.Field, hint: Any) -> Kind:
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = next((get_args(each) for each in members if get_origin(each) is Literal), ())
+    lists = [get_args(each)[0] for each in members if get_origin(each) is list]
+    number = next((each for each in lists if each in _READERS), None)
+    is_list = number is not None
+    if not (is_list or words or str in members):
+        number = next((each for each in _READERS if each in members), None)
+    choices = item.metadata.get("choices", () if str in members else words)
+    is_ours = item.name not in _INHERITED_NAMES
+    return Kind(
+        item,
+        None if number is None else _READERS[number],
+        is_list,
+        type(None) in members,
+        tuple(choices) if is_ours and choices and "help" in item.metadata else (),
+        is_ours and str in members and any(get_origin(each) is dict for each in members),
+    )
+
+
+def from_text(reader: Any, text: str) -> Any:
+    """`text` read by the type function of an option; anything else that argparse takes as a type is called too.
+
+    Raises: ValueError for text that is no such value.
+    """
+    try:
+        return reader(text) if callable(reader) else text
+    except (ValueError, TypeError, argparse.ArgumentTypeError):
+        raise ValueError(f"must be {KIND_NAMES.get(reader, 'a plain value')}, got {text!r}.") from None
+
+
+def read_text_values(config: Any) -> None:
+    """Replace text in fields of numbers and booleans by the value that the command line reads from it.
+
+    Raises: ValueError naming every field whose text is no such value.
+    """
+    faults = []
+    for name, kind in kinds(type(config)).items():
+        value = vars(config).get(name)
+        items = value if kind.is_list and isinstance(value, list) else [value]
+        try:
+            if kind.reader is not None and any(isinstance(item, str) for item in items):
+                read = [from_text(kind.reader, item) if isinstance(item, str) else item for item in items]
+                setattr(config, name, read if kind.is_list else read[0])
+        except ValueError as error:
+            faults.append(f"{name} {error}")
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def check_numbers(config: Any) -> None:
+    """Check every number against the bounds of its field; a program's own fields have none.
+
+    Raises: ValueError naming every field that is out of bounds. TypeError for a field of the library that holds None, a
+    list or a dict where that is not allowed, and for one with declared bounds that holds no (whole) number.
+    """
+    faults = []
+    for name, kind in kinds(library_config(type(config))).items():
+        value, declared = vars(config).get(name), "bounds" in kind.item.metadata
+        is_moved = "moved_to" in kind.item.metadata and not declared
+        is_single = declared or name not in _INHERITED_NAMES
+        is_single = is_single and not kind.is_list and kind.reader in (int, float)
+        if kind.reader is None or is_moved or (value is None and (kind.takes_none or not is_single)):
+            continue
+        default = "(-inf, inf)" if kind.is_list else _INHERITED.get(name, "[0, inf)")
+        bounds = kind.item.metadata.get("bounds", default)
+        for number in value if isinstance(value, list) and not is_single else [value]:
+            is_number = isinstance(number, int if kind.reader is int else (int, float))
+            is_wrong = is_single and (number is None or isinstance(number, (list, tuple, dict)))
+            if is_wrong or (declared and (isinstance(number, bool) or not is_number)):
+                raise TypeError(_refusal(kind, bounds, number))
+            if isinstance(number, (int, float)) and not (
+                number == _SENTINELS.get(name) or _is_within(number, bounds)
+            ):
+                faults.append(_refusal(kind, bounds, number))
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _interval(bounds: str) -> tuple[float, float, bool, bool]:
+    """Lower and upper end of bounds, and whether each of them is allowed."""
+    if bounds.startswith(">"):
+        sign, _, low = bounds.partition(" ")
+        return float(low), math.inf, sign == ">=", False
+    low, high = bounds[1:-1].split(",")
+    return float(low), float(high), bounds[0] == "[", bounds[-1] == "]"
+
+
+def _is_within(number: float, bounds: str) -> bool:
+    low, high, has_low, has_high = _interval(bounds)
+    return low < number < high or (has_low and number == low) or (has_high and number == high)
+
+
+def _refusal(field: Kind, bounds: str, given: Any) -> str:
+    item = field.item
+    low, high, has_low, has_high = _interval(bounds)
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    kind = "a whole number" if field.reader is int and bounds != "[0, inf)" else ""
+    if not kind and not (is_number and math.isfinite(given)):
+        kind = "a number" if has_high and math.isinf(high) else "a finite number"
+    limits = "" if math.isinf(low) else f"{'>=' if has_low else '>'} {low:g}"
+    allowed = f"{kind} {limits if math.isinf(high) else f'in {bounds}'}".strip()
+    others = [str(_SENTINELS[item.name])] if item.name in _SENTINELS else []
+    others += ["None"] if field.takes_none and "bounds" in item.metadata else []
+    shown = f"{given}" if is_number else f"{given!r} ({type(given).__name__})"
+    text = f"{item.name} must be {' or '.join([allowed, *others])}, got {shown}."
+    return f"{text} {item.metadata['help']} Default: {item.default}." if "bounds" in item.metadata else text
+
+
+def check_choices(config: Any) -> None:
+    """Check every field that takes one of several values; "true" and "false" become booleans where those are among them.
+
+    Raises: ValueError naming the value and everything that is allowed.
+    """
+    for name, kind in kinds(library_config(type(config))).items():
+        if True in kind.choices:
+            words: dict[str, Any] = {"true": True, "false": False}
+            setattr(config, name, words.get(str(getattr(config, name)).lower(), getattr(config, name)))
+        if kind.choices:
+            check_one_of(name, getattr(config, name), kind.choices, optional=kind.takes_none)
+
+
+def read_json(config: Any) -> None:
+    """Replace the text of JSON objects by their dicts. Raises: ValueError, TypeError for anything else."""
+    for name, kind in kinds(library_config(type(config))).items():
+        if kind.is_json:
+            setattr(config, name, json_object(name, getattr(config, name)))

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trl.options.docs import documented
-from trl.options.groups import OptionGroup, moved, option
+from trl.options.groups import OptionGroup, documented, moved, option
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 

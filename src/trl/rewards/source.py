@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.options.checks import check_one_of
-from trl.options.policy_gradient import RewardFailure
+from trl.options.methods import RewardFailure
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls, warn_when_slow
 from trl.rewards.functions import FunctionSource
 from trl.rewards.inputs import RewardInputs

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from trl.options.docs import documented
-from trl.options.groups import OptionGroup, option
+from trl.options.groups import OptionGroup, documented, option
 
 
 @documented

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from transformers import HfArgumentParser
 from transformers.hf_argparser import DataClass, DataClassType
 
-from trl.options.values import KIND_NAMES, from_text
+from trl.options.checks import KIND_NAMES, from_text
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 from trl.scripts.help_text import OptionHelp, sections
 from trl.scripts.plain_parser import PlainParser, did_you_mean, unknown_arguments

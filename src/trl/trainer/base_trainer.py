@@ -51,7 +51,7 @@ from trl.models.scoring.values import PolicyValueScorer
 from trl.models.setup import ClassifierKind
 from trl.models.switches import undisturbed, without_ddp
 from trl.options.checks import warn_unread
-from trl.options.policy_gradient import SYNC_SETTINGS
+from trl.options.methods import SYNC_SETTINGS
 from trl.reporting.metrics import MetricSums
 from trl.reporting.model_card import card_of_trainer
 from trl.reporting.step_scores import Processes

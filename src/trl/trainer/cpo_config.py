@@ -7,9 +7,8 @@ from transformers import TrainingArguments
 from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.reference_free import CPO_LOSSES
 from trl.options.checks import warn_caller
-from trl.options.docs import documented
-from trl.options.groups import option, same
-from trl.options.preference import PromptFirstOptions
+from trl.options.groups import documented, option, same
+from trl.options.methods import PromptFirstOptions
 from trl.options.shared import PrefixSharingMode, shared
 
 SMOOTHED = ("sigmoid", "simpo")

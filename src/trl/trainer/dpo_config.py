@@ -9,10 +9,8 @@ from transformers import TrainingArguments
 from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.preference import SMOOTHED, check_losses
 from trl.options.checks import warn_caller
-from trl.options.docs import documented
-from trl.options.groups import option, same
-from trl.options.policy_gradient import ReferenceSync
-from trl.options.preference import PreferenceOptions, ReferencePolicy
+from trl.options.groups import documented, option, same
+from trl.options.methods import PreferenceOptions, ReferencePolicy, ReferenceSync
 from trl.options.shared import PrefixSharingMode, shared
 
 

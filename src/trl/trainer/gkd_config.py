@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trl.options.docs import documented
-from trl.options.groups import option
+from trl.options.groups import documented, option
 from trl.options.shared import shared
 from trl.trainer.sft_config import SFTConfig
 

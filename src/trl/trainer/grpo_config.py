@@ -11,10 +11,9 @@ from trl.objectives.group_ratios import RATIOS, RatioLevel
 from trl.objectives.sampler_correction import CorrectionMode
 from trl.objectives.tables import lookup
 from trl.options.checks import check_at_least, warn_caller, warn_unread
-from trl.options.docs import documented
 from trl.options.generation import Generation
-from trl.options.groups import option, same
-from trl.options.policy_gradient import ReferenceSync, RewardFailure, RewardPolicy
+from trl.options.groups import documented, option, same
+from trl.options.methods import ReferenceSync, RewardFailure, RewardPolicy
 from trl.options.shared import PrefixSharingMode, shared
 from trl.options.training import TrainingDefaults
 from trl.rollouts.group_sizes import GroupSettings, check_evaluation, group_sizes

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.options.docs import documented
-from trl.options.groups import option, same
-from trl.options.preference import PreferenceOptions, TruncationMode
+from trl.options.groups import documented, option, same
+from trl.options.methods import PreferenceOptions, TruncationMode
 from trl.options.shared import shared
 from trl.trainer.sft_config import SFTConfig
 

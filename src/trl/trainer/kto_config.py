@@ -7,9 +7,8 @@ from transformers import TrainingArguments
 
 from trl.objectives.pairs import require_beta
 from trl.objectives.unpaired import KTO_LOSSES
-from trl.options.docs import documented
-from trl.options.groups import option, same
-from trl.options.preference import PromptFirstOptions, ReferencePolicy
+from trl.options.groups import documented, option, same
+from trl.options.methods import PromptFirstOptions, ReferencePolicy
 from trl.options.shared import PrefixSharingMode, shared
 
 

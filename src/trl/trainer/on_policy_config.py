@@ -5,8 +5,7 @@ from typing import Any, Literal
 
 from transformers import TrainerState, TrainingArguments
 
-from trl.options.docs import documented
-from trl.options.groups import option
+from trl.options.groups import documented, option
 from trl.options.shared import shared
 from trl.options.training import TrainingDefaults
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trl.options.checks import json_object, warn_caller
-from trl.options.docs import documented
-from trl.options.groups import moved, option
-from trl.options.policy_gradient import PPOOptions
+from trl.options.groups import documented, moved, option
+from trl.options.methods import PPOOptions
 from trl.reporting.step_statistics import flatten_dict
 from trl.trainer.on_policy_config import OnPolicyConfig
 

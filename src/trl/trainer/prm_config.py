@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from trl.options.docs import documented
-from trl.options.groups import option, same
+from trl.options.groups import documented, option, same
 from trl.options.shared import shared
 from trl.options.training import RowOptions
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from trl.options.docs import documented
-from trl.options.groups import moved, option, same
+from trl.options.groups import documented, moved, option, same
 from trl.trainer.grpo_config import GroupTraining
 
 

@@ -6,8 +6,7 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from trl.options.checks import warn_caller
-from trl.options.docs import documented
-from trl.options.groups import moved, option, same
+from trl.options.groups import documented, moved, option, same
 from trl.options.shared import shared
 from trl.options.training import SequenceOptions
 

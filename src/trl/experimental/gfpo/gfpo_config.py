@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from trl.options.docs import documented
-from trl.options.groups import option
+from trl.options.groups import documented, option
 from trl.rollouts.group_sizes import kept_sizes
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer.grpo_config import GRPOConfig

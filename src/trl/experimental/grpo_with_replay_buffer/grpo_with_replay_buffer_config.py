@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from trl.options.docs import documented
-from trl.options.groups import option
+from trl.options.groups import documented, option
 from trl.trainer.grpo_config import GRPOConfig
 
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl.options.docs import documented
-from trl.options.groups import option
-from trl.options.policy_gradient import PPOOptions, RewardPolicy
+from trl.options.groups import documented, option
+from trl.options.methods import PPOOptions, RewardPolicy
 from trl.options.shared import PrefixSharingMode, shared
 from trl.trainer.on_policy_config import OnPolicyConfig
 

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trl.options.checks import check_numbers
 from trl.options.groups import option
-from trl.options.values import check_numbers
 
 if TYPE_CHECKING:
     from trl.generation.serving.bodies import ChatBody, GenerateBody, SamplingBody, WeightBody

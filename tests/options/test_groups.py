@@ -3,8 +3,7 @@ from typing import Literal
 
 import pytest
 
-from trl.options.docs import documented, type_name
-from trl.options.groups import OptionGroup, same
+from trl.options.groups import OptionGroup, documented, same, type_name
 
 
 @dataclass
