@@ -6,7 +6,7 @@ nothing of it is kept. So what the other model's head needs (weights that are ga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +38,14 @@ def vocabulary_loss(
     vocabulary: int,
     others: Callable[[slice], Tensor] | None = None,
     chunk_size: int | None = None,
+    parts: Sequence[slice] | None = None,
 ) -> VocabularyLoss:
     """Sum of `loss_of(logits, other logits, rows)` over chunks of tokens, its gradients computed in the same pass.
 
     `hidden (N, H)` and the `parameters` that `logits_of` uses get gradients; whatever else `loss_of` reads is a
-    constant, `others(rows)`, the other model's logits, too. A token's loss may depend on that token alone. The backward pass
-    can run once. `chunk_size` is in tokens (None: by `vocabulary`). Raises: ValueError for losses of another shape.
+    constant, `others(rows)`, the other model's logits, too. A token's loss may depend on that token alone, or on those of its
+    part if `parts` gives the chunks. The backward pass can run once. `chunk_size` is in tokens (None: by `vocabulary`).
+    Raises: ValueError for losses of another shape.
 
     >>> def entropy(logits, _, rows):
     ...     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
@@ -52,6 +54,7 @@ def vocabulary_loss(
     """
     itemsize = torch.promote_types(hidden.dtype, torch.float32).itemsize
     size = chunk_size or default_chunk_size(vocabulary, itemsize=itemsize, device=hidden.device)
+    parts = list(chunks(len(hidden), size)) if parts is None else parts
     trained = [parameter for parameter in parameters if parameter.requires_grad]
 
     def chunk_loss(states: Tensor, rows: slice) -> Tensor:
@@ -65,7 +68,9 @@ def vocabulary_loss(
             )
         return values
 
-    return VocabularyLoss(*_VocabularyLoss.apply(hidden, chunk_loss, size, torch.is_grad_enabled(), *trained))
+    return VocabularyLoss(
+        *_VocabularyLoss.apply(hidden, chunk_loss, parts, torch.is_grad_enabled(), *trained)
+    )
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -74,7 +79,7 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         chunk_loss: Callable[[Tensor, slice], Tensor],
-        size: int,
+        parts: Sequence[slice],
         with_gradient: bool,
         *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -83,7 +88,7 @@ class _VocabularyLoss(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         values, slopes = hidden.new_empty(len(hidden), dtype=exact), torch.zeros_like(hidden)
         sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in trained]
-        for rows in chunks(len(hidden), size):
+        for rows in parts:
             with torch.set_grad_enabled(with_gradient):
                 states = hidden[rows].detach().requires_grad_(wants_hidden)
                 losses = chunk_loss(states, rows)

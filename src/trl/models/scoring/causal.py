@@ -7,7 +7,7 @@ without decoder and head, or with other logits than these give, is scored from i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -116,6 +116,8 @@ class Scorer(ScorerBase):
         loss_of: LossOfLogits,
         *,
         other: tuple[Scorer, nn.Module] | None = None,
+        other_batch: Mapping[str, Any] | None = None,
+        parts: Sequence[tuple[slice, slice]] | None = None,
         temperature: float = 1.0,
     ) -> VocabularyLoss:
         """Sum of a loss over the whole distributions of one or two models at the scored positions, chunk by chunk.
@@ -124,6 +126,9 @@ class Scorer(ScorerBase):
         `rows` (a slice); a token's loss may depend on that token alone. `other`, a scorer and its model, runs in eval mode
         without gradient. The logits of no model are held for all tokens; `model`'s gradients are taken in the same
         pass. `temperature` divides the logits of both.
+
+        The other model may score another batch, of other tokens: `parts` are then the chunks, each the scored positions of
+        this model and of the other one, and a token's loss may depend on all of its chunk.
         """
         rows = self.lay_out(batch)
         with_gradient, found = torch.is_grad_enabled(), []
@@ -138,6 +143,7 @@ class Scorer(ScorerBase):
                     parameters=head.parameters(),
                     vocabulary=self.core.config.get_text_config().vocab_size,
                     others=others,
+                    parts=None if parts is None else [own for own, _ in parts],
                 )
                 return {"total": loss.total, "losses": loss.values}
 
@@ -148,8 +154,12 @@ class Scorer(ScorerBase):
         if other is None:
             return run(None)
         scorer, other_model = other
-        theirs = scorer.lay_out(batch)
-        if (self.packed, self.shares_prefixes) != (scorer.packed, scorer.shares_prefixes):
+        theirs = scorer.lay_out(batch if other_batch is None else other_batch)
+        places = {own.start: rows for own, rows in parts or ()}
+        if other_batch is None and (self.packed, self.shares_prefixes) != (
+            scorer.packed,
+            scorer.shares_prefixes,
+        ):
             rows, theirs = self.padded(batch), scorer.padded(batch)  # one order of positions
 
         def read_other(
@@ -158,7 +168,7 @@ class Scorer(ScorerBase):
             """The model runs inside the other one's head, where the weights of both are whole."""
             states = hidden[theirs.scored.source]
             logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
-            found.append(run(lambda part: logits_of(states[part])))
+            found.append(run(lambda part: logits_of(states[places.get(part.start, part)])))
             return {}  # not the loss: FSDP2 would gather the other model for its backward
 
         with torch.no_grad(), in_eval_mode(other_model):
