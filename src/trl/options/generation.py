@@ -12,14 +12,9 @@ TOOL_SETTINGS = ("max_tool_calling_iterations", "tool_deadline")
 
 
 @dataclass
-class Generation(OptionGroup):
-    """How completions are generated, and by which engine."""
+class Completions(OptionGroup):
+    """How completions are drawn, and by which engine."""
 
-    max_prompt_length: int | None = shared(
-        "max_prompt_length",
-        None,
-        help="Longest prompt, in tokens; longer ones keep their end. None: no limit.",
-    )
     max_completion_length: int | None = shared(
         "max_completion_length", 256, help="Longest completion, in tokens. None: the model's context length."
     )
@@ -39,11 +34,7 @@ class Generation(OptionGroup):
     generation_kwargs: dict[str, Any] | str | None = option(
         None, "Further fields of GenerationConfig, as a dict or JSON object; they win over these fields."
     )
-    chat_template_kwargs: dict[str, Any] | str | None = option(
-        None, "Arguments of the chat template, as a dict or JSON object."
-    )
     use_transformers_paged: bool = moved("the engine has no padded cache.", default=False)
-    cache_implementation: str | None = moved("the engine has a cache of its own.")
     use_vllm: bool = option(False, "Generate with vLLM instead of the trained model.")
     vllm_mode: VLLMMode = option(
         "server", "Where vLLM runs: 'server' (`trl vllm-serve`) or 'colocate' (in the training processes)."
@@ -81,6 +72,25 @@ class Generation(OptionGroup):
     num_completions_to_print: int | None = option(
         None, "Completions in the printed table. None: all.", ">= 1", needs="log_completions"
     )
+
+    def check(self) -> None:
+        super().check()
+        self.top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's "off"
+
+
+@dataclass
+class Generation(Completions):
+    """How completions of prompts are generated in training: lengths, templates, tools and logs."""
+
+    max_prompt_length: int | None = shared(
+        "max_prompt_length",
+        None,
+        help="Longest prompt, in tokens; longer ones keep their end. None: no limit.",
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = option(
+        None, "Arguments of the chat template, as a dict or JSON object."
+    )
+    cache_implementation: str | None = moved("the engine has a cache of its own.")
     log_unique_prompts: bool = option(
         False, "Send one completion of each prompt to the trackers instead of all.", needs="log_completions"
     )
@@ -93,7 +103,3 @@ class Generation(OptionGroup):
     tool_deadline: float | None = option(
         60.0, "Seconds after which the policy is told that a tool call failed. None: no limit.", "(0, inf]"
     )
-
-    def check(self) -> None:
-        super().check()
-        self.top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's "off"
