@@ -75,7 +75,7 @@ def train(folder: str, *, rows: int = 2, ask: bool = True, **settings):
     from trl.models.scoring.causal import Scorer
 
     frozen = FrozenModel(other, Scorer(other))
-    disabled = make_reference(model, scorer=Scorer(model), make_scorer=Scorer)
+    disabled = make_reference(model, Scorer(model))
     callback = Ask(frozen, disabled, folder)
     fields = {**SETTINGS, **STEPS, "per_device_train_batch_size": rows, **settings}
     args = SFTConfig(tempfile.mkdtemp(), **fields)

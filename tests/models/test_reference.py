@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -15,11 +16,12 @@ from tests.tiny import tiny_model
 from tests.trainer.sharded_worker import KINDS
 from tests.two_processes import launch
 from trl.models.reference import (
+    _SETTINGS,
     REFERENCE_FILE,
     AdapterReference,
     FrozenModel,
     InitialPolicy,
-    do_without_reference,
+    choose_adapters,
     make_reference,
 )
 from trl.models.scoring.causal import Scorer
@@ -50,7 +52,7 @@ def adapted(*names, **options):
 
 
 def reference_of(policy, **options):
-    return make_reference(policy, scorer=Scorer(policy), make_scorer=Scorer, **options)
+    return make_reference(policy, Scorer(policy), options.pop("ref_model", None), **options)
 
 
 def kinds():
@@ -60,7 +62,7 @@ def kinds():
     plain = base()
     yield "given", plain, reference_of(plain, ref_model=base(seed=1)), plain_logps(base(seed=1))
     plain = base()
-    yield "initial", plain, reference_of(plain, precompute=True), plain_logps(base())
+    yield "initial", plain, reference_of(plain, precompute_ref_log_probs=True), plain_logps(base())
     policy = adapted("default")
     yield "disabled", policy, reference_of(policy), plain_logps(base())
     policy = adapted("default", modules_to_save=["lm_head"])
@@ -169,9 +171,9 @@ def test_prompt_tuning_is_switched_off():
 
 def test_the_kinds_that_are_chosen(tmp_path):
     assert isinstance(reference_of(base()), FrozenModel)
-    assert isinstance(reference_of(base(), precompute=True), InitialPolicy)
+    assert isinstance(reference_of(base(), precompute_ref_log_probs=True), InitialPolicy)
     assert reference_of(adapted("default")).adapter is None
-    assert reference_of(adapted("default"), precompute=True).adapter is None
+    assert reference_of(adapted("default"), precompute_ref_log_probs=True).adapter is None
     assert reference_of(adapted("a", "b"), ref_adapter_name="b").adapter == "b"
     given = base(seed=1)
     forced = reference_of(adapted("default"), ref_model=given, force_use_ref_model=True)
@@ -249,9 +251,7 @@ def test_a_policy_held_against_nothing_takes_the_same_settings(case):
     make, message = BAD[case]
     policy, options = make()
     with pytest.raises(ValueError, match=message):
-        do_without_reference(policy, **options)
-    with pytest.raises(ValueError, match="model_adapter_name='a'"):
-        do_without_reference(base(), model_adapter_name="a")
+        choose_adapters(policy, SimpleNamespace(**dict.fromkeys(_SETTINGS) | options))
 
 
 def test_what_is_no_model():
@@ -272,15 +272,15 @@ def test_a_sharded_policy_is_loaded_again_and_never_copied(tmp_path):
     next(policy.parameters()).ds_id = 0  # what ZeRO-3 marks its shards with
     with pytest.raises(ValueError, match=r"Pass ref_model, or pass model as a name"):
         reference_of(policy)
-    reference = reference_of(policy, model_path=str(tmp_path), model_init_kwargs={"dtype": "float64"})
+    reference = reference_of(policy, path=str(tmp_path), model_init_kwargs={"dtype": "float64"})
     assert torch.equal(reference.score(policy, BATCH, logps), plain_logps(base()))
 
 
 def test_an_adapter_cannot_be_asked_before_it_is_gathered(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert isinstance(reference_of(base(), precompute=True), FrozenModel)
+    assert isinstance(reference_of(base(), precompute_ref_log_probs=True), FrozenModel)
     with pytest.raises(ValueError, match="precompute_ref_log_probs=False"):
-        reference_of(adapted("default"), precompute=True)
+        reference_of(adapted("default"), precompute_ref_log_probs=True)
 
 
 def test_preparing_moves_to_the_device():

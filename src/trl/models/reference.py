@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -23,6 +24,7 @@ from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
+from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.switches import same_trainable, undisturbed, without_ddp
 
 logger = logging.getLogger(__name__)
@@ -183,147 +185,118 @@ def _peft_model_in(policy: nn.Module) -> Any:
     return next(module for module in policy.modules() if is_peft_model(module))
 
 
+# Settings of a config that `make_reference` reads, if the config has them.
+_SETTINGS = (
+    "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name", "force_use_ref_model", "model_init_kwargs",
+    "precompute_ref_log_probs",
+)  # fmt: skip
+
+
 def make_reference(
     policy: nn.Module,
-    *,
     scorer: Any,
-    make_scorer: Callable[[nn.Module], Any],
     ref_model: nn.Module | str | os.PathLike[str] | None = None,
-    ref_model_init_kwargs: dict[str, Any] | None = None,
-    model_adapter_name: str | None = None,
-    ref_adapter_name: str | None = None,
-    force_use_ref_model: bool = False,
-    model_path: str | None = None,
-    model_init_kwargs: dict[str, Any] | None = None,
-    precompute: bool = False,
+    *,
+    args: Any = None,
+    path: str | None = None,
+    **settings: Any,
 ) -> Reference:
     """The reference of a policy that is loaded and, with PEFT, wrapped, but not yet prepared by accelerate.
 
     `ref_model` is used as given, or loaded with `ref_model_init_kwargs`. Without it the reference of a `PeftModel` is its
     base with the adapter `ref_adapter_name` or none, and that of any other model a copy. A policy whose weights are
-    already sharded (ZeRO-3) is loaded again from `model_path` with `model_init_kwargs`. `precompute`: the reference is
-    used before training only, and nothing is copied. Activates `model_adapter_name` and freezes `ref_adapter_name`, in
-    place. `scorer` scores the policy, `make_scorer(model)` makes one for a separate model.
+    already sharded (ZeRO-3) is loaded again from `path` with `model_init_kwargs`. With `precompute_ref_log_probs` the
+    reference is used before training only, and nothing is copied. Activates `model_adapter_name` and freezes
+    `ref_adapter_name`, in place. `scorer` scores the policy. `settings` take precedence over those of the config `args`.
 
     Raises: ValueError for settings that exclude each other or have no effect; FileNotFoundError, TypeError for what is
     no model.
     """
-    _check_settings(ref_model, ref_model_init_kwargs, ref_adapter_name)
-    if ref_model is None and force_use_ref_model:
+    given = SimpleNamespace(**{name: settings.get(name, getattr(args, name, None)) for name in _SETTINGS})
+    trained = choose_adapters(policy, given, ref_model)
+    if ref_model is None and given.force_use_ref_model:
         logger.warning("force_use_ref_model=True has no effect without a ref_model.")
-    trained = _choose_adapters(policy, model_adapter_name, ref_adapter_name)
     is_fsdp_run = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     shards = is_fsdp_run or is_deepspeed_zero3_enabled() or is_sharded(policy)
-    if trained is not None and ref_model is not None and not force_use_ref_model:
+    if trained is not None and ref_model is not None and not given.force_use_ref_model:
         raise ValueError(
             "ref_model was given with a PEFT model, whose base (the adapter disabled) is a reference that takes no "
             "memory. Leave ref_model out, or set force_use_ref_model=True if it is another model."
         )
     if trained is not None and ref_model is None:
-        if precompute and shards:
+        if given.precompute_ref_log_probs and shards:
             raise ValueError(
                 "precompute_ref_log_probs=True with an adapter needs unsharded weights before training, got ZeRO-3 or "
                 "FSDP. Set precompute_ref_log_probs=False: a disabled adapter takes no extra memory."
             )
-        return AdapterReference(scorer, ref_adapter_name, trained)
-    if ref_model is None and precompute and not shards:
+        return AdapterReference(scorer, given.ref_adapter_name, trained)
+    if ref_model is None and given.precompute_ref_log_probs and not shards:
         return InitialPolicy(policy, scorer)
     if isinstance(ref_model, nn.Module):
         model = ref_model
     elif ref_model is not None:
-        model = create_model_from_path(os.fspath(ref_model), **(ref_model_init_kwargs or {}))
+        model = create_model_from_path(os.fspath(ref_model), **(given.ref_model_init_kwargs or {}))
     elif not is_sharded(policy):
         model = copy.deepcopy(policy)
-    elif model_path is not None:
-        model = create_model_from_path(model_path, **(model_init_kwargs or {}))
+    elif path is not None:
+        model = create_model_from_path(path, **(given.model_init_kwargs or {}))
     else:
         raise ValueError(
             "the weights of the model are already sharded and cannot be copied for the reference. Pass ref_model, or pass "
             "model as a name or path."
         )
-    _check_fits(policy, model)
-    return FrozenModel(model, make_scorer(model))
+    if share_parameters(policy, model, trained=True):
+        raise ValueError(
+            "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
+            "frozen copy of the initial model, or load it a second time."
+        )
+    ours, theirs = (embedded_tokens(causal_core(each)) for each in (policy, model))
+    if ours != theirs:
+        raise ValueError(
+            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be equal. Choose a "
+            "reference of the same family, or use `ref_model.resize_token_embeddings`."
+        )
+    return FrozenModel(model, language_scorer(model, pad_token_id=scorer.pad_token_id))
 
 
-def do_without_reference(
-    policy: nn.Module,
-    *,
-    ref_model_init_kwargs: dict[str, Any] | None = None,
-    model_adapter_name: str | None = None,
-) -> None:
-    """The checks and the choice of the adapter of `make_reference`, for a method without reference."""
-    _check_settings(None, ref_model_init_kwargs, None)
-    _choose_adapters(policy, model_adapter_name)
+def choose_adapters(policy: Any, args: Any, ref_model: Any = None) -> str | None:
+    """Activate `args.model_adapter_name` and freeze `args.ref_adapter_name`; returns the active adapter's name.
 
-
-def _check_settings(
-    ref_model: Any, ref_model_init_kwargs: dict[str, Any] | None, ref_adapter_name: str | None
-) -> None:
-    if ref_model_init_kwargs and not isinstance(ref_model, (str, os.PathLike)):
+    None for a policy without adapters. Raises: ValueError for names and settings that do not fit, TypeError for a `ref_model`
+    that is no model.
+    """
+    is_path, held = isinstance(ref_model, (str, os.PathLike)), args.ref_adapter_name
+    if args.ref_model_init_kwargs and not is_path:
         given = "no ref_model" if ref_model is None else "a ref_model that is loaded already"
         raise ValueError(
-            f"ref_model_init_kwargs={ref_model_init_kwargs!r} needs ref_model as a name or path, got {given}."
+            f"ref_model_init_kwargs={args.ref_model_init_kwargs!r} needs ref_model as a name or path, got {given}."
         )
-    if ref_model is not None and not isinstance(ref_model, (nn.Module, str, os.PathLike)):
-        raise TypeError(
-            f"ref_model must be a model, or its name or path, got {type(ref_model).__name__}. Leave it out to use the "
-            "initial model."
-        )
-    if ref_model is not None and ref_adapter_name is not None:
-        raise ValueError(f"ref_model and ref_adapter_name={ref_adapter_name!r} cannot be combined; set one.")
-
-
-def _choose_adapters(
-    policy: Any, model_adapter_name: str | None, ref_adapter_name: str | None = None
-) -> str | None:
-    """Activate `model_adapter_name` and freeze the reference's adapter; returns the active adapter's name.
-
-    None for a policy without adapters.
-    """
+    if not (ref_model is None or is_path or isinstance(ref_model, nn.Module)):
+        raise TypeError(f"ref_model must be a model, or its name or path, got {type(ref_model).__name__}.")
+    if ref_model is not None and held is not None:
+        raise ValueError(f"ref_model and ref_adapter_name={held!r} cannot be combined; set one.")
     known = sorted(policy.peft_config) if is_peft_model(policy) else []
-    for field, name in (("model_adapter_name", model_adapter_name), ("ref_adapter_name", ref_adapter_name)):
-        if name is not None and name not in known:
+    for field in ("model_adapter_name", "ref_adapter_name"):
+        if (name := getattr(args, field)) is not None and name not in known:
             raise ValueError(
                 f"{field}={name!r} must name a PEFT adapter of the model, which has {known or 'none'}. Load it with "
                 f"`load_adapter(path, adapter_name={name!r})`."
             )
     if not known:
         return None
-    trained = model_adapter_name or policy.active_adapter
-    if trained == ref_adapter_name:
+    trained = args.model_adapter_name or policy.active_adapter
+    if trained == held:
         raise ValueError(
-            f"ref_adapter_name={ref_adapter_name!r} is the adapter that trains, expected another one. Load the adapter a "
-            "second time with `model.load_adapter(path, adapter_name='reference')`."
+            f"ref_adapter_name={held!r} is the adapter that trains, expected another one. Load the adapter a second time "
+            "with `model.load_adapter(path, adapter_name='reference')`."
         )
     if policy.active_adapter != trained:
         policy.set_adapter(trained)
-    if ref_adapter_name is not None:
-        owners = adapter_weights(policy)
-        for name, parameter in policy.named_parameters():
-            if owners.get(name) == ref_adapter_name:
-                parameter.requires_grad_(False)
+    owners = adapter_weights(policy)
+    for name, parameter in policy.named_parameters():
+        if held is not None and owners.get(name) == held:
+            parameter.requires_grad_(False)
     return trained
-
-
-def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
-    """Raise ValueError for a reference that shares trained weights, or has another vocabulary."""
-    if share_parameters(policy, reference, trained=True):
-        raise ValueError(
-            "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
-            "frozen copy of the initial model, or load it a second time."
-        )
-    cores = causal_core(policy), causal_core(reference)
-    kinds = [bool(core.config.is_encoder_decoder) for core in cores]
-    if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"ref_model has is_encoder_decoder={kinds[1]}, the model {kinds[0]}; choose a reference of the same kind."
-        )
-    ours, theirs = map(embedded_tokens, cores)
-    if ours != theirs:
-        raise ValueError(
-            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be equal. Choose a "
-            "reference of the same family, or use `ref_model.resize_token_embeddings`."
-        )
 
 
 # ---- callbacks that move the reference
@@ -331,15 +304,12 @@ def _check_fits(policy: nn.Module, reference: nn.Module) -> None:
 
 @runtime_checkable
 class MovesReference(Protocol):
-    """A callback that writes into the reference's weights, which the trainer gives to it."""
+    """A callback that writes into the weights of the reference `use_reference` gave it, if `moves_reference`."""
 
     @property
-    def moves_reference(self) -> bool:
-        """Whether it is configured to do so."""
-        ...
+    def moves_reference(self) -> bool: ...
 
-    def use_reference(self, reference: torch.nn.Module) -> None:
-        """Take the module to write into."""
+    def use_reference(self, reference: torch.nn.Module) -> None: ...
 
 
 def attach_reference(
@@ -368,12 +338,10 @@ def attach_reference(
         {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         for model in (policy or reference.module, reference.module)
     )
-    different = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-    if different:
+    if different := sorted(name for name, _ in ours.items() ^ theirs.items()):
         raise ValueError(
-            f"{names} moves the reference's weights and needs the same parameters in both models, {len(different)} differ in "
-            f"name or shape, such as {different[:3]}. Choose a ref_model of the model's architecture, train without an "
-            "adapter, or leave the callback (sync_ref_model) out."
+            f"{names} moves the reference's weights and needs the same parameters in both models; of other name or shape are "
+            f"{different[:3]}. Choose a ref_model of the model's architecture, or leave the callback (sync_ref_model) out."
         )
     movers[0].use_reference(reference.module)
     return reference

@@ -28,7 +28,7 @@ from trl.legacy.interface import GIVEN, REFERENCES
 from trl.models.packed.layout import pair_units, row_count, scored_sequences
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, make_scorer
-from trl.models.reference import FrozenModel, Reference, do_without_reference, make_reference
+from trl.models.reference import FrozenModel, Reference, choose_adapters, make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
@@ -298,25 +298,9 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
 
     def _make_reference(self, policy: Policy, ref_model: Any, args: DPOConfig) -> Reference | None:
         if args.reference_free and ref_model is None and args.ref_adapter_name is None:
-            do_without_reference(
-                policy.model,
-                ref_model_init_kwargs=args.ref_model_init_kwargs,  # type: ignore[arg-type]
-                model_adapter_name=args.model_adapter_name,
-            )
+            choose_adapters(policy.model, args)
             return None
-        return make_reference(
-            policy.model,
-            scorer=policy.scorer,
-            make_scorer=lambda model: make_scorer(model, policy.tokenizer),
-            ref_model=ref_model,
-            ref_model_init_kwargs=args.ref_model_init_kwargs,  # type: ignore[arg-type]
-            model_adapter_name=args.model_adapter_name,
-            ref_adapter_name=args.ref_adapter_name,
-            force_use_ref_model=args.force_use_ref_model,
-            model_path=self._path,
-            model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
-            precompute=args.precompute_ref_log_probs,
-        )
+        return make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
 
     def _reference_pass(self) -> ReferencePass:
         """How rows are scored by the reference in advance."""

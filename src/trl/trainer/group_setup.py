@@ -17,7 +17,7 @@ from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_served, served_of
 from trl.models.parts import embedded_tokens
-from trl.models.policy import Policy, make_scorer
+from trl.models.policy import Policy
 from trl.models.reference import Reference, make_reference
 from trl.options.checks import warn_unread
 from trl.options.generation import TOOL_SETTINGS
@@ -164,13 +164,8 @@ def reference_of(args: GroupTraining, policy: Policy, model: Any) -> Reference |
     """The reference: a copy of the policy, or the base of its adapter; None for beta = 0."""
     if args.beta == 0:
         return None
-    return make_reference(
-        policy.model,
-        scorer=policy.scorer,
-        make_scorer=lambda made: make_scorer(made, policy.tokenizer),
-        model_path=model if isinstance(model, str) else None,
-        model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
-    )
+    path = model if isinstance(model, str) else None
+    return make_reference(policy.model, policy.scorer, args=args, path=path)
 
 
 def reward_sources(

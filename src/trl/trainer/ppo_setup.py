@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.models.peft import is_peft_model
-from trl.models.policy import make_scorer
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_weights import create_reference_model
 from trl.models.value_head import (
@@ -127,7 +126,6 @@ def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
 def set_up_reference(
     model: ModelWithValueHead,
     ref_model: Any,
-    tokenizer: PreTrainedTokenizerBase,
     scorer: Any,
     shared: int | None,
 ) -> tuple[Reference, Any]:
@@ -147,13 +145,7 @@ def set_up_reference(
     if ref_model is None and not model.is_peft_model:
         ref_model = create_reference_model(model, num_shared_layers=shared)
     inner = getattr(ref_model, "pretrained_model", ref_model)
-    reference = make_reference(
-        model.pretrained_model,
-        scorer=scorer,
-        make_scorer=lambda other: make_scorer(other, tokenizer),
-        ref_model=inner,
-        force_use_ref_model=inner is not None,
-    )
+    reference = make_reference(model.pretrained_model, scorer, inner, force_use_ref_model=inner is not None)
     assert inner is None or isinstance(reference, FrozenModel)
     return reference, ref_model
 

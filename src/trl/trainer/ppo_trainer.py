@@ -118,7 +118,7 @@ class PPOTrainer:
         self.scorer = make_scorer(model, tokenizer)
         report_fallbacks(core, self.scorer)
         self.reference, self.ref_model = ppo_setup.set_up_reference(
-            model, ref_model, tokenizer, self.scorer, num_shared_layers
+            model, ref_model, self.scorer, num_shared_layers
         )
         optimizer = ppo_setup.check_optimiser(model, optimizer, lr_scheduler, config.learning_rate)
         start = core.config.decoder_start_token_id if self.is_encoder_decoder else None

@@ -32,7 +32,7 @@ from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import pair_methods, unpaired_methods
 from trl.legacy.interface import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.models.packed.layout import row_count
-from trl.models.policy import is_encoder_decoder, make_scorer
+from trl.models.policy import is_encoder_decoder
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored, Scorer
@@ -167,16 +167,13 @@ class UnpairedTrainer(PreferenceTrainer):
         self.model_adapter_name, self.ref_adapter_name = model_adapter_name, ref_adapter_name
         self.reference = make_reference(
             policy.model,
-            scorer=policy.scorer,
-            make_scorer=lambda model: make_scorer(model, policy.tokenizer),
-            ref_model=ref_model,
-            ref_model_init_kwargs=args.ref_model_init_kwargs,
+            policy.scorer,
+            ref_model,
+            args=args,
+            path=self._path,
             model_adapter_name=model_adapter_name,
             ref_adapter_name=ref_adapter_name,
             force_use_ref_model=ref_model is not None,  # also for a PeftModel
-            model_path=self._path,
-            model_init_kwargs=args.model_init_kwargs,
-            precompute=args.precompute_ref_log_probs,
         )
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None

@@ -46,7 +46,6 @@ from trl.legacy import move_arguments
 from trl.legacy.interface import NotCalled
 from trl.models.loading import load_saved_weights
 from trl.models.parts import causal_core, embedded_tokens
-from trl.models.policy import make_scorer
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
@@ -149,16 +148,8 @@ class PPOTrainer(OnlineTrainer):
         train_dataset = self._sets(train_dataset, "train")
         eval_dataset = self._sets.every(eval_dataset)
         fill_in_sizes(args, self.sizes, len(train_dataset))
-        self.reference = make_reference(
-            parts.policy.model,
-            scorer=parts.policy.scorer,
-            make_scorer=lambda made: make_scorer(made, parts.policy.tokenizer),
-            ref_model=ref_model,
-            model_adapter_name=args.model_adapter_name,
-            ref_adapter_name=args.ref_adapter_name,
-            model_path=model if isinstance(model, str) else None,
-            model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
-        )
+        path = model if isinstance(model, str) else None
+        self.reference = make_reference(policy_model, parts.policy.scorer, ref_model, args=args, path=path)
         sampling = Sampling(
             max_new_tokens=args.response_length,
             temperature=args.temperature,
