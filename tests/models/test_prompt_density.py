@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.two_processes import launch
-from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.models.prompt_density import (
     CLASSIFIER_FILE,
     PromptClassifier,
@@ -107,18 +106,6 @@ def test_the_sample_is_drawn_once_per_seed_and_of_both_kinds() -> None:
     assert all(prompt in everything[1] for prompt in first[1])
 
 
-def test_rows_prepared_for_bco_can_be_sampled() -> None:
-    tokenizer = tiny_tokenizer()
-    given = [{"prompt": f"Q: {n}", "completion": " A: 7", "label": n % 2 == 0} for n in range(6)]
-    settings = UnpairedPreparation(embedding_tokenizer=tokenizer)
-    prepared, _ = prepare_unpaired_dataset(Dataset.from_list(given), tokenizer, settings)
-    sample = sample_prompts(prepared, sample_size=10, seed=0)
-    assert [[tokenizer.decode(ids) for ids in kind] for kind in sample] == [
-        ["Q: 0", "Q: 2", "Q: 4"],
-        ["Q: 1", "Q: 3", "Q: 5"],
-    ]
-
-
 def test_of_a_stream_the_first_rows_are_taken() -> None:
     data = rows(200)
     sample = sample_prompts(data.to_iterable_dataset(), sample_size=2, seed=0)
@@ -140,17 +127,16 @@ def constant(value: Any) -> Any:
 
 BAD = {
     "no function": ({"embedding_func": 3}, TypeError, "embedding_func is a int, expected a function"),
-    "no tokenizer": ({"embedding_tokenizer": None}, ValueError, "embedding_func without embedding_tokenizer"),
     "no pad token": (
         {"embedding_tokenizer": tiny_tokenizer(pad_token=None)},
         ValueError,
-        "embedding_tokenizer has no pad token",
+        "embedding_tokenizer with a pad token",
     ),
-    "not a tensor": ({"embedding_func": constant([1])}, TypeError, "embedding_func returned a list"),
+    "not a tensor": ({"embedding_func": constant([1])}, ValueError, "embedding_func returned list"),
     "not pooled": (
         {"embedding_func": constant(torch.zeros(4, 2, 3))},
         ValueError,
-        r"embedding_func returned shape \(4, 2, 3\) for 4 prompts, expected \(4, H\). Pool over",
+        r"embedding_func returned \(4, 2, 3\) for 4 prompts, expected a tensor \(4, H\). Pool over",
     ),
     "not finite": (
         {"embedding_func": lambda input_ids, attention_mask: torch.full((len(input_ids), 2), torch.nan)},
@@ -170,10 +156,6 @@ def test_data_that_cannot_be_told_apart_is_refused() -> None:
     only = rows().filter(lambda row: row["label"])
     with pytest.raises(ValueError, match="no undesirable prompt, expected at least one of each kind"):
         density().fit(only, sample_size=10, seed=0, batch_size=4)
-    with pytest.raises(ValueError, match="prompt_sample_size must be >= 1, got 0"):
-        density().fit(rows(), sample_size=0, seed=0, batch_size=4)
-    with pytest.raises(ValueError, match="expected 'embedding_input_ids' too"):
-        sample_prompts(rows().remove_columns("embedding_input_ids"), sample_size=10, seed=0)
     with pytest.raises(ValueError, match=r"embeddings have shape \(1, 3\), expected \(B, 2\)"):
         fit_classifier(torch.ones(1, 2), torch.zeros(1, 2)).probability(torch.zeros(1, 3))
 

@@ -129,7 +129,7 @@ def test_matching_from_text():
             "min_density_ratio must be <= max_density_ratio",
         ),
         ({"prompt_sample_size": 0}, "prompt_sample_size must be a whole number >= 1"),
-        ({"embedding_func": embed}, "embedding_func without embedding_tokenizer"),
+        ({"embedding_func": embed}, "embedding_func needs an embedding_tokenizer"),
         ({"embedding_tokenizer": tokenizer()}, "embedding_tokenizer without embedding_func"),
         ({"embedding_func": embed, "embedding_tokenizer": tokenizer()}, "add 'embedding_input_ids'"),
         ({**MATCHED, "train_dataset": None}, "embedding_func without train_dataset"),

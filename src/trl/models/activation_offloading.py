@@ -1,7 +1,7 @@
-"""Activations held in host memory between forward and backward, copied on a stream of their own beside the compute.
+"""Activations kept in host memory between forward and backward, copied on a side stream.
 
-The unit that moves is a storage, not a tensor: views and tensors that were saved twice share one copy each way. A storage
-that was written to between two saves counts as two, told apart by autograd's version counter.
+Storages are moved, not tensors: views and tensors that are saved twice share one copy. A storage that is written to between
+two saves counts as two (by autograd's version counter).
 """
 
 import logging
@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 logger = logging.getLogger(__name__)
 
-_FETCHED_AHEAD = 2  # storages brought back before they are asked for
+_FETCHED_AHEAD = 2  # storages that are copied back before they are needed
 
 
 class _Entry:
-    """One storage: its copy on the host, its bytes on the device while they are there, and the copy under way."""
+    """A storage: its copy on the host, its bytes on the device while they are there, the event of a copy under way."""
 
     def __init__(self, device_bytes: Tensor, previous: "weakref.ref[_Entry] | None"):
         # While this reference lives, the address that identifies the storage is not given to another one.
@@ -28,13 +28,18 @@ class _Entry:
         self.device = device_bytes.device
         self.device_bytes: Tensor | None = device_bytes
         self.host: Tensor
-        self.departure: Any = None  # event: the copy to the host is done
-        self.arrival: Any = None  # event: the copy back is done
+        self.copied: Any = None
         self.previous = previous
+
+    def wait(self) -> None:
+        """Order the device's current stream after the copy under way."""
+        if self.copied is not None:
+            torch.get_device_module(self.device).current_stream().wait_event(self.copied)
+            self.copied = None
 
 
 class _View(NamedTuple):
-    """What autograd keeps in the place of a tensor that was sent away."""
+    """What autograd saves instead of an offloaded tensor."""
 
     entry: _Entry
     dtype: torch.dtype
@@ -44,21 +49,20 @@ class _View(NamedTuple):
 
 
 class NoOpManager(saved_tensors_hooks):
-    """Saves tensors where they are: switches an enclosing `OffloadActivations` off for a block."""
+    """Saves tensors where they are: disables an enclosing `OffloadActivations`."""
 
     def __init__(self) -> None:
-        # Detached: a hook that gives back the very tensor it was given makes a reference cycle with its graph.
+        # Detached: a hook that returns the tensor it was given makes a reference cycle with its graph.
         super().__init__(Tensor.detach, lambda saved: saved)
 
 
 class OffloadActivations(saved_tensors_hooks):
-    """Context in which saved activations wait for their backward in host memory.
+    """Context in which saved activations are kept in host memory until their backward.
 
     Parameters (call `update_model_params`, or use `get_act_offloading_ctx_manager`), tensors under `min_offload_size`
-    bytes and tensors that are on the CPU already stay where they are. With `use_streams`, at most
-    `max_fwd_stash_size` storages are on their way at once, and the next storages that the backward will need come
-    back while it computes; without, each copy waits for its end. `use_pin_memory` page-locks the host copies, which
-    asynchronous copies need.
+    bytes and tensors on the CPU stay where they are. With `use_streams`, at most `max_fwd_stash_size` storages are being
+    copied to the host at once, and the next storages of the backward are copied back while it computes; without, each copy
+    is synchronous. `use_pin_memory` page-locks the host copies, which asynchronous copies need.
     """
 
     def __init__(
@@ -72,8 +76,7 @@ class OffloadActivations(saved_tensors_hooks):
             raise ValueError(f"max_fwd_stash_size must be >= 1, got {max_fwd_stash_size}.")
         self.use_pin_memory = use_pin_memory and torch.accelerator.is_available()
         self.use_streams = use_streams
-        self.min_offload_size = min_offload_size
-        self.max_fwd_stash_size = max_fwd_stash_size
+        self.min_offload_size, self.max_fwd_stash_size = min_offload_size, max_fwd_stash_size
         self.stay_on: tuple[str, ...] = ("cpu", "meta")
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._parameters: set[int] = set()
@@ -85,7 +88,7 @@ class OffloadActivations(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def update_model_params(self, model: torch.nn.Module) -> None:
-        """Remember which storages are `model`'s parameters; entering the context looks again."""
+        """Remember the storages of `model`'s parameters; repeated whenever the context is entered."""
         self._model = weakref.ref(model)
         plain = [parameter for parameter in model.parameters() if type(parameter.data) is Tensor]
         self._parameters = {parameter.untyped_storage()._cdata for parameter in plain}
@@ -96,87 +99,60 @@ class OffloadActivations(saved_tensors_hooks):
             self.update_model_params(model)
         super().__enter__()
 
-    # --- forward: device to host ---
-
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        if not self._moves(tensor):
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_complex()
+        if (
+            not is_plain
+            or tensor.device.type in self.stay_on
+            or tensor.numel() * tensor.element_size() < self.min_offload_size
+            or isinstance(tensor._base, torch.nn.Parameter)
+            or tensor.untyped_storage()._cdata in self._parameters
+        ):
             return tensor.detach()
-        return _View(
-            self._entry(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
-
-    def _moves(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_complex()
-        if not plain or tensor.device.type in self.stay_on:
-            return False
-        if tensor.numel() * tensor.element_size() < self.min_offload_size:
-            return False
-        of_parameter = isinstance(tensor._base, torch.nn.Parameter)
-        return not of_parameter and tensor.untyped_storage()._cdata not in self._parameters
-
-    def _entry(self, tensor: Tensor) -> _Entry:
-        """The entry of the tensor's storage as it is now; a new one is sent on its way."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
         entry = self._known.get(key)
         if entry is None:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            entry = _Entry(whole, self._last)
-            self._known[key] = entry
+            self._known[key] = entry = _Entry(whole, self._last)
             self._last = weakref.ref(entry)
             self._send(entry)
-        return entry
+        return _View(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _send(self, entry: _Entry) -> None:
-        device_bytes = entry.device_bytes
-        assert device_bytes is not None
-        entry.host = torch.empty(device_bytes.shape, dtype=torch.uint8, pin_memory=self.use_pin_memory)
+        assert entry.device_bytes is not None
+        entry.host = torch.empty(entry.device_bytes.shape, dtype=torch.uint8, pin_memory=self.use_pin_memory)
+        self._copy(entry, entry.host, entry.device_bytes)
         if not self.use_streams:
-            entry.host.copy_(device_bytes)
             entry.device_bytes = None
             return
-        entry.departure = self._copy_aside(entry.host, device_bytes, entry.device)
         self._leaving.append(entry)
-        while len(self._leaving) > self.max_fwd_stash_size:  # its next use is ordered after the copy
+        while len(self._leaving) > self.max_fwd_stash_size:  # its memory's next use is ordered after the copy
             gone = self._leaving.popleft()
-            self._current_stream(gone.device).wait_event(gone.departure)
-            gone.departure = gone.device_bytes = None
-
-    # --- backward: host to device ---
+            gone.wait()
+            gone.device_bytes = None
 
     def _unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        storage = self._arrived(saved.entry).untyped_storage()
-        empty = torch.empty(0, dtype=saved.dtype, device=saved.entry.device)
-        return empty.set_(storage, saved.offset, saved.size, saved.stride)
-
-    def _arrived(self, entry: _Entry) -> Tensor:
-        """The entry's bytes on the device, ready for the current stream; its predecessors are called back."""
-        while self._leaving:  # the last ones of the forward are still here: they need no way back
-            here = self._leaving.popleft()
-            self._current_stream(here.device).wait_event(here.departure)
-            here.departure = None
+        entry = saved.entry
+        while self._leaving:  # the last ones of the forward are still on the device
+            self._leaving.popleft().wait()
         self._fetch(entry)
-        if entry.arrival is not None:
-            self._current_stream(entry.device).wait_event(entry.arrival)
-            entry.arrival = None
+        entry.wait()
         if self.use_streams:
             self._fetch_ahead(entry)
         assert entry.device_bytes is not None
-        return entry.device_bytes
+        empty = torch.empty(0, dtype=saved.dtype, device=entry.device)
+        return empty.set_(entry.device_bytes.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _fetch(self, entry: _Entry) -> None:
-        if entry.device_bytes is not None:
-            return
-        entry.device_bytes = torch.empty(entry.host.shape, dtype=torch.uint8, device=entry.device)
-        if self.use_streams:
-            entry.arrival = self._copy_aside(entry.device_bytes, entry.host, entry.device)
-        else:
-            entry.device_bytes.copy_(entry.host)
+        if entry.device_bytes is None:
+            entry.device_bytes = torch.empty(entry.host.shape, dtype=torch.uint8, device=entry.device)
+            self._copy(entry, entry.device_bytes, entry.host)
 
     def _fetch_ahead(self, entry: _Entry) -> None:
-        """Call back what was saved before `entry`. It is held here until its copy is ordered before the compute."""
+        """Copy back what was saved before `entry`, and hold it until the copy is ordered before the compute."""
         for _ in range(_FETCHED_AHEAD):
             before = entry.previous() if entry.previous is not None else None
             if before is None:
@@ -186,25 +162,21 @@ class OffloadActivations(saved_tensors_hooks):
                 self._ahead.append(before)
             entry = before
         while len(self._ahead) > _FETCHED_AHEAD:
-            unused = self._ahead.popleft()
-            if unused.arrival is not None:
-                self._current_stream(unused.device).wait_event(unused.arrival)
+            self._ahead.popleft().wait()
 
-    # --- streams ---
-
-    def _copy_aside(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
-        """Copy on the device's side stream, after all that its current stream was given; returns the copy's event."""
-        module = torch.get_device_module(device)
-        if device not in self._streams:
-            self._streams[device] = module.Stream()
-        side = self._streams[device]
+    def _copy(self, entry: _Entry, target: Tensor, source: Tensor) -> None:
+        """Copy, with `use_streams` on a side stream after the work of the current one."""
+        if not self.use_streams:
+            target.copy_(source)
+            return
+        module = torch.get_device_module(entry.device)
+        if entry.device not in self._streams:
+            self._streams[entry.device] = module.Stream()
+        side = self._streams[entry.device]
         side.wait_stream(module.current_stream())
         with module.stream(side):
             target.copy_(source, non_blocking=True)
-        return side.record_event()
-
-    def _current_stream(self, device: torch.device) -> Any:
-        return torch.get_device_module(device).current_stream()
+        entry.copied = side.record_event()
 
 
 def get_act_offloading_ctx_manager(
@@ -215,41 +187,29 @@ def get_act_offloading_ctx_manager(
     max_fwd_stash_size: int = 5,
     warn_if_no_head: bool = True,
 ) -> OffloadActivations:
-    """An `OffloadActivations` for `model`, whose output head saves in place: its backward comes first anyway.
+    """An `OffloadActivations` for `model` with these options, except for its output head, whose backward comes first.
 
-    The options are those of `OffloadActivations`. A model without a head that can be found is offloaded whole, with a
-    warning unless `warn_if_no_head` is false.
+    A model without a known head is offloaded whole, with a warning if `warn_if_no_head`.
     """
     context = OffloadActivations(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size)
     context.update_model_params(model)
-    head = _output_head(model)
-    if head is not None:
-        _save_in_place(head)
-    elif warn_if_no_head:
-        logger.warning(
-            "%s has no output head that is known, so its activations are offloaded too: slower, same gradients.",
-            type(model).__name__,
-        )
-    return context
-
-
-def _output_head(model: torch.nn.Module) -> torch.nn.Module | None:
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     heads = (find(), *(getattr(model, name, None) for name in ("lm_head", "score", "classifier", "output")))
-    return next((head for head in heads if isinstance(head, torch.nn.Module)), None)
+    head = next((head for head in heads if isinstance(head, torch.nn.Module)), None)
+    if head is not None:
+        blocks: list[NoOpManager] = []
 
+        def enter(*_: Any) -> None:
+            blocks.append(NoOpManager())
+            blocks[-1].__enter__()
 
-def _save_in_place(module: torch.nn.Module) -> None:
-    blocks: list[NoOpManager] = []
-
-    def enter(*_: Any) -> None:
-        blocks.append(NoOpManager())
-        blocks[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        blocks.pop().__exit__()
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+        head.register_forward_pre_hook(enter)
+        head.register_forward_hook(lambda *_: blocks.pop().__exit__(), always_call=True)
+    elif warn_if_no_head:
+        logger.warning(
+            "%s has no known output head, so its activations are offloaded too: slower, same gradients.",
+            type(model).__name__,
+        )
+    return context

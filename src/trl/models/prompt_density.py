@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 CLASSIFIER_FILE = "prompt_classifier.safetensors"
 STREAM_ROWS_PER_SAMPLE = 16  # rows of a stream that are read for each prompt of the sample
-
-
-class EmbeddingFunction(Protocol):
-    """Turns padded prompts `(B, T)` into embeddings `(B, H)`; the user's own, around a model of its own."""
-
-    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Tensor: ...
+EmbeddingFunction = Callable[..., Tensor]
+"""(input_ids, attention_mask), `(B, T)` each, by keyword -> embeddings `(B, H)`."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +30,7 @@ class PromptClassifier:
     intercept: Tensor
 
     def probability(self, embeddings: Tensor) -> Tensor:
-        """P(desirable | prompt), `(B, H) -> (B,)`, in at least float32.
-
-        Raises: ValueError for embeddings of another size than those that it was fitted on.
-        """
+        """P(desirable | prompt), `(B, H) -> (B,)`, in at least float32. Raises ValueError for another H."""
         if embeddings.ndim != 2 or embeddings.shape[1] != len(self.coefficients):
             raise ValueError(
                 f"embeddings have shape {tuple(embeddings.shape)}, expected (B, {len(self.coefficients)}) as when the "
@@ -51,8 +44,7 @@ class PromptClassifier:
 def fit_classifier(desirable: Tensor, undesirable: Tensor) -> PromptClassifier:
     """The classifier between the embeddings of two kinds of prompts, `(N, H)` and `(M, H)`; both kinds weigh the same.
 
-    The same numbers give the same bits. Raises: ImportError without scikit-learn.
-    Source: Jung et al. 2024, BCO, underlying distribution matching (arXiv:2404.04656).
+    Deterministic. Source: Jung et al. 2024, BCO, underlying distribution matching (arXiv:2404.04656).
     """
     values = torch.cat([desirable, undesirable]).double().cpu().numpy()
     kinds = np.repeat([1, 0], [len(desirable), len(undesirable)])
@@ -64,9 +56,7 @@ def _logistic_regression() -> Any:
     try:
         from sklearn.linear_model import LogisticRegression
     except ImportError as error:
-        raise ImportError(
-            "embedding_func needs scikit-learn. Run `pip install trl[bco]`, or leave embedding_func out."
-        ) from error
+        raise ImportError("embedding_func needs scikit-learn. Run `pip install trl[bco]`.") from error
     return LogisticRegression
 
 
@@ -74,9 +64,9 @@ def _logistic_regression() -> Any:
 class PromptDensity:
     """P(desirable | prompt) of a run: embeds a sample of the training prompts, fits the classifier, applies it.
 
-    `embedding_tokenizer` has made the rows' `embedding_input_ids`; it pads them, so it needs a pad token.
+    `embedding_tokenizer` made the rows' `embedding_input_ids`, and pads them.
 
-    Raises: TypeError or ValueError for a missing or unfit tokenizer, ImportError without scikit-learn.
+    Raises: TypeError or ValueError for a missing or unfit function or tokenizer, ImportError without scikit-learn.
     """
 
     embedding_func: EmbeddingFunction
@@ -89,32 +79,26 @@ class PromptDensity:
                 f"embedding_func is a {type(self.embedding_func).__name__}, expected a function of input_ids and "
                 "attention_mask that returns embeddings (B, H). Wrap the model in one."
             )
-        if self.embedding_tokenizer is None:
-            raise ValueError(
-                "embedding_func without embedding_tokenizer, expected both. Give the model's tokenizer."
-            )
-        if self.embedding_tokenizer.pad_token_id is None:
-            raise ValueError("embedding_tokenizer has no pad token. Set it, for example to its eos_token.")
+        if getattr(self.embedding_tokenizer, "pad_token_id", None) is None:
+            raise ValueError("embedding_func needs an embedding_tokenizer with a pad token. Pass both.")
         _logistic_regression()
 
     def embed(self, prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
         """Embeddings `(B, H)` of tokenised prompts, padded together.
 
-        Raises: TypeError or ValueError where embedding_func returns anything else.
+        Raises: ValueError if embedding_func returns anything else.
         """
-        padded: Any = self.embedding_tokenizer.pad(
-            {"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt"
-        )
+        rows = {"input_ids": [list(ids) for ids in prompts]}
+        padded: Any = self.embedding_tokenizer.pad(rows, return_tensors="pt").to(device)
         with torch.no_grad():
             found: Any = self.embedding_func(
-                input_ids=padded["input_ids"].to(device), attention_mask=padded["attention_mask"].to(device)
+                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
             )
-        if not isinstance(found, Tensor):
-            raise TypeError(f"embedding_func returned a {type(found).__name__}, expected a tensor (B, H).")
-        if found.ndim != 2 or len(found) != len(prompts):
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(shape, tuple) or shape[:-1] != (len(prompts),):
             raise ValueError(
-                f"embedding_func returned shape {tuple(found.shape)} for {len(prompts)} prompts, expected "
-                f"({len(prompts)}, H). Pool over the tokens of each prompt."
+                f"embedding_func returned {shape} for {len(prompts)} prompts, expected a tensor ({len(prompts)}, H). Pool over "
+                "the tokens of each prompt."
             )
         return found
 
@@ -124,21 +108,17 @@ class PromptDensity:
         """Fit on a sample of at most `sample_size` prompts of each kind, drawn with `seed`; the same on every process.
 
         `dataset` has `embedding_input_ids` and `label`; of a stream the first rows are taken. Every process embeds its
-        share in batches of `batch_size`, as many batches as the others.
+        share in batches of `batch_size`.
 
-        Raises: ValueError where a kind of prompts has no row, or an embedding is not finite.
+        Raises: ValueError if a kind of prompts has no row, or an embedding is not finite.
         """
         sample = sample_prompts(dataset, sample_size=sample_size, seed=seed)
         embeddings = []
         for name, prompts in zip(("desirable", "undesirable"), sample, strict=True):
             if not prompts:
-                raise ValueError(
-                    f"no {name} prompt, expected at least one of each kind to tell them apart. Leave embedding_func out, or "
-                    "add such rows."
-                )
+                raise ValueError(f"no {name} prompt, expected at least one of each kind. Add such rows.")
             embeddings.append(self._embed_shared(prompts, batch_size))
-            finite = embeddings[-1].isfinite().all(dim=1)
-            if not finite.all():
+            if not (finite := embeddings[-1].isfinite().all(dim=1)).all():
                 raise ValueError(
                     f"the embedding of {name} prompt {int((~finite).nonzero()[0])} of the sample is not finite. Check "
                     "embedding_func and its model's precision."
@@ -152,8 +132,7 @@ class PromptDensity:
         """Embeddings of all prompts, each made on one process; short shares are filled with a prompt that is cut off."""
         state = PartialState()
         share = -(-len(prompts) // state.num_processes)
-        start = state.process_index * share
-        mine = prompts[start : start + share]
+        mine = prompts[state.process_index * share :][:share]
         mine += [prompts[-1]] * (share - len(mine))
         batches = [mine[first : first + batch_size] for first in range(0, share, batch_size)]
         made = torch.cat([self.embed(batch, state.device or "cpu") for batch in batches])
@@ -182,20 +161,9 @@ class PromptDensity:
 def sample_prompts(
     dataset: Dataset | IterableDataset, *, sample_size: int, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """`embedding_input_ids` of up to `sample_size` desirable and as many undesirable rows.
-
-    Raises: ValueError for a sample without prompts, or rows that were prepared without `embedding_input_ids`.
-    """
-    if sample_size < 1:
-        raise ValueError(f"prompt_sample_size must be >= 1, got {sample_size}. Some hundreds are enough.")
+    """`embedding_input_ids` of up to `sample_size` desirable and as many undesirable rows."""
     if isinstance(dataset, IterableDataset):
-        rows = list(dataset.take(STREAM_ROWS_PER_SAMPLE * sample_size))
-        dataset = Dataset.from_list(rows)
-    if "embedding_input_ids" not in dataset.column_names:
-        raise ValueError(
-            f"the rows have {dataset.column_names}, expected 'embedding_input_ids' too: the prompt under the "
-            "embedding_tokenizer. Let the trainer prepare the rows."
-        )
+        dataset = Dataset.from_list(list(dataset.take(STREAM_ROWS_PER_SAMPLE * sample_size)))
     labels = np.asarray(dataset.with_format("numpy")["label"][:])
     random = np.random.default_rng(seed)
     kinds = (np.flatnonzero(labels), np.flatnonzero(~labels))
