@@ -7,13 +7,15 @@ q the teacher's. No loss has a factor of temperature squared.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trl.tensors.sequences import positions_in_sequence, sum_by_sequence
+from trl.tensors.vocabulary_loss import Losses
 
 LARGEST_GAP = 80.0  # nats; its exponential is finite in float32
 LEAST_TAIL = 1e-7
@@ -111,6 +113,36 @@ def top_k_divergence(
         mass = teacher_logps.logsumexp(-1, keepdim=True).exp()
         teacher_logps = torch.cat([teacher_logps, (1 - mass).clamp(min=LEAST_TAIL).log()], dim=-1)
     return divergence(kept, teacher_logps, beta=beta)
+
+
+class TeacherLoss(Protocol):
+    """A loss per token of a student `(C, V)` from what a teacher says about it; both at one temperature.
+
+    It returns `(C,)`, or a pair of that and statistics `(C, M)` that are measured beside it.
+    """
+
+    def of_logits(self, student: Tensor, teacher: Tensor) -> Losses:
+        """Of the teacher's logits `(C, V')`."""
+        ...
+
+    def of_top_k(self, student: Tensor, tokens: Tensor, teacher_logps: Tensor) -> Losses:
+        """Of its k most likely tokens and their log-probs under its whole distribution, `(C, k)` each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Divergence(TeacherLoss):
+    """`divergence` from teachers of any kind, over the vocabulary that both have. `tail`: see `top_k_divergence`."""
+
+    beta: float
+    tail: bool = True
+
+    def of_logits(self, student: Tensor, teacher: Tensor) -> Tensor:
+        shared = min(student.shape[-1], teacher.shape[-1])
+        return divergence(student[:, :shared], teacher[:, :shared], beta=self.beta)
+
+    def of_top_k(self, student: Tensor, tokens: Tensor, teacher_logps: Tensor) -> Tensor:
+        return top_k_divergence(student, tokens, teacher_logps, beta=self.beta, tail=self.tail)
 
 
 def sorted_l1(student: Tensor, teacher: Tensor) -> Tensor:

@@ -17,16 +17,20 @@ from trl.tensors.heads import chunks, default_chunk_size
 
 LogitsOf = Callable[[Tensor], Tensor]
 """Hidden states `(C, H)` -> logits `(C, V)`, differentiable."""
-LossOfLogits = Callable[[Tensor, Tensor | None, slice], Tensor]
-"""(logits (C, V), the other model's logits (C, V') or None, which tokens these are) -> their weighted losses (C,)."""
+Losses = Tensor | tuple[Tensor, Tensor]
+"""Losses per token `(C,)`, or these and statistics `(C, M)` of each token, which get no gradient."""
+LossOfLogits = Callable[[Tensor, Any, slice], Losses]
+"""(logits (C, V), the other model's logits (C, V') or None, which tokens these are) -> their weighted losses."""
 
 
 class VocabularyLoss(NamedTuple):
-    """`total`, the sum of all tokens' losses, with gradient; `values (N,)`, detached; a router's loss where there is one."""
+    """`total`, the sum of all tokens' losses, with gradient; `values (N,)`, detached; a router's loss where there is one;
+    the statistics `(N, M)` that `loss_of` returned beside the losses."""
 
     total: Tensor
     values: Tensor
     aux_loss: Tensor | None = None
+    statistics: Tensor | None = None
 
 
 def vocabulary_loss(
@@ -54,23 +58,25 @@ def vocabulary_loss(
     """
     itemsize = torch.promote_types(hidden.dtype, torch.float32).itemsize
     size = chunk_size or default_chunk_size(vocabulary, itemsize=itemsize, device=hidden.device)
-    parts = list(chunks(len(hidden), size)) if parts is None else parts
+    parts = (list(chunks(len(hidden), size)) if parts is None else parts) or [slice(0, 0)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
 
-    def chunk_loss(states: Tensor, rows: slice) -> Tensor:
+    def chunk_loss(states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             other = None if others is None else others(rows)
-        values = loss_of(logits_of(states), other, rows)
+        losses = loss_of(logits_of(states), other, rows)
+        values, statistics = (
+            losses if isinstance(losses, tuple) else (losses, losses.new_empty(len(losses), 0))
+        )
         if values.shape != states.shape[:1]:
             raise ValueError(
                 f"loss_of must return one loss per token, shape {tuple(states.shape[:1])}, got {tuple(values.shape)}. "
                 "Sum over the vocabulary, not over the tokens."
             )
-        return values
+        return values, statistics
 
-    return VocabularyLoss(
-        *_VocabularyLoss.apply(hidden, chunk_loss, parts, torch.is_grad_enabled(), *trained)
-    )
+    total, *found = _VocabularyLoss.apply(hidden, chunk_loss, parts, torch.is_grad_enabled(), *trained)
+    return VocabularyLoss(total, found[0], statistics=found[1])
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -78,22 +84,21 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        chunk_loss: Callable[[Tensor, slice], Tensor],
+        chunk_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
         parts: Sequence[slice],
         with_gradient: bool,
         *trained: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wants_hidden = with_gradient and ctx.needs_input_grad[0]
         with_gradient = wants_hidden or (with_gradient and bool(trained))
-        exact = torch.promote_types(hidden.dtype, torch.float32)
-        values, slopes = hidden.new_empty(len(hidden), dtype=exact), torch.zeros_like(hidden)
+        measured, slopes = [], torch.zeros_like(hidden)
         sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in trained]
         for rows in parts:
             with torch.set_grad_enabled(with_gradient):
                 states = hidden[rows].detach().requires_grad_(wants_hidden)
-                losses = chunk_loss(states, rows)
+                losses, statistics = chunk_loss(states, rows)
                 total = losses.sum()
-            values[rows] = losses.detach()
+            measured.append((losses.detach(), statistics.detach()))
             if not total.requires_grad:
                 continue
             inputs = [*([states] if wants_hidden else []), *trained]
@@ -103,8 +108,9 @@ class _VocabularyLoss(torch.autograd.Function):
             for whole, gradient in zip(sums, found, strict=True):
                 whole += gradient
         ctx.gradients = (slopes if wants_hidden else None, sums, [x.dtype for x in trained])
-        ctx.mark_non_differentiable(values)
-        return values.sum(), values
+        values, statistics = (torch.cat(each) for each in zip(*measured, strict=True))
+        ctx.mark_non_differentiable(values, statistics)
+        return values.sum(), values, statistics
 
     @staticmethod
     @once_differentiable

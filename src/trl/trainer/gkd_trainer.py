@@ -27,7 +27,7 @@ from trl.models.packed.layout import IGNORED
 from trl.models.scoring.causal import Scorer
 from trl.models.setup import check_positions
 from trl.models.teacher import make_teacher
-from trl.objectives.distillation import divergence
+from trl.objectives.distillation import Divergence
 from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer.gkd_config import GKDConfig
@@ -45,11 +45,10 @@ class GKDMethod(SFTMethod):
         super().__init__("nll")
         self.args = args
 
-    def divergence(self, student: Tensor, teacher: Tensor | None, rows: slice) -> Tensor:
-        """Of a chunk's logits, `(C, V), (C, V') -> (C,)`, over the vocabulary that both have."""
-        assert teacher is not None
-        shared = min(student.shape[-1], teacher.shape[-1])
-        return divergence(student[:, :shared], teacher[:, :shared], beta=self.args.beta)
+    @property
+    def loss(self) -> Divergence:
+        """The loss of a token; `beta` may change during a run."""
+        return Divergence(self.args.beta)
 
     def terms(self, batch: Mapping[str, Any], scored: VocabularyLoss, step: Step) -> Outcome:  # type: ignore[override]
         """The divergence of each trained token."""
@@ -137,7 +136,7 @@ class GKDTrainer(SFTTrainer):
 
     Args:
         model: the student: a causal language model, or a name or path.
-        teacher_model: the teacher: a model of the same tokenizer, or a name or path.
+        teacher_model: the teacher: a model of the same tokenizer, or a name or path; None with an adapter: the student's base.
         args: a `GKDConfig`.
         train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion.
 
@@ -210,7 +209,13 @@ class GKDTrainer(SFTTrainer):
         self.method = GKDMethod(args)
         given: Any = teacher_model or args.teacher_model_name_or_path
         student: Any = self.model
-        self.teacher = make_teacher(given, args.teacher_model_init_kwargs, student, tokenizer)  # type: ignore[arg-type]
+        kwargs: Any = args.teacher_model_init_kwargs
+        self.teacher = make_teacher(given, kwargs, student, tokenizer, scorer=self.scorer)
+        if args.seq_kd and self.teacher.model is None:
+            raise ValueError(
+                "seq_kd=True needs a teacher that generates, got none but the student's base. Pass teacher_model, or set "
+                "seq_kd=False."
+            )
         self.teacher.prepare(self.accelerator)
         self._generated = self._completions(tokenizer) if args.lmbda or args.seq_kd else None
         self._check_lengths()
@@ -241,8 +246,9 @@ class GKDTrainer(SFTTrainer):
         dataset, args = self.train_dataset, self.args
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return
+        teacher = self.teacher.model or self.model
         if self._generated is None:
-            check_positions(self.teacher.model, sequence_lengths(dataset), dataset_name="train")
+            check_positions(teacher, sequence_lengths(dataset), dataset_name="train")
             return
         prompts = prompt_lengths(dataset)
         if not prompts.all():
@@ -251,14 +257,14 @@ class GKDTrainer(SFTTrainer):
                 "leaves none). Use rows of messages, or of prompt and completion, filter these rows out, or set lmbda=0 and "
                 "seq_kd=False."
             )
-        models = [self.model, *([self.teacher.model] if args.seq_kd else [])]
+        models = [self.model, *([teacher] if args.seq_kd else [])]
         window = min((n for n in map(context_length_of, models) if n is not None), default=None)
         if window is not None and prompts.max() >= window:
             raise ValueError(
                 f"the longest prompt has {prompts.max()} tokens, the context length is {window}: no room for a completion. "
                 f"Set max_length below {window}."
             )
-        check_positions(self.teacher.model, prompts + args.max_new_tokens, dataset_name="train")
+        check_positions(teacher, prompts + args.max_new_tokens, dataset_name="train")
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -272,10 +278,9 @@ class GKDTrainer(SFTTrainer):
 
     def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> VocabularyLoss:
         """The divergence from the teacher's distributions."""
-        teacher, temperature = (self.teacher.scorer, self.teacher.model), self.args.temperature
         with self.accelerator.autocast():
-            return self.scorer.over_chunks(
-                model, batch, self.method.divergence, other=teacher, temperature=temperature
+            return self.teacher.divergence(
+                self.scorer, model, batch, self.method.loss, temperature=self.args.temperature
             )
 
     def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:

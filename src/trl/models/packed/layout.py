@@ -21,13 +21,27 @@ from trl.tensors.segments import Segments
 IGNORED = -100
 # Columns of a method, one number per row or sequence; they are not given to the model.
 ROW_KEYS = frozenset(
-    ["rows", "sequences", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens"]
+    [
+        "rows",
+        "sequences",
+        "ref_logps",
+        "ref_kl_logps",
+        "margin",
+        "label",
+        "row_weights",
+        "prompt_tokens",
+        "teacher",
+    ]
 )
+# A teacher's answers `(K, k)` in the order of the scored positions, and the batch that it is shown in place of the student's.
+TEACHER_IDS, TEACHER_LOGPS, TEACHER_BATCH = "teacher_ids", "teacher_logps", "teacher_batch"
+_TEACHER = (TEACHER_IDS, TEACHER_LOGPS, TEACHER_BATCH)
 # Columns of the layout; all other keys of a batch are given to the model.
 _SCORED = ("scored_source", "scored_target", "scored_sequence")
 _LAYOUT_KEYS = ROW_KEYS | {
     "input_ids", "attention_mask", "position_ids", "labels", "segment_table", *_SCORED, "filler",
     "completion_mask", "assistant_masks", "seq_lengths", "num_items_in_batch", "return_loss",
+    *_TEACHER,
 }  # fmt: skip
 
 
@@ -133,7 +147,7 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
     Images are not counted by rows: a batch with some keeps its rows, and the labels of the first ones only.
     """
     own = {name: value[: len(value) // of * kept] for name, value in batch.items() if name in ROW_KEYS}
-    rest = {name: value for name, value in batch.items() if name not in ROW_KEYS}
+    rest = {name: value for name, value in batch.items() if name not in (*ROW_KEYS, *_TEACHER)}
     if is_packed(rest):
         rest = _without_filler(rest)
         segments = _segments(rest)
@@ -149,6 +163,11 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
     else:
         rest["labels"] = rest["labels"].clone()
         rest["labels"][len(rest["labels"]) // of * kept :] = IGNORED
+    for name in (TEACHER_IDS, TEACHER_LOGPS):
+        if name in batch:
+            own[name] = batch[name][: count_scored(rest)]
+    if TEACHER_BATCH in batch:
+        own[TEACHER_BATCH] = first_rows(batch[TEACHER_BATCH], kept, of=of)
     return {**own, **rest}
 
 

@@ -59,6 +59,13 @@ class Scored(NamedTuple):
     values: Tensor | None = None  # (K,) with gradient: the value head at the position that predicts the token
 
 
+class OwnStates(NamedTuple):
+    """Hidden states `(K, H)` from `Scorer.scored_states`; `base`: they are read through the head without its adapters."""
+
+    hidden: Tensor
+    base: bool = False
+
+
 class Scorer(ScorerBase):
     """Scores one decoder; layout (packed or padded) and path (head or own logits) are chosen once.
 
@@ -115,7 +122,7 @@ class Scorer(ScorerBase):
         batch: Mapping[str, Any],
         loss_of: LossOfLogits,
         *,
-        other: tuple[Scorer, nn.Module] | None = None,
+        other: tuple[Scorer, nn.Module] | OwnStates | None = None,
         other_batch: Mapping[str, Any] | None = None,
         parts: Sequence[tuple[slice, slice]] | None = None,
         temperature: float = 1.0,
@@ -124,36 +131,39 @@ class Scorer(ScorerBase):
 
         `loss_of(logits (C, V), other_logits (C, V') or None, rows)` returns the weighted loss `(C,)` of the scored positions
         `rows` (a slice); a token's loss may depend on that token alone. `other`, a scorer and its model, runs in eval mode
-        without gradient. The logits of no model are held for all tokens; `model`'s gradients are taken in the same
-        pass. `temperature` divides the logits of both.
+        without gradient; states that this model computed before are read through its head. The logits of no model are held for
+        all tokens; `model`'s gradients are taken in the same pass. `temperature` divides the logits of both.
 
         The other model may score another batch, of other tokens: `parts` are then the chunks, each the scored positions of
         this model and of the other one, and a token's loss may depend on all of its chunk.
         """
-        rows = self.lay_out(batch)
-        with_gradient, found = torch.is_grad_enabled(), []
+        rows, with_gradient, found = self.lay_out(batch), torch.is_grad_enabled(), []
+        own, second = (other, None) if isinstance(other, OwnStates) else (None, other)
+        vocabulary = self.vocabulary if second is None else max(self.vocabulary, second[0].vocabulary)
 
         def run(others: Callable[[slice], Tensor] | None) -> VocabularyLoss:
             def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
-                logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
+                rule = replace(rule, temperature=temperature)
+                logits_of = _logits_of(head, rule, bias)
+                reads = others if own is None else self._reads_own(own, logits_of, hidden.dtype, rule)
                 loss = vocabulary_loss(
                     hidden[rows.scored.source],
                     logits_of,
                     loss_of,
                     parameters=head.parameters(),
-                    vocabulary=self.core.config.get_text_config().vocab_size,
-                    others=others,
+                    vocabulary=vocabulary,
+                    others=reads,
                     parts=None if parts is None else [own for own, _ in parts],
                 )
-                return {"total": loss.total, "losses": loss.values}
+                return {"total": loss.total, "losses": loss.values, "statistics": loss.statistics}
 
             with torch.set_grad_enabled(with_gradient):
                 loss = self.through_head(model, rows, read)
-            return VocabularyLoss(loss["total"], loss["losses"], loss["aux_loss"])
+            return VocabularyLoss(loss["total"], loss["losses"], loss["aux_loss"], loss["statistics"])
 
-        if other is None:
+        if second is None:
             return run(None)
-        scorer, other_model = other
+        scorer, other_model = second
         theirs = scorer.lay_out(batch if other_batch is None else other_batch)
         places = {own.start: rows for own, rows in parts or ()}
         if other_batch is None and (self.packed, self.shares_prefixes) != (
@@ -174,6 +184,36 @@ class Scorer(ScorerBase):
         with torch.no_grad(), in_eval_mode(other_model):
             scorer.through_head(other_model, theirs, read_other)
         return found[0]
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of logits, by which chunks are made."""
+        return self.core.config.get_text_config().vocab_size
+
+    @torch.no_grad()
+    def scored_states(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """The hidden states `(K, H)` of the scored positions, for `OwnStates`; of a model without a usable head its logits."""
+        rows = self.lay_out(batch)
+
+        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+            return {"states": hidden[rows.scored.source]}
+
+        return self.through_head(model, rows, read)["states"]
+
+    def _reads_own(
+        self, own: OwnStates, logits_of: LogitsOf, dtype: torch.dtype, rule: LogitRule
+    ) -> Callable[[slice], Tensor]:
+        """The logits of states that the model computed before; `logits_of`: those of its head as it is now."""
+        head = self.core.get_output_embeddings() if self.uses_head else None
+        base = head if head is None or not own.base else _without_adapters(head)
+        if base is None or base is head:
+            return lambda part: logits_of(own.hidden[part].to(dtype))
+
+        def logits_of_base(part: slice) -> Tensor:
+            products = base(own.hidden[part].to(dtype))  # a call, so that its hooks gather its weights
+            return rule.logits(products if self.bias is None else products + self.bias)
+
+        return logits_of_base
 
     def through_head(self, model: nn.Module, rows: ModelBatch, read: Reader) -> dict[str, Any]:
         """What `read` returns of the decoder's hidden states, inside the model's own forward and the head's own call.
@@ -255,6 +295,13 @@ def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsO
     """Hidden states `(C, H)` to logits `(C, V)`, in float32 or wider, with gradient."""
     products = head_products(head, bias)
     return lambda states: rule.logits(products.call(states))
+
+
+def _without_adapters(head: nn.Module) -> nn.Module:
+    """A head without PEFT's adapters, or before PEFT made the copy that it trains."""
+    if hasattr(head, "original_module"):
+        return head.original_module  # type: ignore[return-value]
+    return head.get_base_layer() if hasattr(head, "get_base_layer") else head  # type: ignore[operator]
 
 
 def _scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:
