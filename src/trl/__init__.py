@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from trl.data.mixtures import DatasetMixtureConfig as DatasetMixtureConfig
     from trl.data.mixtures import get_dataset as get_dataset
     from trl.data.packing import pack_dataset as pack_dataset
+    from trl.data.ragged import truncate_dataset as truncate_dataset
     from trl.data.templates import apply_chat_template as apply_chat_template
     from trl.data.templates import maybe_apply_chat_template as maybe_apply_chat_template
-    from trl.data.truncation import truncate_dataset as truncate_dataset
     from trl.experimental.ppo.ppo_config import PPOConfig as PPOv2Config  # noqa: F401
     from trl.experimental.ppo.ppo_trainer import PPOTrainer as PPOv2Trainer  # noqa: F401
     from trl.models.chat_setup import clone_chat_template as clone_chat_template

@@ -36,7 +36,7 @@ _ROWS: Row = {"trl.data.formats": "extract_prompt is_conversational is_conversat
     "maybe_convert_to_chatml maybe_extract_prompt maybe_unpair_preference_dataset prepare_multimodal_messages "
     "prepare_multimodal_messages_vllm unpair_preference_dataset",
     "trl.data.packing": "pack_dataset", "trl.data.templates": "apply_chat_template maybe_apply_chat_template",
-    "trl.data.truncation": "truncate_dataset"}
+    "trl.data.ragged": "truncate_dataset"}
 _SCRIPTS: Row = {"trl.data.mixtures": "DatasetMixtureConfig get_dataset",
     "trl.scripts.arguments": "ScriptArguments", "trl.scripts.parser": "TrlParser",
     "trl.scripts.running": "init_zero_verbose"}
@@ -188,7 +188,7 @@ NAMES: dict[str, Row] = {
         "trl.data.formats": "TListOrMapping remove_none_values",
         "trl.legacy.special_tokens": "add_bos_token_if_needed add_eos_token_if_needed",
         "trl.data.training_templates": "SIMPLE_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE",
-        "trl.data.truncation": "truncate_with_protected_tokens",
+        "trl.data.ragged": "truncate_with_protected_tokens",
         "trl.generation.transformers.padded_queries": "batch_generation decode_and_strip_padding generate",
         "trl.models.switches": "disable_dropout_in_model empty_cache",
         "transformers.integrations.neftune": "neftune_post_forward_hook",

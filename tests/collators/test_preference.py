@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl.collators.preference import DPODataCollatorWithPadding, PairCollator, as_pair_batch
+from trl.collators.preference import DPODataCollatorWithPadding, PairCollator, as_pair_batch, seq2seq_batch
 
 ROWS = [
     {"prompt_input_ids": [5, 6], "chosen_input_ids": [7, 8, 9], "rejected_input_ids": [10]},
@@ -88,3 +88,39 @@ def test_batches_that_hold_no_pairs():
     for row in ({**ROWS[0], "prompt_input_ids": []}, {**ROWS[0], "rejected_input_ids": []}):
         with pytest.raises(ValueError, match="row 0"):
             PairCollator()([row])
+
+
+# ---- encoder-decoders
+
+ENCODED = [
+    {"prompt_input_ids": [5, 6, 1], "chosen_input_ids": [7, 0, 1], "rejected_input_ids": [8, 1]},
+    {"prompt_input_ids": [9, 1], "chosen_input_ids": [1], "rejected_input_ids": [3, 4, 5, 1]},
+]
+
+
+def test_completions_of_an_encoder_decoder_follow_one_another_and_masks_go_by_position():
+    batch = PairCollator(encoder_pad=1)(ENCODED)
+    assert batch["rows"].tolist() == [0, 1]
+    assert batch["input_ids"].tolist() == [[5, 6, 1], [9, 1, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["decoder_prompt"].tolist() == [0, 0, 1, 1]
+    assert batch["decoder_labels"].tolist() == [
+        [7, 0, 1, -100], [8, 1, -100, -100], [1, -100, -100, -100], [3, 4, 5, 1],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "at least 1 row"),
+        (
+            [ENCODED[0], {**ENCODED[1], "rejected_input_ids": []}],
+            "row 1 .* no tokens in 'rejected_input_ids'",
+        ),
+        ([{"prompt_input_ids": [1], "chosen_input_ids": [1]}], "row 0 .* has no 'rejected_input_ids'"),
+        ([{**ENCODED[0], "prompt_input_ids": []}], "'prompt_input_ids'"),
+    ],
+)
+def test_missing_tokens_of_an_encoder_decoder_are_named(rows, message):
+    with pytest.raises(ValueError, match=message):
+        seq2seq_batch(rows)

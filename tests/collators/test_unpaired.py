@@ -70,7 +70,7 @@ def test_whole_sequences_of_a_user():
 
 
 def test_an_encoder_decoders_batch():
-    batch = UnpairedCollator(mismatched=True, is_encoder_decoder=True)(mismatched())
+    batch = UnpairedCollator(mismatched=True, encoder_pad=0)(mismatched())
     alone = single_completions(batch, 1, of=2)
     assert alone["decoder_prompt"].tolist() == list(range(8))
     own = [row[row != -100].tolist() for row in alone["decoder_labels"]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.tiny_vision import FAMILIES, PLACEHOLDERS, tiny_image, tiny_processor
 
-from trl.collators.vision import DataCollatorForVisionLanguageModeling
+from trl.collators.images import DataCollatorForVisionLanguageModeling
 
 ASK = {"role": "user", "content": "What colour is the sky?"}
 BLUE = {"role": "assistant", "content": "It is blue."}
@@ -160,7 +160,7 @@ def test_rows_of_which_nothing_trained_is_left_are_told(llava, caplog):
     row = {"images": [tiny_image()], "prompt": [ASK], "completion": [BLUE]}
     batch = DataCollatorForVisionLanguageModeling(llava, completion_only_loss=True, max_length=15)([row])
     assert (batch["labels"] == -100).all()
-    assert "1 of 1 rows of a batch have no trained token left within max_length=15" in caplog.text
+    assert "1 rows of a batch have no trained token left within max_length=15" in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -228,9 +228,9 @@ def test_a_template_that_drops_images_is_refused():
 def test_bad_settings_are_refused(llava):
     with pytest.raises(ValueError, match="return_tensors must be 'pt'"):
         DataCollatorForVisionLanguageModeling(llava, return_tensors="np")
-    with pytest.raises(ValueError, match="max_length must be >= 1"):
+    with pytest.raises(ValueError, match="max_length must be"):
         DataCollatorForVisionLanguageModeling(llava, max_length=0)
-    with pytest.raises(ValueError, match="pad_to_multiple_of must be >= 1"):
+    with pytest.raises(ValueError, match="pad_to_multiple_of must be"):
         DataCollatorForVisionLanguageModeling(llava, pad_to_multiple_of=0)
     with pytest.raises(TypeError, match="processor must have an image_processor"):
         DataCollatorForVisionLanguageModeling(llava.tokenizer)

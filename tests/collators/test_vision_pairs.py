@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from tests.tiny_vision import FAMILIES, PLACEHOLDERS, tiny_image, tiny_processor, tiny_vision_model
 
-from trl.collators.vision import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
-from trl.data.image_checks import check_pair_image_rows
+from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
+from trl.data.image_rows import check_pair_image_rows
 from trl.models.packed.layout import first_rows
 from trl.models.scoring.causal import Scorer
 from trl.tensors.sequences import sum_by_sequence
@@ -294,7 +294,7 @@ def test_equal_completions_are_counted(llava, caplog):
 
 def test_bad_settings_are_refused(llava):
     for name in ("max_prompt_length", "max_completion_length", "max_length", "pad_to_multiple_of"):
-        with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
+        with pytest.raises(ValueError, match=f"{name} must be .* got 0"):
             DataCollatorForVisionPreference(llava, **{name: 0})
     with pytest.raises(TypeError, match="processor must have an image_processor"):
         DataCollatorForVisionPreference(llava.tokenizer)

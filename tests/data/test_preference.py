@@ -15,7 +15,7 @@ from trl.data.preference import (
     prepare_reward_dataset,
     tokenize_preference_row,
 )
-from trl.data.truncation import PairLengths, Side
+from trl.data.preference_rows import PairLengths, Side
 
 BEGIN, EOS = 1, 2
 SKY = {"prompt": "The sky is", "chosen": " blue", "rejected": " brown"}

@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, LargeList, List, Value
 
 from trl.data.packing import pack_dataset
-from trl.data.truncation import truncate_dataset, truncate_table
+from trl.data.ragged import truncate_dataset, truncate_table
 
 ROWS = {
     "input_ids": [[1, 2, 3, 4], [5], [6, 7]],
@@ -68,9 +68,9 @@ def test_lists_of_a_fixed_size():
     assert truncate_dataset(rows, 5, {"batch_size": 2})["ids"][:] == [[1, 2, 3]] * 3
 
 
-def test_missing_rows_stay_missing():
-    rows = Dataset.from_dict({"ids": [[1, 2, 3], None]})
-    assert truncate_dataset(rows, 2)["ids"][:] == [[1, 2], None]
+def test_missing_rows_are_named():
+    with pytest.raises(ValueError, match="column 'ids', row 1: None"):
+        truncate_dataset(Dataset.from_dict({"ids": [[1, 2, 3], None]}), 2)
 
 
 def test_images_are_not_touched():

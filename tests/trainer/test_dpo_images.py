@@ -11,8 +11,8 @@ from tests.collators.test_vision_pairs import GOOD, ROWS, pair
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_processor, tiny_vision_model
+from trl.collators.images import DataCollatorForVisionPreference
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
-from trl.collators.vision import DataCollatorForVisionPreference
 from trl.models.policy import Policy
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer

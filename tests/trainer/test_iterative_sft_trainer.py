@@ -16,7 +16,7 @@ from tests.trainer.sft_runs import QUICK, model_for
 from tests.two_processes import launch
 from trl import IterativeSFTConfig, IterativeSFTTrainer, SFTConfig, SFTTrainer
 from trl.checkpoints.ownership import PREFIX
-from trl.collators.step_rows import StepRows
+from trl.data.step_inputs import StepRows
 
 
 @pytest.fixture(scope="module")
@@ -264,22 +264,22 @@ BAD = {
     "both": ({"input_ids": [[1, 2]], "texts": ["a"]}, ValueError, "got both"),
     "labels with texts": ({"texts": ["a"], "labels": [[1]]}, ValueError, "labels cannot be given with texts"),
     "texts_labels with ids": ({"input_ids": [[1, 2]], "texts_labels": ["a"]}, ValueError, "cannot be given with input_ids"),
-    "no rows": ({"input_ids": []}, TypeError, "list of at least 1 tensor, got none"),
+    "no rows": ({"input_ids": []}, TypeError, "list of at least 1 tensor, got"),
     "no texts": ({"texts": []}, TypeError, "list of at least 1 text, got"),
     "one text": ({"texts": "a"}, TypeError, "must be a list of at least 1 text, got"),
-    "a number": ({"input_ids": 3}, TypeError, "list of at least 1 tensor, got a int"),
-    "texts as ids": ({"input_ids": ["a"]}, TypeError, "input_ids, row 0: got a str"),
-    "ids as texts": ({"texts": ["a", [1]]}, TypeError, "texts, row 1: got a list"),
-    "empty text": ({"texts": ["a b", ""]}, TypeError, "texts, row 1: got an empty text"),
-    "empty row": ({"input_ids": [[1, 2], []]}, ValueError, r"input_ids, row 1: got the shape \(0,\)"),
-    "batches": ({"input_ids": [[[1, 2]]]}, ValueError, r"got the shape \(1, 2\), expected \(T,\)"),
-    "floats": ({"input_ids": [torch.ones(3)]}, TypeError, "row 0: got torch.float32, expected whole numbers"),
+    "a number": ({"input_ids": 3}, TypeError, "list of at least 1 tensor, got int"),
+    "texts as ids": ({"input_ids": ["a"]}, TypeError, r"input_ids\[0\] must be a tensor of token ids, got str"),
+    "ids as texts": ({"texts": ["a", [1]]}, TypeError, r"texts\[1\] must be a text"),
+    "empty text": ({"texts": ["a b", ""]}, TypeError, r"texts\[1\] must be a text"),
+    "empty row": ({"input_ids": [[1, 2], []]}, ValueError, r"input_ids\[1\] is empty"),
+    "batches": ({"input_ids": [[[1, 2], [3, 4]]]}, ValueError, r"input_ids\[0\] must have one dimension"),
+    "floats": ({"input_ids": [torch.ones(3)]}, TypeError, r"input_ids\[0\] must hold token ids"),
     "too few labels": ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2]]}, ValueError, "labels has 1 rows, expected 2"),
-    "short labels": ({"input_ids": [[1, 2]], "labels": [[1]]}, ValueError, "labels, row 0: 1 labels for 2 tokens"),
+    "short labels": ({"input_ids": [[1, 2]], "labels": [[1]]}, ValueError, r"labels\[0\] has 1 values for 2 tokens"),
     "too few masks": ({"input_ids": [[1, 2], [3]], "attention_mask": [[1, 1]]}, ValueError, "attention_mask has 1 rows"),
-    "short mask": ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, ValueError, "attention_mask, row 0: 1 values for 2"),
+    "short mask": ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, ValueError, r"attention_mask\[0\] has 1 values for 2"),
     "too few texts_labels": ({"texts": ["a b", "c"], "texts_labels": ["a b"]}, ValueError, "texts_labels has 1 rows"),
-    "other texts_labels": ({"texts": ["a"], "texts_labels": ["It is blue."]}, ValueError, "texts_labels, row 0: .* labels"),
+    "other texts_labels": ({"texts": ["a"], "texts_labels": ["It is blue."]}, ValueError, r"texts_labels\[0\] has"),
     "nothing trained": ({"input_ids": [[1, 2]], "labels": [[1, -100]]}, ValueError, "row 0 has no trained token, expected"),
     "cut away": (
         {"input_ids": [[1, 2, 3, 4, 5, 6]], "labels": [[1, 2, 3, -100, -100, -100]]},

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl.collators.rows import IGNORED, Row, as_ids, pad_rows, pad_with_mask
+from trl.collators.rows import IGNORED, Row, as_ids, pad_with_mask
 from trl.data.formats import common_prefix_length
 from trl.data.rendering import Chat, split_rendering
 from trl.data.tokenization import encode
 from trl.data.validation import Place
+from trl.tensors.padding import pad
 
 _DEFAULT_MAX_LENGTH = 1024
 
@@ -65,16 +66,16 @@ class DataCollatorForChatML:
                 f"trained ({self.rows_without_completion} rows so far). Raise max_length or shorten the prompts.",
                 stacklevel=2,
             )
-        pad: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
+        pad_id: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
         ids = [ids[: self.max_length] for ids, _ in rows]
         prompts = [row[:boundary] for row, (_, boundary) in zip(ids, rows, strict=True)]
         labels = [row.clone() for row in ids]
         for row_labels, (_, boundary) in zip(labels, rows, strict=True):
             row_labels[:boundary] = self.ignore_index
-        padded, mask = pad_with_mask(ids, pad, side="left")
-        labelled = pad_rows(labels, self.ignore_index, side="left")
+        padded, mask = pad_with_mask(ids, pad_id, side="left")
+        labelled = pad(labels, self.ignore_index, "left")
         batch = {"input_ids": padded, "attention_mask": mask, "labels": labelled}
-        batch["prompts"], batch["prompt_attention_mask"] = pad_with_mask(prompts, pad, side="left")
+        batch["prompts"], batch["prompt_attention_mask"] = pad_with_mask(prompts, pad_id, side="left")
         return batch
 
     def _encode(self, index: int, row: Row) -> tuple[Tensor, int]:

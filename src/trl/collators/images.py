@@ -1,18 +1,39 @@
-"""What a processor makes of texts and images: inputs of a model, padded on the right, and prompts of a policy."""
+"""Rows with images as padded batches: for supervised fine-tuning, preference pairs, and prompts of a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import ProcessorMixin
+from transformers.data.data_collator import DataCollatorMixin
 
-from trl.data.image_rows import ImagePrompts
+from trl.collators.preference import reference_logps
+from trl.collators.rows import IGNORED, Row, check_not_empty
+from trl.data.formats import common_prefix_length
+from trl.data.image_rows import ImagePairs, ImagePrompts, ImageRows, TextHalves, image_pairs, image_rows
+from trl.data.preference_rows import SIDES
+from trl.data.rendering import text_tokenizer
+from trl.data.tokenization import encode
+from trl.data.validation import Place
+from trl.options.checks import check_at_least
+from trl.tensors.padding import pad
+
+logger = logging.getLogger(__name__)
 
 # Prefix attention lets every token of these models' rows see all others, also those that it should predict.
 _PREFIX_ATTENTION = ("PaliGemmaProcessor", "ColPaliProcessor")
 _TOKENS = ("input_ids", "attention_mask")
+# (kept tokens (B, T), positions (T,), first tokens of completions (B, 1), limit) -> kept tokens, in this order.
+_LIMITS: Mapping[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
+    "max_completion_length": lambda kept, at, start, most: kept & (at < start + most),
+    "max_prompt_length": lambda kept, at, start, most: kept & (at >= start - most),
+    "max_length": lambda kept, at, start, most: kept & (kept.cumsum(dim=1) <= most),
+}
 
 
 def check_processor(processor: Any) -> None:
@@ -116,3 +137,225 @@ def as_read(ids: Tensor, generated: Tensor, images: Sequence[int], *, pad: int) 
     """
     stray = generated & torch.isin(ids, torch.tensor(list(images), dtype=ids.dtype, device=ids.device))
     return ids.masked_fill(stray, pad)
+
+
+class _ImageCollator(DataCollatorMixin):
+    """Base of the collators of rows with images; subclasses are dataclasses with these fields."""
+
+    processor: ProcessorMixin
+    pad_to_multiple_of: int | None
+    rows_cut: int
+    return_tensors = "pt"
+
+    def __post_init__(self) -> None:
+        for name in ("pad_to_multiple_of", *_LIMITS):
+            check_at_least(name, getattr(self, name, None), minimum=1)
+        check_processor(self.processor)
+
+    def rows(self, first: Row) -> ImageRows:
+        """Reads rows like the first one of a batch."""
+        raise TypeError(f"{type(self).__name__} must override rows.")
+
+    def completions_only(self, rows: ImageRows) -> bool:
+        """Whether prompts are not trained."""
+        return True
+
+    def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order.
+
+        `input_ids`, `attention_mask`, `labels` `(B, T)`, padded on the right, and whatever else the model takes.
+
+        Raises: ValueError or TypeError naming the row of the batch and its column, also where an image would lose tokens.
+        """
+        check_not_empty(examples)
+        rows = self.rows(examples[0])
+        columns = SIDES if isinstance(rows, ImagePairs) else (rows.column or rows.row_type.columns[0],)
+        halves, images, places = [], [], []
+        for index, row in enumerate(examples):
+            own = rows.images(row, index)
+            halves += rows.halves(row, index, own)
+            images += [own] * len(columns)
+            places += [rows.place(index, column) for column in columns]
+        texts = ["".join(half) for half in halves]
+        batch, is_image = processed(self.processor, texts, images, adds_special=rows.adds_special)
+        starts = torch.zeros(len(texts), dtype=torch.int64)
+        if self.completions_only(rows):
+            ids = [
+                row[mask != 0] for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            ]
+            found = [
+                self._start(row.tolist(), half, own, rows.adds_special)
+                for row, half, own in zip(ids, halves, images, strict=True)
+            ]
+            starts = torch.tensor(found)
+        is_prompt = torch.arange(is_image.shape[1]) < starts[:, None]
+        is_padding = batch["attention_mask"] == 0
+        batch["labels"] = batch["input_ids"].masked_fill(is_image | is_padding | is_prompt, IGNORED)
+        return self._cut(batch, is_image, starts[:, None], places)
+
+    def _start(self, ids: list[int], half: TextHalves, images: list[Any], adds_special: bool) -> int:
+        """Where a row's completion begins: at the first token that the prompt alone does not have.
+
+        Found on the text's own tokens, counted from the end, because images grow to many tokens before it.
+        """
+        tokenizer: Any = text_tokenizer(self.processor)
+        texts = ["".join(half), half.prompt]
+        whole, prompt = (
+            tokenizer(texts, verbose=False).input_ids if adds_special else encode(tokenizer, texts)
+        )
+        tail = whole[common_prefix_length(prompt, whole) :]
+        start = len(ids) - len(tail)
+        if ids[start:] == tail:
+            return start
+        # There are images in the completion: the prompt goes through the processor.
+        shown = images[: half.prompt.count(str(getattr(self.processor, "image_token", "\0")))]
+        alone, _ = processed(self.processor, [half.prompt], [shown], adds_special=adds_special)
+        return common_prefix_length(alone["input_ids"][0].tolist(), ids)
+
+    def _cut(
+        self, batch: dict[str, Tensor], is_image: Tensor, starts: Tensor, places: list[Place]
+    ) -> dict[str, Tensor]:
+        """The batch without the tokens beyond the limits, none of which may be an image's, and with T rounded up."""
+        mask = kept = batch["attention_mask"].bool()
+        limits = {name: limit for name in _LIMITS if (limit := getattr(self, name, None)) is not None}
+        for name, limit in limits.items():
+            kept = _LIMITS[name](kept, torch.arange(mask.shape[1]), starts, limit)
+            for row in (is_image & ~kept).any(dim=1).nonzero()[:, 0].tolist():
+                raise ValueError(
+                    f"{places[row]}: {int(mask[row].sum())} tokens, of which {int(is_image[row].sum())} are its images', do "
+                    f"not fit {name}={limit}, and an image cannot lose tokens. Set {name}=None, raise it, or give smaller or "
+                    "fewer images."
+                )
+        padding = getattr(text_tokenizer(self.processor), "pad_token_id", None) or 0
+        fill = {"input_ids": padding, "labels": IGNORED}
+        found = dict(batch)
+        for name, value in batch.items():
+            if is_per_token(name, value, batch):
+                rows = [row[own] for row, own in zip(value, kept, strict=True)]
+                found[name] = pad(rows, fill.get(name, 0), pad_to_multiple_of=self.pad_to_multiple_of)
+        if cut := int((kept != mask).any(dim=1).sum()):
+            if not self.rows_cut:
+                logger.warning(
+                    "%s cut %d of the %d sequences of a batch, and maybe later ones (rows_cut counts them). Set None to "
+                    "keep them whole.",
+                    ", ".join(f"{name}={limit}" for name, limit in limits.items()),
+                    cut,
+                    len(mask),
+                )
+            self.rows_cut += cut
+            # The first token's label does not count: nothing predicts it.
+            untrained = (found["labels"][:, 1:] == IGNORED).all(dim=1).nonzero()[:, 0].tolist()
+            if untrained:
+                self.report_untrained([places[row] for row in untrained])
+        return found
+
+    def report_untrained(self, places: list[Place]) -> None:
+        """Called with the places of rows that lost all trained tokens: warns."""
+        text = "%d rows of a batch have no trained token left within max_length=%s (the first: %s). Raise it."
+        logger.warning(text, len(places), getattr(self, "max_length", None), places[0])
+
+
+@dataclass
+class DataCollatorForVisionLanguageModeling(_ImageCollator):
+    """Batches raw rows with `images` (a list) or `image`, and `messages`, `prompt` with `completion`, or text.
+
+    Conversations get exactly what the processor's chat template writes; plain text must hold the processor's
+    placeholder for each image, and gets the tokenizer's special tokens and an eos token. The processor turns texts and
+    images into `input_ids`, `attention_mask`, `(B, T)`, padded on the right, `pixel_values` and whatever else its model
+    takes. `labels (B, T)` are -100 on padding, on images, and on prompts where completions only are trained. Labels are
+    not shifted.
+
+    Args:
+        processor: Processor with a tokenizer and an image processor.
+        max_length: Rows lose their end beyond this many tokens, those of the images counted; None: no limit. An
+            image that would lose tokens is an error.
+        completion_only_loss: Whether rows of `prompt` and `completion` train the completion only; None: likewise, and
+            rows without completion are trained whole.
+        pad_to_multiple_of: Rounds T up to a multiple, in tokens.
+        dataset_text_field: Column of plain text.
+        return_tensors: Only "pt".
+
+    Example:
+        >>> collate = DataCollatorForVisionLanguageModeling(processor)  # doctest: +SKIP
+        >>> question = {"role": "user", "content": "What is it?"}  # doctest: +SKIP
+        >>> collate([{"images": [image], "messages": [question, {"role": "assistant", "content": "A cat."}]}])  # doctest: +SKIP
+    """
+
+    processor: ProcessorMixin
+    max_length: int | None = None
+    completion_only_loss: bool | None = False
+    pad_to_multiple_of: int | None = None
+    dataset_text_field: str = "text"
+    return_tensors: str = "pt"
+    rows_cut: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.return_tensors != "pt":
+            raise ValueError(
+                f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
+            )
+
+    def rows(self, first: Row) -> ImageRows:
+        return image_rows(first, list(first), self.processor, text_field=self.dataset_text_field)
+
+    def completions_only(self, rows: ImageRows) -> bool:
+        has_completions = rows.row_type.has_completion
+        if self.completion_only_loss and not has_completions:
+            raise ValueError(
+                f"row 0 of the batch, column {rows.row_type.columns[0]!r}: completion_only_loss=True, but the row has no "
+                "completion. Give 'prompt' and 'completion' columns, or set completion_only_loss=False."
+            )
+        return has_completions and self.completion_only_loss is not False
+
+
+@dataclass
+class DataCollatorForVisionPreference(_ImageCollator):
+    """Batches raw rows with `images` (a list) or `image`, `chosen`, `rejected` and, unless both begin with it, `prompt`.
+
+    Sequence 2i is row i's prompt with the chosen completion, 2i + 1 with the rejected one, both with all of the row's
+    images. The processor turns them into `input_ids`, `attention_mask`, `(2B, T)`, padded on the right, `pixel_values`
+    and whatever else its model takes. `labels (2B, T)` are -100 on prompts, images and padding, and are not shifted.
+    `rows (B,)` counts the rows. Columns `ref_chosen_logps` and `ref_rejected_logps` become `ref_logps (2B,)`.
+
+    Args:
+        processor: Processor with a tokenizer and an image processor.
+        max_prompt_length: Longer prompts lose their start, in tokens; None: no limit. An image that would lose tokens is
+            an error, here and below.
+        max_completion_length: Longer completions lose their end.
+        max_length: Sequences lose their end beyond this many tokens, those of the images counted.
+        pad_to_multiple_of: Rounds T up to a multiple, in tokens.
+        tools: Tools that the chat template shows, instead of those in the rows' column `tools`.
+
+    Example:
+        >>> collate = DataCollatorForVisionPreference(processor)  # doctest: +SKIP
+        >>> question = [{"role": "user", "content": "What is it?"}]  # doctest: +SKIP
+        >>> good, bad = ([{"role": "assistant", "content": text}] for text in ("A cat.", "A dog."))  # doctest: +SKIP
+        >>> collate([{"images": [image], "prompt": question, "chosen": good, "rejected": bad}])  # doctest: +SKIP
+    """
+
+    processor: ProcessorMixin
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    tools: list[dict | Callable] | None = None
+    rows_cut: int = field(default=0, init=False, repr=False)
+
+    def rows(self, first: Row) -> ImageRows:
+        return image_pairs(first, list(first), self.processor, tools=self.tools)
+
+    def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order; raises as the other collator does."""
+        batch = super().torch_call(examples)
+        return {"rows": torch.arange(len(examples)), **batch, **reference_logps(examples)}
+
+    def report_untrained(self, places: list[Place]) -> None:
+        """Called with the places of completions that lost all tokens, whose log-probability would be 0.
+
+        Raises: ValueError.
+        """
+        raise ValueError(
+            f"{places[0]}: the prompt leaves no token of the completion within max_length={self.max_length}, expected at "
+            "least 1. Raise max_length, or set max_prompt_length lower or the row aside."
+        )

@@ -15,13 +15,13 @@ from trl.collators.rows import (
     Row,
     as_ids,
     as_rows,
-    check_multiple,
     check_not_empty,
     pack_sequences,
-    pad_rows,
     pad_with_mask,
     read_column,
 )
+from trl.options.checks import check_at_least
+from trl.tensors.padding import pad
 
 
 @dataclass
@@ -58,7 +58,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     padding_side: Literal["left", "right"] = field(default="right", init=False)
 
     def __post_init__(self) -> None:
-        check_multiple(self.pad_to_multiple_of)
+        check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, minimum=1)
         if self.return_tensors != "pt":
             raise ValueError(
                 f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
@@ -79,14 +79,14 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             ids, labels = (
                 [row[mask != 0] for row, mask in zip(rows, visible, strict=True)] for rows in (ids, labels)
             )
-        pad, multiple = self.pad_token_id, self.pad_to_multiple_of
+        multiple = self.pad_to_multiple_of
         if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
             lengths = _sequence_lengths(examples, ids)
             return pack_sequences(
-                torch.cat(ids), torch.cat(labels), lengths, pad_token_id=pad, multiple=multiple
+                torch.cat(ids), torch.cat(labels), lengths, pad_token_id=self.pad_token_id, multiple=multiple
             )
-        padded, mask = pad_with_mask(ids, pad, side=self.padding_side, multiple=multiple)
-        labelled = pad_rows(labels, IGNORED, side=self.padding_side, multiple=multiple)
+        padded, mask = pad_with_mask(ids, self.pad_token_id, side=self.padding_side, multiple=multiple)
+        labelled = pad(labels, IGNORED, self.padding_side, multiple)
         return {"input_ids": padded, "attention_mask": mask, "labels": labelled}
 
     def _labels(self, rows: Sequence[Row], ids: list[Tensor]) -> list[Tensor]:

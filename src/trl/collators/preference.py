@@ -1,4 +1,4 @@
-"""Prompts with their completions as one packed row; padded pairs, also of other collators."""
+"""Prompts with their completions as one packed row, or padded for an encoder-decoder; pairs of other collators."""
 
 from __future__ import annotations
 
@@ -116,16 +116,72 @@ def _check(groups: list[tuple[Tensor, list[Tensor]]]) -> None:
             )
 
 
+def seq2seq_batch(
+    rows: Sequence[Row], *, pad_token_id: int = 0, completions: Sequence[str] = PAIR_COLUMNS[1:]
+) -> dict[str, Tensor]:
+    """Prompts (`prompt_input_ids`) and the `completions` of each row for an encoder-decoder, side by side.
+
+    `input_ids`, `attention_mask` `(B, P)`; `decoder_labels` `(S, T)`, -100 on padding; `decoder_prompt` `(S,)`, the row of
+    each completion. Completions of one row follow one another: with pairs, completion 2i is row i's chosen one.
+
+    Raises: ValueError naming the row and column where a prompt or completion is missing or has no tokens.
+
+    >>> batch = seq2seq_batch([{"prompt_input_ids": [5, 6], "chosen_input_ids": [7, 1], "rejected_input_ids": [1]}])
+    >>> batch["decoder_labels"].tolist(), batch["decoder_prompt"].tolist()
+    ([[7, 1], [1, -100]], [0, 0])
+    """
+    check_not_empty(rows)
+    for number, row in enumerate(rows):
+        for name in ("prompt_input_ids", *completions):
+            if row.get(name) is None or not len(row[name]):
+                what = "no" if row.get(name) is None else "no tokens in"
+                raise ValueError(
+                    f"row {number} of the batch has {what} {name!r}, expected at least 1 token. Prepare the data set first, or "
+                    "leave the row out."
+                )
+    input_ids, mask = pad_with_mask([as_ids(row["prompt_input_ids"]) for row in rows], pad_token_id)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "decoder_labels": pad([as_ids(row[name]) for row in rows for name in completions], IGNORED),
+        "decoder_prompt": torch.arange(len(rows)).repeat_interleave(len(completions)),
+    }
+
+
+def row_batch(
+    rows: Sequence[Row],
+    completions: Sequence[str],
+    own_prompt: str,
+    *,
+    prefix_sharing: bool,
+    encoder_pad: int | None,
+) -> dict[str, Tensor]:
+    """Rows of `prompt_input_ids` and one or two `completions` as `completion_batch`, or with `encoder_pad` as `seq2seq_batch`.
+
+    A row with a column `own_prompt`, that of its second completion, shares no prompt. `rows (B,)` counts the rows.
+    """
+    count = {"rows": torch.arange(len(rows))}
+    if encoder_pad is not None:
+        return {**count, **seq2seq_batch(rows, pad_token_id=encoder_pad, completions=completions)}
+    prompted: list[Prompted] = []
+    for row in rows:
+        prompt, branches = row["prompt_input_ids"], [row[name] for name in completions]
+        other = row.get(own_prompt) if len(branches) > 1 else None
+        prompted += [(prompt, branches)] if other is None else [(prompt, branches[:1]), (other, branches[1:])]
+    return {**completion_batch(prompted, prefix_sharing=prefix_sharing), **count}
+
+
 @dataclass
 class PairCollator:
-    """Batches rows of `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` as `completion_batch` says.
+    """Batches rows of `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` as `row_batch` says.
 
-    Sequence 2i is row i's chosen completion, 2i + 1 its rejected one. A row with `rejected_prompt_input_ids` shares no
-    prompt: truncation made the two prompts different. Columns `ref_chosen_logps` and
-    `ref_rejected_logps`, where the rows have them, become `ref_logps (2B,)` in that order.
+    Sequence 2i is row i's chosen completion, 2i + 1 its rejected one. Truncation may have made the two prompts different:
+    then a row has `rejected_prompt_input_ids`. Columns `ref_chosen_logps` and `ref_rejected_logps`, where the rows have
+    them, become `ref_logps (2B,)` in that order.
 
     Args:
         prefix_sharing: Whether a pair's two completions share one copy of their prompt.
+        encoder_pad: Token that fills padded positions of an encoder-decoder's prompts; None for a decoder.
 
     >>> rows = [{"prompt_input_ids": [5], "chosen_input_ids": [6, 7], "rejected_input_ids": [8]}]
     >>> PairCollator()(rows)["labels"].tolist()
@@ -133,19 +189,25 @@ class PairCollator:
     """
 
     prefix_sharing: bool = True
+    encoder_pad: int | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """One packed batch of the rows, in their order."""
-        prompted: list[Prompted] = []
-        for row in rows:
-            prompt, chosen, rejected = (row[name] for name in PAIR_COLUMNS)
-            own = row.get(OWN_PROMPT)
-            prompted += (
-                [(prompt, [chosen, rejected])] if own is None else [(prompt, [chosen]), (own, [rejected])]
-            )
-        batch = completion_batch(prompted, prefix_sharing=self.prefix_sharing)
-        batch["rows"] = torch.arange(len(rows))
+        """One batch of the rows, in their order."""
+        sharing, encoder_pad = self.prefix_sharing, self.encoder_pad
+        batch = row_batch(rows, PAIR_COLUMNS[1:], OWN_PROMPT, prefix_sharing=sharing, encoder_pad=encoder_pad)
         return {**batch, **reference_logps(rows)}
+
+
+@dataclass
+class Seq2SeqRowsCollator:
+    """Batches rows of `input_ids` (for the encoder) and `labels` (for the decoder), as `seq2seq_batch` does."""
+
+    pad_token_id: int = 0
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """The batch of some rows, in their order."""
+        named = [{"prompt_input_ids": row.get("input_ids"), "labels": row.get("labels")} for row in rows]
+        return seq2seq_batch(named, pad_token_id=self.pad_token_id, completions=("labels",))
 
 
 def reference_logps(rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -278,9 +340,21 @@ def with_prompts_scored(batch: Mapping[str, Any]) -> Mapping[str, Any]:
         return batch
     if "scored_target" in batch:
         return {**batch, **_of_prefix_groups(batch)}
-    prompt, sequence, count = _of_rows(batch) if "attention_mask" in batch else _of_packed_row(batch)
-    labels = torch.where(prompt, batch["input_ids"], batch["labels"])
+    ids, labels = batch["input_ids"], batch["labels"]
+    if "attention_mask" in batch:
+        starts, is_real = torch.zeros_like(labels), batch["attention_mask"].bool().flatten()
+        starts[:, 0] = 1
+    else:
+        starts, is_real = (batch["position_ids"] == 0).int(), None
+    sequence, labelled = starts.flatten().cumsum(0) - 1, (labels != IGNORED).flatten()
+    count, seen = (
+        int(starts.sum()) // 2 * 2,
+        labelled.cumsum(0),
+    )  # filler at the end of a packed row is no sequence
+    before = seen == (seen - labelled.int())[starts.flatten() == 1][sequence]
+    prompt = before & (sequence % 2 == 0) & (sequence < count if is_real is None else is_real)
     tokens = torch.bincount(sequence[prompt], minlength=count)[:count:2]
+    labels = torch.where(prompt.view(labels.shape), ids, labels)
     return {**batch, "labels": labels, "prompt_tokens": (tokens - 1).clamp(min=0)}
 
 
@@ -302,20 +376,3 @@ def _of_prefix_groups(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         "scored_sequence": torch.cat([2 * pair, batch["scored_sequence"]]),
         "prompt_tokens": tokens,
     }
-
-
-def _of_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
-    """Of padded rows `(B, T)`: which tokens are a chosen prompt's, whose they are, and the number of sequences."""
-    labels, mask = batch["labels"], batch["attention_mask"].bool()
-    sequence = torch.arange(len(labels), device=labels.device)[:, None].expand(labels.shape)
-    before = (labels != IGNORED).cumsum(dim=1) == 0
-    return before & mask & (sequence % 2 == 0), sequence, len(labels)
-
-
-def _of_packed_row(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
-    """The same of a packed row of plain sequences `(1, N)`; filler at its end is none of them."""
-    starts, labelled = batch["position_ids"][0] == 0, batch["labels"][0] != IGNORED
-    sequence, seen = starts.cumsum(0) - 1, labelled.cumsum(0)
-    count = int(starts.sum()) // 2 * 2
-    before = seen == (seen - labelled.int())[starts][sequence]
-    return (before & (sequence % 2 == 0) & (sequence < count))[None], sequence[None], count

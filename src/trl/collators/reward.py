@@ -15,12 +15,12 @@ from trl.collators.rows import (
     Row,
     as_ids,
     check_columns,
-    check_multiple,
     mask_of,
     pad_with_mask,
     real_tokens,
     round_up,
 )
+from trl.options.checks import check_at_least
 from trl.tensors.segments import Segments
 
 Pair = tuple[Tensor, Tensor]
@@ -114,7 +114,7 @@ class RewardCollator:
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:
-        check_multiple(self.pad_to_multiple_of)
+        check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, minimum=1)
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""

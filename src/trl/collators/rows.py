@@ -8,12 +8,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from trl.tensors.padding import IGNORED, pad
 from trl.tensors.segments import Segments
 
-IGNORED = -100
 Row = Mapping[str, Any]
 
 
@@ -54,24 +53,6 @@ def round_up(length: int, multiple: int | None) -> int:
     return length if multiple is None else -(-length // multiple) * multiple
 
 
-def pad_rows(
-    rows: Sequence[Tensor],
-    value: int,
-    *,
-    side: Literal["left", "right"] = "right",
-    multiple: int | None = None,
-) -> Tensor:
-    """Ragged rows as one tensor `(B, T)`, T rounded up to `multiple`.
-
-    >>> pad_rows([torch.tensor([1, 2]), torch.tensor([3])], 0, side="left")
-    tensor([[1, 2],
-            [0, 3]])
-    """
-    padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
-    missing = round_up(padded.shape[1], multiple) - padded.shape[1]
-    return torch.nn.functional.pad(padded, (missing, 0) if side == "left" else (0, missing), value=value)
-
-
 def pack_sequences(
     ids: Tensor,
     labels: Tensor,
@@ -107,11 +88,14 @@ def pad_with_mask(
     side: Literal["left", "right"] = "right",
     multiple: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`pad_rows`, and the mask of the real tokens, `(B, T)` each."""
+    """Ragged rows as one tensor `(B, T)`, T rounded up to `multiple`, and the mask of the real tokens.
+
+    >>> pad_with_mask([torch.tensor([1, 2]), torch.tensor([3])], 0, side="left")[0]
+    tensor([[1, 2],
+            [0, 3]])
+    """
     ones = [torch.ones_like(row) for row in rows]
-    return pad_rows(rows, value, side=side, multiple=multiple), pad_rows(
-        ones, 0, side=side, multiple=multiple
-    )
+    return pad(list(rows), value, side, multiple), pad(ones, 0, side, multiple)
 
 
 def real_tokens(batch: Mapping[str, Any], column: str, *, labels: Tensor | None = None) -> list[Tensor]:
@@ -143,12 +127,6 @@ def check_columns(batch: Mapping[str, Any], wanted: Sequence[str]) -> None:
         raise ValueError(
             f"a batch has {sorted(batch)}, expected {', '.join(wanted)}. Let the data_collator add them, or leave it out."
         )
-
-
-def check_multiple(multiple: int | None) -> None:
-    """Raises ValueError for a `pad_to_multiple_of` below 1."""
-    if multiple is not None and multiple < 1:
-        raise ValueError(f"pad_to_multiple_of must be >= 1, got {multiple}. Use None for no rounding.")
 
 
 def build_bert_batch_from_txt(

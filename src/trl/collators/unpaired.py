@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl.collators.preference import Prompted, completion_batch
+from trl.collators.preference import completion_batch, row_batch
 from trl.collators.rows import Row, as_ids, check_columns, mask_of, pad_with_mask, real_tokens
-from trl.collators.seq2seq import seq2seq_batch
 from trl.data.unpaired import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
 from trl.tensors.segments import Segments
 
@@ -24,18 +23,17 @@ REFERENCE_NAMES = dict(zip(REFERENCE_LOGPS, ("ref_logps", "ref_kl_logps"), stric
 
 @dataclass
 class UnpairedCollator:
-    """Batches rows of `prompt_input_ids`, `completion_input_ids` and `label` as `completion_batch` says.
+    """Batches rows of `prompt_input_ids`, `completion_input_ids` and `label` as `row_batch` says.
 
     Sequence i is row i's completion; with `mismatched` that is sequence 2i, and 2i + 1 is the mismatched one, of the column
-    `KL_completion_input_ids`; where a row has a `KL_prompt_input_ids` too, no prompt of the batch is shared. `label (B,)`
-    is bool. Columns `reference_logps` and `reference_KL_logps` become
-    `ref_logps` and `ref_kl_logps` `(B,)`; `embedding_input_ids` becomes a padded `(B, E)` with a mask.
+    `KL_completion_input_ids` (behind `KL_prompt_input_ids`, where a row has it). `label (B,)` is bool. Columns
+    `reference_logps` and `reference_KL_logps` become `ref_logps` and `ref_kl_logps` `(B,)`; `embedding_input_ids` becomes a
+    padded `(B, E)` with a mask.
 
     Args:
         prefix_sharing: Whether a row's two completions share one copy of their prompt.
         mismatched: Whether batches hold the mismatched completions too.
-        is_encoder_decoder: Whether batches are for an encoder-decoder (`seq2seq_batch`).
-        pad_token_id: Token that fills padded positions of an encoder-decoder's prompts.
+        encoder_pad: Token that fills padded positions of an encoder-decoder's prompts; None for a decoder.
 
     >>> row = {"prompt_input_ids": [5], "completion_input_ids": [6, 7], "KL_completion_input_ids": [8], "label": True}
     >>> batch = UnpairedCollator(mismatched=True)([row])
@@ -45,43 +43,25 @@ class UnpairedCollator:
 
     prefix_sharing: bool = True
     mismatched: bool = False
-    is_encoder_decoder: bool = False
-    pad_token_id: int = 0
+    encoder_pad: int | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """One batch of the rows, in their order."""
-        names = completion_columns(mismatched=self.mismatched)
-        if self.is_encoder_decoder:
-            batch = seq2seq_batch(rows, pad_token_id=self.pad_token_id, completions=names)
-        else:
-            batch = completion_batch(self._prompted(rows, names), prefix_sharing=self.prefix_sharing)
-        return {**batch, "rows": torch.arange(len(rows)), **_row_values(rows)}
-
-    def _prompted(self, rows: Sequence[Row], names: list[str]) -> list[Prompted]:
-        if all(row.get(OWN_PROMPT) is None for row in rows) or not self.mismatched:
-            return [(row["prompt_input_ids"], [row[name] for name in names]) for row in rows]
-        prompted: list[Prompted] = []
-        for row in rows:
-            prompt, other = row["prompt_input_ids"], row.get(OWN_PROMPT)
-            prompts = (prompt, prompt if other is None else other)
-            prompted += [(prompt, [row[name]]) for prompt, name in zip(prompts, names, strict=True)]
-        return prompted
+        names, sharing = completion_columns(mismatched=self.mismatched), self.prefix_sharing
+        batch = row_batch(rows, names, OWN_PROMPT, prefix_sharing=sharing, encoder_pad=self.encoder_pad)
+        batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
+        for column, name in REFERENCE_NAMES.items():
+            if rows[0].get(column) is not None:
+                batch[name] = torch.tensor([float(row[column]) for row in rows], dtype=torch.float64)
+        if rows[0].get(EMBEDDING_COLUMN) is not None:
+            prompts = [as_ids(row[EMBEDDING_COLUMN]) for row in rows]
+            batch[EMBEDDING_COLUMN], batch[EMBEDDING_MASK] = pad_with_mask(prompts, 0)
+        return batch
 
 
 def completion_columns(*, mismatched: bool) -> list[str]:
     """The columns that hold a row's completions."""
     return ["completion_input_ids", MISMATCHED_COLUMN] if mismatched else ["completion_input_ids"]
-
-
-def _row_values(rows: Sequence[Row]) -> dict[str, Tensor]:
-    values = {"label": torch.tensor([bool(row["label"]) for row in rows])}
-    for column, name in REFERENCE_NAMES.items():
-        if rows[0].get(column) is not None:
-            values[name] = torch.tensor([float(row[column]) for row in rows], dtype=torch.float64)
-    if rows[0].get(EMBEDDING_COLUMN) is not None:
-        prompts = [as_ids(row[EMBEDDING_COLUMN]) for row in rows]
-        values[EMBEDDING_COLUMN], values[EMBEDDING_MASK] = pad_with_mask(prompts, 0)
-    return values
 
 
 def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dict[str, Any]:

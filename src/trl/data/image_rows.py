@@ -1,18 +1,27 @@
-"""Rows with images: their checks, and their text with a placeholder for each image.
+"""Rows with images: their text with a placeholder for each image, and checks before the first step.
 
-Such rows stay as they are until a batch is made of them, because images become numbers only there; what can be checked
-without decoding an image is checked before the first step.
+Such rows stay as they are until a batch is made of them, because images become numbers only there; the checks decode none.
 """
 
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
-from datasets import Dataset, IterableDataset
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Image, IterableDataset, LargeList, List
 from transformers import ProcessorMixin
 from transformers.image_utils import is_valid_image
 
-from trl.data.formats import column_names, maybe_convert_to_chatml, prepare_multimodal_messages
+from trl.data.formats import (
+    column_names,
+    is_list_of_dicts_with,
+    maybe_convert_to_chatml,
+    prepare_multimodal_messages,
+)
+from trl.data.pipeline import first_row
 from trl.data.preference_rows import SIDES, PairReader, pair_row_type
 from trl.data.rendering import (
     Chat,
@@ -31,9 +40,14 @@ from trl.data.validation import (
     check_messages,
     check_text,
     sft_row_type,
+    warn_of_unread_tools,
 )
 
+logger = logging.getLogger(__name__)
+
 IMAGE_COLUMNS = ("images", "image")
+ROWS_RENDERED = 64  # before the first step; a stream's other rows are met in training
+_ANY_IMAGE = "an image that is not decoded"
 
 EXPECTED = {"images": "a list of images", "image": "an image"}
 WITHOUT = {
@@ -96,28 +110,6 @@ def refuse_images(dataset: Any, *, name: str) -> None:
         )
 
 
-def read_images(row: Mapping[str, Any], column: str | None, place: Place) -> list[Any]:
-    """The images of one row, in their order.
-
-    Raises: ValueError for None, TypeError for what is no image.
-    """
-    if column is None:
-        return []
-    value = row.get(column)
-    if value is None:
-        raise place.error("None", EXPECTED[column], WITHOUT[column])
-    images = [value] if column == "image" else value
-    if not isinstance(images, list | tuple):
-        raise place.error(f"a {type(value).__name__}", EXPECTED[column], "Put it in a list.", TypeError)
-    for index, image in enumerate(images):
-        if image is None:
-            raise place.error(f"image {index} is None", "an image", "Leave it out of the list.")
-        if not is_valid_image(image):
-            given = f"image {index} is of type {type(image).__name__}"
-            raise place.error(given, "a PIL image", CAST[column], TypeError)
-    return list(images)
-
-
 @dataclass(frozen=True)
 class ImageRows:
     """Rows of one type as texts with a placeholder for each image; `dataset_name` "" is a batch.
@@ -131,6 +123,12 @@ class ImageRows:
     dataset_name: str = ""
     tools: list[dict | Callable] | None = None
 
+    def __post_init__(self) -> None:
+        if self.row_type.kind == "tokens":
+            remedy = "Remove the columns of tokens: the processor makes them."
+            place = self.place(0, self.row_type.columns[0])
+            raise place.error("tokens beside images", "text or messages", remedy)
+
     @property
     def adds_special(self) -> bool:
         """Whether the tokenizer adds its special tokens: a chat template has written them already."""
@@ -140,8 +138,25 @@ class ImageRows:
         return Place(self.dataset_name, index, column)
 
     def images(self, row: Mapping[str, Any], index: int) -> list[Any]:
-        """The images of a row, in their order; see `read_images`."""
-        return read_images(row, self.column, self.place(index, self.column or ""))
+        """The images of a row, in their order.
+
+        Raises: ValueError for None, TypeError for what is no image.
+        """
+        if (column := self.column) is None:
+            return []
+        value, place = row.get(column), self.place(index, column)
+        if value is None:
+            raise place.error("None", EXPECTED[column], WITHOUT[column])
+        images = [value] if column == "image" else value
+        if not isinstance(images, list | tuple):
+            raise place.error(f"a {type(value).__name__}", EXPECTED[column], "Put it in a list.", TypeError)
+        for number, image in enumerate(images):
+            if image is None:
+                raise place.error(f"image {number} is None", "an image", "Leave it out of the list.")
+            if not is_valid_image(image):
+                given = f"image {number} is of type {type(image).__name__}"
+                raise place.error(given, "a PIL image", CAST[column], TypeError)
+        return list(images)
 
     def turns(self, row: Mapping[str, Any], index: int) -> list[Turns]:
         """The row's prompts and completions, checked: one sequence, or two of a pair."""
@@ -228,6 +243,9 @@ class ImageRows:
         return TextHalves(prompt, completion)
 
 
+AnyRows = TypeVar("AnyRows", bound=ImageRows)
+
+
 class ImagePairs(ImageRows):
     """Preference pairs: the sequences of a row are its chosen and its rejected side, with the same images."""
 
@@ -285,7 +303,7 @@ def image_rows(
 
     Raises: ValueError for tokens beside images, and for columns of no known type.
     """
-    row_type = refuse_tokens(sft_row_type(columns, first, text_field=text_field, name=name or "batch"), name)
+    row_type = sft_row_type(columns, first, text_field=text_field, name=name or "batch")
     return ImageRows(processor, row_type, image_column(columns), name)
 
 
@@ -293,19 +311,153 @@ def image_pairs(
     first: Mapping[str, Any], columns: Sequence[str], processor: ProcessorMixin, *, tools: Any, name: str = ""
 ) -> ImagePairs:
     """Reads preference pairs of the type of the `first` one; raises as `image_rows` does."""
-    row_type = refuse_tokens(pair_row_type(columns, first, name=name or "batch"), name)
+    row_type = pair_row_type(columns, first, name=name or "batch")
     return ImagePairs(processor, row_type, image_column(columns), name, tools)
 
 
-def refuse_tokens(row_type: RowType, name: str) -> RowType:
-    """The type of rows, unless they are tokens, in which an image has no place any more.
+# ---- data sets, checked before the first step
 
-    Raises: ValueError for tokens.
+
+def check_image_rows(
+    dataset: Dataset | IterableDataset, processor: ProcessorMixin, *, text_field: str, name: str
+) -> RowType:
+    """Check every row of a data set with images as `check_every_row` does, and return the type of the rows.
+
+    Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
     """
-    if row_type.kind == "tokens":
-        place, remedy = (
-            Place(name, 0, row_type.columns[0]),
-            "Remove the columns of tokens: the processor makes them.",
+    first, columns = _first_texts(dataset, name), column_names(dataset)
+    rows = image_rows(first, columns, processor, text_field=text_field, name=name)
+    return check_every_row(dataset, rows).row_type
+
+
+def check_pair_image_rows(
+    dataset: Dataset | IterableDataset, processor: ProcessorMixin, *, name: str, tools: Any = None
+) -> RowType:
+    """Check every pair of a data set with images as `check_every_row` does, and return the type of the rows.
+
+    Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
+    """
+    rows = image_pairs(_first_texts(dataset, name), column_names(dataset), processor, tools=tools, name=name)
+    return check_every_row(dataset, rows).row_type
+
+
+def check_image_prompts(
+    dataset: Dataset, processor: Any, *, name: str, template_kwargs: Mapping[str, Any] | None = None
+) -> ImagePrompts:
+    """How the prompts of a data set are rendered, after a check of all of its rows.
+
+    A row has a `prompt`, text with a placeholder for each image or messages, and `images` (a list) or `image`, or neither.
+
+    Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
+    """
+    columns = dataset.column_names
+    if "prompt" not in columns and "input_ids" not in columns:
+        raise ValueError(
+            f"{name} dataset has columns {columns}, expected 'prompt' (text or messages) beside the images. Rename the column "
+            "that holds the prompts."
         )
-        raise place.error("tokens beside images", "text or messages", remedy)
-    return row_type
+    first = maybe_convert_to_chatml(dict(_first_texts(dataset, name)))
+    row_type = RowType(
+        "messages" if is_list_of_dicts_with(first.get("prompt"), "role") else "text", ("prompt",)
+    )
+    if "input_ids" in columns:
+        row_type = RowType("tokens", ("input_ids",))
+    kwargs = dict(template_kwargs or {})
+    prompts = ImagePrompts(processor, row_type, image_column(columns), name, template_kwargs=kwargs)
+    return check_every_row(dataset, prompts)
+
+
+def check_every_row(dataset: Dataset | IterableDataset, rows: AnyRows) -> AnyRows:
+    """Check all rows without decoding their images, and return `rows`; the first rows are also rendered.
+
+    Of a stream, and of a data set with a transform, the first rows only are checked here; the collator checks the others
+    as they pass.
+    """
+    equal, seen = 0, ""
+    if _is_stored(dataset):
+        counts = stored_images(dataset, rows.column, name=rows.dataset_name)
+        given: Any = zip(_texts(dataset), ([_ANY_IMAGE] * count for count in counts), strict=True)
+    else:
+        seen, given = "first ", ((row, None) for row in dataset.take(ROWS_RENDERED))
+    for index, (row, images) in enumerate(given):
+        images = rows.images(row, index) if images is None else images
+        rows.halves(row, index, images, is_rendered=index < ROWS_RENDERED)
+        equal += isinstance(rows, ImagePairs) and row["chosen"] == row["rejected"]
+    if equal:
+        logger.warning(
+            "%s dataset: in %d of the %srows 'chosen' equals 'rejected', which teaches nothing. Filter them out.",
+            rows.dataset_name,
+            equal,
+            seen,
+        )
+    is_chat = rows.row_type.is_chat
+    warn_of_unread_tools(dataset, rows.processor, name=rows.dataset_name, is_chat=is_chat, tools=rows.tools)
+    return rows
+
+
+def _is_stored(dataset: Any) -> TypeGuard[Dataset]:
+    """Whether all rows of a data set can be looked at, and are what training sees."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+
+
+def _texts(dataset: Any) -> Any:
+    """The rows without their images."""
+    return dataset.with_format(None).remove_columns([c for c in IMAGE_COLUMNS if c in dataset.column_names])
+
+
+def _first_texts(dataset: Any, name: str) -> Mapping[str, Any]:
+    """The first row of a data set, without its images where they can be left out."""
+    if not _is_stored(dataset) or not len(dataset):
+        return first_row(dataset, name, "images")
+    return next(iter(_texts(dataset)), {})  # without any other column, there are no rows
+
+
+def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[int]:
+    """How many images each row of a stored data set has, read off the table without decoding them.
+
+    Raises: TypeError for a column that `datasets` does not decode, ValueError for None, FileNotFoundError for an image
+    that is a path to no file.
+    """
+    if column is None:
+        return [0] * len(dataset)
+    _check_feature(dataset.features[column], Place(name, 0, column))
+    found: list[int] = []
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=1000):
+        cells: Any = table[column]  # type: ignore[index]
+        cells = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
+        is_list = pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type)
+        lengths = pc.list_value_length(cells).to_pylist() if is_list else [1] * len(cells)  # type: ignore[attr-defined]
+        sources = iter(_sources(cells.flatten() if is_list else cells))
+        for length in lengths:
+            place = Place(name, len(found), column)
+            own = [next(sources) for _ in range(length or 0)]
+            if length is None or (not is_list and own == [None]):
+                raise place.error("None", EXPECTED[column], WITHOUT[column])
+            for index, source in enumerate(own):
+                if source is None:
+                    raise place.error(f"image {index} is None", "an image", "Leave it out of the list.")
+                if source and "://" not in source and not os.path.isfile(source):
+                    raise FileNotFoundError(
+                        f"{place}: there is no file {source!r}, expected an image's path. Correct it; a relative path "
+                        "starts at the working directory."
+                    )
+            found.append(length)
+    return found
+
+
+def _sources(images: Any) -> list[str | None]:
+    """Of each stored image its path, "" where its bytes are stored, None where it is missing."""
+    if not pa.types.is_struct(images.type):
+        return ["" if is_valid else None for is_valid in images.is_valid().to_pylist()]
+    has_bytes = pc.struct_field(images, "bytes").is_valid()  # type: ignore[attr-defined]
+    return pc.if_else(has_bytes, "", pc.struct_field(images, "path")).to_pylist()  # type: ignore[attr-defined]
+
+
+def _check_feature(feature: Any, place: Place) -> None:
+    """Raise TypeError for a column of which `datasets` does not decode images."""
+    inner = feature.feature if isinstance(feature, List | LargeList) and place.column == "images" else feature
+    is_empty = str(getattr(inner, "dtype", "")) == "null"
+    is_list = inner is not feature or place.column == "image" or is_empty
+    if not is_list or not (is_empty or (isinstance(inner, Image) and inner.decode)):
+        given = f"values of type {feature}"
+        raise place.error(given, EXPECTED[place.column], CAST[place.column], TypeError)

@@ -11,6 +11,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 
 from trl.data.formats import column_names
+from trl.data.ragged import STREAM_BATCH
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.validation import Place
 from trl.options.checks import check_at_least, check_one_of
@@ -22,7 +23,6 @@ UntrainedPolicy = Literal["report", "error", "drop"]
 Numbers = Mapping[str, np.ndarray]
 
 BLOCK_ROWS = 50_000
-STREAM_BATCH = 64  # rows of a stream that are tokenised at a time, and checked before the first step
 SHOWN_ROWS = 3
 
 

@@ -19,11 +19,21 @@ from trl.data.pipeline import (
     first_row,
     prepare_rows,
 )
-from trl.data.preference_rows import OLDER_REWARD_COLUMNS, PAIR_COLUMNS, SIDES, PairReader, pair_row_type
+from trl.data.preference_rows import (
+    OLDER_REWARD_COLUMNS,
+    PAIR_COLUMNS,
+    SIDES,
+    PairLengths,
+    PairReader,
+    Side,
+    TruncationMode,
+    TruncationOrder,
+    pair_row_type,
+    with_context,
+)
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import shared_prompt
-from trl.data.tokenization import encode, rows_of, tokenize_split, with_eos
-from trl.data.truncation import Ids, PairLengths, Side, TruncationMode, TruncationOrder, with_context
+from trl.data.tokenization import Ids, encode, rows_of, tokenize_split, with_eos
 from trl.data.validation import check_number
 
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.

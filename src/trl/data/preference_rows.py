@@ -1,13 +1,17 @@
-"""Rows of paired preferences: their columns, and where the prompt ends in text and in conversations."""
+"""Rows of paired preferences: their columns, where the prompt ends in text and in conversations, and their lengths."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from trl.data.formats import common_prefix_length, extract_prompt
 from trl.data.rendering import Chat, Message, ProcessingClass, render, render_prompt, split_rendering
-from trl.data.tokenization import read_chat, read_text
+from trl.data.tokenization import Ids, read_chat, read_text
 from trl.data.validation import Place, RowType, check_answer, check_tokenizer, wrong_columns
+from trl.options.checks import check_at_least, check_one_of
+
+TruncationMode = Literal["keep_end", "keep_start"]
+TruncationOrder = Literal["sequence", "prompt_first"]
 
 SIDES = ("chosen", "rejected")
 PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
@@ -203,3 +207,101 @@ def _prompt_messages(chosen: list[Message], rejected: list[Message]) -> int:
         return shared
     turns = [index for index in range(shared) if chosen[index]["role"] == "assistant"]
     return turns[-1] if turns else 0
+
+
+# ---- lengths
+
+
+class Side(NamedTuple):
+    """A completion and the prompt that it is scored behind."""
+
+    prompt: Ids
+    completion: Ids
+
+
+@dataclass(frozen=True)
+class PairLengths:
+    """Limits of prompts and completions in tokens, None for none, and the order in which they are applied.
+
+    - "sequence" (DPO): prompts keep their last `max_prompt_length` tokens, completions their first
+      `max_completion_length`; then each prompt + completion keeps its last ("keep_end") or first ("keep_start")
+      `max_length`. Under "keep_end" the prompts of a pair may differ then.
+    - "prompt_first" (CPO, ORPO): only where the prompt and the longest completion exceed `max_length`, the prompt
+      keeps its last or first `max_prompt_length` tokens, and if that is not enough every completion its first
+      `max_length - max_prompt_length`. Without `max_length` prompts are cut wherever they are too long;
+      `max_completion_length` acts on encoder-decoders only.
+
+    The two sides of an encoder-decoder do not share a sequence: there `max_length` does nothing, and a prompt keeps its eos.
+    """
+
+    max_length: int | None = None
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    truncation_mode: TruncationMode = "keep_end"
+    truncation_order: TruncationOrder = "sequence"
+    is_encoder_decoder: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "max_prompt_length", "max_completion_length"):
+            check_at_least(name, getattr(self, name), minimum=1)
+        check_one_of("truncation_mode", self.truncation_mode, get_args(TruncationMode))
+        check_one_of("truncation_order", self.truncation_order, get_args(TruncationOrder))
+
+    def cut(self, prompt: Ids, completions: list[Ids]) -> list[Side]:
+        """What is left of each completion and of its prompt; either may be empty.
+
+        Raises: ValueError where `max_prompt_length` leaves nothing of `max_length` for a completion that needs it.
+
+        >>> PairLengths(max_length=4).cut([1, 2, 3], [[4], [5, 6]])
+        [Side(prompt=[1, 2, 3], completion=[4]), Side(prompt=[2, 3], completion=[5, 6])]
+        """
+        limit, keeps_start = self.max_prompt_length, self.truncation_mode == "keep_start"
+        last = prompt if limit is None else prompt[-limit:]
+        shorter = [completion[: self.max_completion_length] for completion in completions]
+        if self.is_encoder_decoder:
+            if (
+                limit is not None
+                and keeps_start
+                and self.truncation_order == "prompt_first"
+                and last != prompt
+            ):
+                last = [*prompt[: limit - 1], prompt[-1]]
+            return [Side(last, completion) for completion in shorter]
+        if self.truncation_order == "sequence":
+            return [self._cut_sequence(last, completion) for completion in shorter]
+        longest, most = max(map(len, completions)), self.max_length
+        if most is None or len(prompt) + longest > most:
+            prompt = prompt[:limit] if keeps_start else last
+        if most is None or len(prompt) + longest <= most:
+            return [Side(prompt, completion) for completion in completions]
+        self._check_room()
+        room = max(most - (len(prompt) if limit is None else limit), 0)
+        return [Side(prompt[:most], completion[:room]) for completion in completions]
+
+    def _cut_sequence(self, prompt: Ids, completion: Ids) -> Side:
+        excess = 0 if self.max_length is None else len(prompt) + len(completion) - self.max_length
+        if excess <= 0:
+            return Side(prompt, completion)
+        if self.truncation_mode == "keep_end":
+            return Side(prompt[excess:], completion[max(excess - len(prompt), 0) :])
+        room = len(completion) - excess
+        if room <= 0:
+            self._check_room()
+        return Side(prompt[: self.max_length], completion[: max(room, 0)])
+
+    def _check_room(self) -> None:
+        limit, most = self.max_prompt_length, self.max_length
+        if limit is not None and most is not None and limit >= most:
+            raise ValueError(
+                f"max_prompt_length {limit} leaves no token of max_length {most} for a completion, expected less. Lower "
+                "max_prompt_length, or raise max_length."
+            )
+
+
+def with_context(side: Side) -> Side:
+    """A completion of which no prompt is left, with its first token, which nothing predicts, as its prompt.
+
+    >>> with_context(Side([], [7, 8, 9]))
+    Side(prompt=[7], completion=[8, 9])
+    """
+    return side if side.prompt else Side(side.completion[:1], side.completion[1:])

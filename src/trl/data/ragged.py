@@ -1,15 +1,19 @@
-"""List columns as flat numpy values and offsets, and formats kept across a change of columns: for packing and truncation."""
+"""Columns of lists of numbers: read and written as flat values and offsets, and cut to a length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List
 
+from trl.data.formats import DatasetType
+from trl.options.checks import check_at_least
+
+STREAM_BATCH = 64  # rows of a stream that are read at a time
 MAX_CHUNK_VALUES = 2**30  # a list array counts its values in int32
 
 
@@ -95,14 +99,18 @@ def gather_rows(ragged: Ragged, rows: Sequence[int], lengths: Sequence[int]) -> 
     return np.concatenate(pieces) if pieces else values[:0]
 
 
-def last_values(ragged: Ragged, count: int) -> Ragged:
-    """The last `count` values of each row.
+def cut_rows(ragged: Ragged, count: int, *, keep_end: bool = False) -> Ragged:
+    """The first `count` values of each row, or with `keep_end` the last.
 
-    >>> last_values(Ragged(np.arange(5), np.array([0, 2, 5])), 2).values.tolist()
+    >>> cut_rows(Ragged(np.arange(5), np.array([0, 2, 5])), 2, keep_end=True).values.tolist()
     [0, 1, 3, 4]
     """
-    is_kept = np.arange(len(ragged.values)) >= np.repeat(ragged.offsets[1:] - count, ragged.lengths)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.minimum(ragged.lengths, count).cumsum()])
+    places, lengths = np.arange(ragged.offsets[0], ragged.offsets[-1]), ragged.lengths
+    if keep_end:
+        is_kept = places >= np.repeat(ragged.offsets[1:] - count, lengths)
+    else:
+        is_kept = places < np.repeat(ragged.offsets[:-1] + count, lengths)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.minimum(lengths, count).cumsum()])
     return Ragged(ragged.values[is_kept], offsets)
 
 
@@ -161,3 +169,81 @@ def without_list_sizes(features: Features | None) -> Features | None:
         return None
     free = {name: List(kind.feature) if isinstance(kind, List) else kind for name, kind in features.items()}
     return Features(free)
+
+
+def truncate_dataset(
+    dataset: DatasetType, max_length: int, map_kwargs: dict[str, Any] | None = None
+) -> DatasetType:
+    """Every row with the first `max_length` items of each token column, that is of each list of numbers.
+
+    Other columns (text, messages, images, nested lists) stay as they are.
+
+    Raises: ValueError for `max_length` < 1, for a packed row (with `seq_lengths`) that would have to be cut, and for a
+    missing row (None) of a column that has to be cut.
+
+    >>> rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4]], "text": ["abc", "d"]})
+    >>> truncate_dataset(rows, 2)[:]
+    {'input_ids': [[1, 2], [4]], 'text': ['abc', 'd']}
+    """
+    check_at_least("max_length", max_length, minimum=1, optional=False)
+    if isinstance(dataset, Mapping):
+        parts = cast(Mapping[str, Dataset], dataset)
+        cut = {name: truncate_dataset(part, max_length, map_kwargs) for name, part in parts.items()}
+        return cast(Any, type(dataset))(cut)
+    return cast(DatasetType, truncate_rows(dataset, max_length, map_kwargs))
+
+
+def truncate_rows(
+    dataset: Any, max_length: int, map_kwargs: dict[str, Any] | None = None, *, keep_end: bool = False
+) -> Any:
+    """`truncate_dataset`, or with `keep_end` every row with the last items of each token column."""
+    is_stored = isinstance(dataset, Dataset)
+    if is_stored and not len(dataset):
+        return dataset
+    options = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
+    options |= {
+        "features": without_list_sizes(dataset.features),
+        "fn_kwargs": {"max_length": max_length, "keep_end": keep_end},
+    }
+    cut = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
+    return restore_format(cut, dataset) if is_stored else restore_streaming_format(cut, dataset)
+
+
+def truncate_table(table: pa.Table, max_length: int, keep_end: bool = False) -> pa.Table:
+    """`truncate_rows` on an arrow table; lists of a fixed size become free ones."""
+    for index, field in enumerate(table.schema):
+        if not is_number_list(field.type):
+            continue
+        longest = pc.max(pc.list_value_length(table[index])).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
+        if longest > max_length and "seq_lengths" in table.column_names:
+            raise ValueError(
+                f"a packed row has {longest} tokens, more than max_length {max_length}: its sequences would be cut. Truncate "
+                "before packing, or raise max_length."
+            )
+        if longest > max_length or pa.types.is_fixed_size_list(field.type):
+            rows = cut_rows(read_ragged(table[index], field.name), max_length, keep_end=keep_end)
+            column = write_ragged(rows, field.type)
+            table = table.set_column(index, pa.field(field.name, column.type), column)
+    return table
+
+
+def truncate_with_protected_tokens(
+    ids: list[int], target_length: int, protected_tokens: Sequence[int]
+) -> list[int]:
+    """The last tokens of a sequence and all of its `protected_tokens`, `target_length` altogether, in their order.
+
+    Raises: ValueError where there are more protected tokens than that.
+
+    >>> truncate_with_protected_tokens([9, 1, 2, 3], 2, [9])
+    [9, 3]
+    """
+    protected = set(protected_tokens)
+    room = target_length - sum(token in protected for token in ids)
+    if room < 0:
+        raise ValueError(
+            f"target_length {target_length} must be at least the number of protected tokens, "
+            f"{target_length - room}. Raise it, or protect fewer tokens."
+        )
+    others = [position for position, token in enumerate(ids) if token not in protected]
+    dropped = set(others[: max(len(others) - room, 0)])
+    return [token for position, token in enumerate(ids) if position not in dropped]

@@ -1,4 +1,4 @@
-"""The data of a step-level loop: its queries, shuffled and resumable, and the checked inputs of a step of PPO."""
+"""Inputs of trainers that are called step by step: checked rows for PPO and iterative SFT, and a resumable loader."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedTokenizerBase
+
+from trl.data.tokenization import encode_closed
+from trl.tensors.padding import IGNORED
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,33 @@ class TokenLimits:
     start: int | None = None
 
 
+def token_row(name: str, row: Any, device: Any = "cpu", *, vocabulary: int | None = None) -> Tensor:
+    """One row of token ids or labels as int64 `(T,)`; `(1, T)`, as `generate` returns it, is taken too.
+
+    Raises: TypeError or ValueError for what is no row of at least one integer, all of them below `vocabulary`.
+    """
+    if not isinstance(row, (Tensor, list, tuple)):
+        raise TypeError(
+            f"{name} must be a tensor of token ids, got {type(row).__name__}. Tokenise texts first."
+        )
+    ids = torch.as_tensor(row)
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    if ids.ndim != 1:
+        raise ValueError(
+            f"{name} must have one dimension, got shape {tuple(ids.shape)}. Give one tensor per row."
+        )
+    if not len(ids):
+        raise ValueError(f"{name} is empty, expected at least 1 token. Leave the row out.")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}. Convert it with .long().")
+    if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+        raise ValueError(
+            f"{name} has token ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to {vocabulary - 1}. Use the "
+            "model's own tokenizer."
+        )
+    return ids.detach().to(device, torch.int64)
+
+
 def check_step_inputs(
     queries: Any,
     responses: Any,
@@ -77,18 +108,16 @@ def check_step_inputs(
                 f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True in a loader, or set "
                 "PPOConfig.batch_size."
             )
-    found, answers, kept = [], [], []
+    found = []
     for index, (query, answer) in enumerate(zip(queries, responses, strict=True)):
-        query = _token_ids(f"queries[{index}]", query, limits.vocabulary, device)
-        answer = _token_ids(f"responses[{index}]", answer, limits.vocabulary, device)
-        mask = _mask(index, None if masks is None else masks[index], answer)
+        query = token_row(f"queries[{index}]", query, device, vocabulary=limits.vocabulary)
+        answer = token_row(f"responses[{index}]", answer, device, vocabulary=limits.vocabulary)
+        mask = _mask(f"response_masks[{index}]", None if masks is None else masks[index], answer)
         if limits.start is not None and answer[0] == limits.start:
             answer, mask = answer[1:], mask[1:]
-        if not len(answer):
-            raise ValueError(f"responses[{index}] has only the start token, expected at least 1 token more.")
         if not mask.any():
             raise ValueError(
-                f"response_masks[{index}] is 0 everywhere, expected at least one 1. Leave the row out."
+                f"response_masks[{index}] is 0 everywhere behind the start token, expected at least one 1. Leave the row out."
             )
         length = len(query) + len(answer) if limits.start is None else max(len(query), len(answer))
         if limits.context_length is not None and length > limits.context_length:
@@ -96,13 +125,13 @@ def check_step_inputs(
                 f"queries[{index}] and responses[{index}] have {len(query)} and {len(answer)} tokens, the context length is "
                 f"{limits.context_length}. Truncate the query, or generate fewer tokens."
             )
-        for rows, row in zip((found, answers, kept), (query, answer, mask), strict=True):
-            rows.append(row)
-    if sum(int(mask.sum()) for mask in kept) < 2:
+        found.append((query, answer, mask))
+    if sum(int(mask.sum()) for _, _, mask in found) < 2:
         raise ValueError(
             "responses must have at least 2 tokens together, got 1: advantages are whitened over a batch. Raise batch_size."
         )
-    return StepInputs(found, answers, kept, _scores(scores, len(found), device))
+    found_queries, answers, kept = map(list, zip(*found, strict=True))
+    return StepInputs(found_queries, answers, kept, _scores(scores, len(found), device))
 
 
 def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
@@ -112,8 +141,8 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
     """
     found = []
     for index, row in enumerate(queries):
-        device = row.device if isinstance(row, Tensor) else torch.device("cpu")
-        query = _token_ids(f"queries[{index}]", row, limits.vocabulary, device)
+        device = row.device if isinstance(row, Tensor) else "cpu"
+        query = token_row(f"queries[{index}]", row, device, vocabulary=limits.vocabulary)
         room = 0 if limits.start is not None else 1
         if limits.context_length is not None and len(query) + room > limits.context_length:
             raise ValueError(
@@ -126,8 +155,6 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
 
 def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
     """Scores as float32 `(count,)`: numbers, tensors of one element, or one tensor of all."""
-    if not isinstance(scores, (Tensor, Sequence)) or isinstance(scores, str):
-        raise TypeError(f"scores must be a list of tensors or numbers, got {type(scores).__name__}.")
     if len(scores) != count:
         raise ValueError(f"scores must be {count}, one per response, got {len(scores)}.")
     found = []
@@ -150,40 +177,110 @@ def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
     return table
 
 
-def _token_ids(name: str, row: Any, vocabulary: int, device: torch.device) -> Tensor:
-    if not isinstance(row, (Tensor, list, tuple)):
-        raise TypeError(
-            f"{name} must be a tensor of token ids, got {type(row).__name__}. Tokenise texts first."
-        )
-    ids = torch.as_tensor(row)
-    if ids.ndim == 2 and len(ids) == 1:
-        ids = ids[0]  # what `generate` gives for a single query
-    if ids.ndim != 1:
-        raise ValueError(
-            f"{name} must have one dimension, got shape {tuple(ids.shape)}. Give one tensor per row."
-        )
-    if not len(ids):
-        raise ValueError(f"{name} is empty, expected at least 1 token. Leave the row out, or set min_length.")
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}.")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise ValueError(
-            f"{name} has token ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to {vocabulary - 1}. Use the "
-            "model's own tokenizer."
-        )
-    return ids.detach().to(device, torch.int64)
-
-
-def _mask(index: int, row: Any, response: Tensor) -> Tensor:
+def _mask(name: str, row: Any, response: Tensor) -> Tensor:
     """The mask of a response, ones where none is given."""
     mask = torch.ones_like(response) if row is None else torch.as_tensor(row).flatten()
     if len(mask) != len(response):
         raise ValueError(
-            f"response_masks[{index}] must have one entry per token of its response ({len(response)}), got {len(mask)}."
+            f"{name} must have one entry per token of its response ({len(response)}), got {len(mask)}."
         )
     if not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(f"response_masks[{index}] must be 0 or 1, got {sorted(set(mask.tolist()))}.")
+        raise ValueError(f"{name} must be 0 or 1, got {sorted(set(mask.tolist()))}.")
     return mask.detach().to(response.device, torch.int64)
+
+
+Rows = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Makes rows of `input_ids` and `labels` (of equal length for a decoder) of the inputs of `IterativeSFTTrainer.step`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    is_encoder_decoder: bool
+    max_length: int | None
+    keep_end: bool
+
+    def __call__(
+        self, *, input_ids: Any, attention_mask: Any, labels: Any, texts: Any, texts_labels: Any
+    ) -> Rows:
+        """The rows, in their order.
+
+        Raises: ValueError or TypeError naming the argument and the row that cannot be used.
+        """
+        if (input_ids is None) == (texts is None):
+            both = "both" if input_ids is not None else "neither"
+            raise ValueError(f"step takes input_ids or texts, got {both}. Give one of them.")
+        of_tokens = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        unread = {"texts_labels": texts_labels} if texts is None else of_tokens
+        if given := [name for name, value in unread.items() if value is not None]:
+            other = "input_ids" if texts is None else "texts"
+            raise ValueError(f"{', '.join(given)} cannot be given with {other}. Leave it out.")
+        if texts is None:
+            ids, name, targets = self._read("input_ids", input_ids), "labels", labels
+        else:
+            ids, name, targets = self._read("texts", texts), "texts_labels", texts_labels
+        if targets is None and self.is_encoder_decoder:
+            raise ValueError(
+                f"step of an encoder-decoder needs {name}, got None. Give what the decoder is to write for each row."
+            )
+        targets = ids if targets is None else self._read(name, targets, len(ids))
+        masks = [None] * len(ids)
+        if attention_mask is not None:
+            masks = self._read("attention_mask", attention_mask, len(ids))
+        each = zip(ids, targets, masks, strict=True)
+        return [self._row(number, name, *row) for number, row in enumerate(each)]
+
+    def _read(self, name: str, given: Any, count: int | None = None) -> list[Tensor]:
+        """Rows of token ids from texts, or from lists or tensors of numbers."""
+        is_text, is_rows = name.startswith("texts"), isinstance(given, (Tensor, Sequence))
+        if not is_rows or isinstance(given, str) or not len(given):
+            kind, got = "text" if is_text else "tensor", f"{given!r:.40}" if is_rows else type(given).__name__
+            raise TypeError(f"{name} must be a list of at least 1 {kind}, got {got}. Put the rows in a list.")
+        if count is not None and len(given) != count:
+            raise ValueError(f"{name} has {len(given)} rows, expected {count}, one for each input.")
+        if not is_text:
+            return [token_row(f"{name}[{number}]", row) for number, row in enumerate(given)]
+        for number, text in enumerate(given):
+            if not isinstance(text, str) or not text:
+                raise TypeError(f"{name}[{number}] must be a text, got {text!r:.40}. Leave the row out.")
+        return [torch.tensor(ids, dtype=torch.int64) for ids, _ in encode_closed(self.tokenizer, list(given))]
+
+    def _row(
+        self, number: int, name: str, row: Tensor, target: Tensor, mask: Tensor | None
+    ) -> dict[str, Tensor]:
+        others = {"attention_mask": mask, name: None if self.is_encoder_decoder else target}
+        for other, values in others.items():
+            if values is not None and len(values) != len(row):
+                raise ValueError(
+                    f"{other}[{number}] has {len(values)} values for {len(row)} tokens, expected one for each (-100 where "
+                    "nothing is trained)."
+                )
+        if mask is not None:
+            target = target if self.is_encoder_decoder else target[mask != 0]
+            row = row[mask != 0]
+        labels = self._cut_target(target)
+        own = labels if self.is_encoder_decoder else labels[1:]  # nothing predicts a decoder's first token
+        if not (own != IGNORED).any():
+            was_cut = len(target) > len(labels)
+            cut = f" after it was cut from {len(target)} to {len(labels)}" if was_cut else ""
+            raise ValueError(
+                f"row {number} has no trained token{cut}, expected at least 1. Leave it out, or change its labels or "
+                "max_length."
+            )
+        return {"input_ids": self._cut(row), "labels": labels}
+
+    def _cut(self, row: Tensor) -> Tensor:
+        if self.max_length is None:
+            return row
+        return row[-self.max_length :] if self.keep_end else row[: self.max_length]
+
+    def _cut_target(self, target: Tensor) -> Tensor:
+        """As the tokens of a decoder; of an encoder-decoder's answer the beginning is kept, without trailing padding."""
+        if not self.is_encoder_decoder:
+            return self._cut(target).clone()
+        trained = (target != IGNORED).nonzero()
+        return target[: int(trained[-1]) + 1 if len(trained) else 0][: self.max_length]
 
 
 class ShuffledShares(Sampler[int]):

@@ -23,8 +23,8 @@ from trl.data.pipeline import (
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.tokenization import Ids, encode, rows_of
 from trl.data.validation import Place, check_label, check_text, wrong_columns
+from trl.tensors.padding import IGNORED
 
-IGNORED = -100
 COLUMNS = ("prompt", "completions", "labels")
 
 

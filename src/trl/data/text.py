@@ -25,7 +25,7 @@ from trl.data.pipeline import (
     first_row,
     map_rows,
 )
-from trl.data.ragged import Ragged, is_number_list, read_ragged
+from trl.data.ragged import Ragged, is_number_list, read_ragged, truncate_rows
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
 from trl.data.tokenization import (
@@ -37,7 +37,6 @@ from trl.data.tokenization import (
     tokenize_split,
     with_eos,
 )
-from trl.data.truncation import truncate_rows
 from trl.data.validation import (
     SFT_TYPES,
     Place,

@@ -11,10 +11,18 @@ from transformers import PreTrainedTokenizerBase
 from trl.data.formats import column_names, is_conversational, maybe_convert_to_chatml
 from trl.data.pipeline import AnyDataset, PreparationReport, allowed_ids, first_row, prepare_rows
 from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens, without_nulls
-from trl.data.preference_rows import SIDES, PairReader, check_role, pair_row_type
+from trl.data.preference_rows import (
+    SIDES,
+    PairLengths,
+    PairReader,
+    Side,
+    TruncationOrder,
+    check_role,
+    pair_row_type,
+    with_context,
+)
 from trl.data.rendering import ProcessingClass, split_rendering, text_tokenizer
-from trl.data.tokenization import with_eos
-from trl.data.truncation import Ids, PairLengths, Side, TruncationOrder, with_context
+from trl.data.tokenization import Ids, with_eos
 from trl.data.validation import RowType, check_answer, check_label, wrong_columns
 
 logger = logging.getLogger(__name__)

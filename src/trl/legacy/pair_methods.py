@@ -17,11 +17,10 @@ from trl.models.reference import AdapterReference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.preference import chosen_nll
-from trl.tensors.padding import pad_to_length
+from trl.tensors.padding import IGNORED, pad_to_length
 from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms
 from trl.tensors.sequences import tokens_by_sequence
 
-IGNORED = -100
 SIDES = ("chosen", "rejected")
 
 

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
+from trl.tensors.padding import IGNORED
 from trl.tensors.reduce import LossTerms, weighted
-
-IGNORED = -100
-"""Label of a position that is not the end of a step."""
 
 
 def bradley_terry(

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import EvalPrediction
 
-logger = logging.getLogger(__name__)
+from trl.tensors.padding import IGNORED
 
-IGNORED = -100
+logger = logging.getLogger(__name__)
 
 
 def compute_accuracy(eval_pred: EvalPrediction | tuple[Any, Any]) -> dict[str, float]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORED = -100  # label of a position that is not trained
+
 # Image columns that are a list with one entry per row, once split.
 _PER_ROW = ("pixel_values", "image_grid_thw")
 

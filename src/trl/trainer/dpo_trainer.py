@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from trl._lazy import attach
+from trl.collators.images import DataCollatorForVisionPreference
 from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, as_pair_batch
-from trl.collators.vision import DataCollatorForVisionPreference
 from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer

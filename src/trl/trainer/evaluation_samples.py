@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
-from trl.collators.vision import DataCollatorForVisionPreference
+from trl.collators.images import DataCollatorForVisionPreference
 from trl.data.rendering import text_tokenizer
 from trl.models.packed.layout import IGNORED, ROW_KEYS
 from trl.reporting.tables import print_prompt_completions_sample, print_rich_table

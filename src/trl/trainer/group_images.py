@@ -23,8 +23,7 @@ from trl.collators.images import (
     prompt_inputs,
     prompt_tokens,
 )
-from trl.data.image_checks import check_image_prompts
-from trl.data.image_rows import ImagePrompts
+from trl.data.image_rows import ImagePrompts, check_image_prompts
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, PromptSets, check_prompt_ids
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.packed.layout import IGNORED, padded_rows

@@ -13,12 +13,11 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
+from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.preference import REFERENCE_COLUMNS, DPODataCollatorWithPadding, PairCollator
-from trl.collators.vision import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 from trl.data.formats import column_names
-from trl.data.image_checks import check_image_rows, check_pair_image_rows
-from trl.data.image_rows import IMAGE_COLUMNS
+from trl.data.image_rows import IMAGE_COLUMNS, check_image_rows, check_pair_image_rows
 from trl.data.prepared_sets import DataSets
 from trl.data.validation import check_sft_settings
 from trl.models.parts import causal_core, embedded_tokens

@@ -23,9 +23,10 @@ from transformers import (
 from transformers.trainer_callback import ProgressCallback
 
 from trl.checkpoints.progress import Run
+from trl.collators.preference import Seq2SeqRowsCollator
 from trl.collators.rows import IGNORED
-from trl.collators.step_rows import Rows, Seq2SeqRowsCollator, StepRows
 from trl.data.rendering import text_tokenizer
+from trl.data.step_inputs import Rows, StepRows
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
 from trl.models.switches import empty_cache

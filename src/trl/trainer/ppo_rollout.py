@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trl.collators.seq2seq import seq2seq_batch
+from trl.collators.preference import seq2seq_batch
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.experience import Experience
 from trl.tensors.ragged import Ragged

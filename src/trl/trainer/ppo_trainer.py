@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
 from trl._lazy import attach
-from trl.collators.rows import pad_rows
+from trl.collators.rows import pad_with_mask
 from trl.data.step_inputs import (
     QueryLoader,
     StepInputs,
@@ -404,9 +404,8 @@ class PPOTrainer:
         return {**self._padded(queries), **decoder}
 
     def _padded(self, rows: list[Tensor]) -> dict[str, Tensor]:
-        side, masks = self.tokenizer.padding_side, [torch.ones_like(row) for row in rows]
-        ids = pad_rows(rows, pad_token_id(self.tokenizer), side=side)
-        found = {"input_ids": ids, "attention_mask": pad_rows(masks, 0, side=side)}
+        ids, mask = pad_with_mask(rows, pad_token_id(self.tokenizer), side=self.tokenizer.padding_side)
+        found = {"input_ids": ids, "attention_mask": mask}
         return {name: value.to(self.accelerator.device) for name, value in found.items()}
 
     def batched_forward_pass(

@@ -31,7 +31,6 @@ from tqdm.auto import tqdm
 
 from trl.checkpoints.identity import hash_rows
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
-from trl.collators.seq2seq import Seq2SeqPairCollator
 from trl.collators.unpaired import UnpairedCollator
 from trl.data.formats import column_names
 
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2  # raise it when the same inputs no longer give the same numbers
 FOLDER = "trl_reference"
 # These lay out tokens that are in the rows: no number depends on how.
-_LAY_OUT_TOKENS = (PairCollator, DPODataCollatorWithPadding, Seq2SeqPairCollator, UnpairedCollator)
+_LAY_OUT_TOKENS = (PairCollator, DPODataCollatorWithPadding, UnpairedCollator)
 
 
 @dataclass(frozen=True)

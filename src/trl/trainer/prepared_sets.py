@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from trl.collators.preference import PairCollator
-from trl.collators.seq2seq import Seq2SeqPairCollator
 from trl.data.pipeline import Preparation
 from trl.data.preference import PreferencePreparation, prepare_preference_dataset
 from trl.data.prepared_sets import Prepare, PreparedSets
@@ -42,6 +41,5 @@ def pair_sets(
 
 def pair_collator(policy: Policy, *, shares_prefix: bool) -> Any:
     """The collator of tokenised pairs for this policy."""
-    if policy.scorer.core.config.is_encoder_decoder:
-        return Seq2SeqPairCollator(pad_token_id(policy.tokenizer))
-    return PairCollator(prefix_sharing=shares_prefix)
+    encodes = policy.scorer.core.config.is_encoder_decoder
+    return PairCollator(shares_prefix, pad_token_id(policy.tokenizer) if encodes else None)

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from trl._lazy import attach
+from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
-from trl.collators.vision import DataCollatorForVisionLanguageModeling
 from trl.data.image_rows import has_images
 from trl.models.packed.layout import count_scored, padded_batch
 from trl.models.parts import check_decoder_only

@@ -180,9 +180,8 @@ class UnpairedTrainer(PreferenceTrainer):
         self.method = self.make_method(args)
         # One completion behind its prompt is a plain sequence: there is nothing to share.
         self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
-        collator = UnpairedCollator(
-            self.shares_prefix, self.mismatched, self.is_encoder_decoder, pad_token_id(policy.tokenizer)
-        )
+        encoder_pad = pad_token_id(policy.tokenizer) if self.is_encoder_decoder else None
+        collator = UnpairedCollator(self.shares_prefix, self.mismatched, encoder_pad)
         super().__init__(
             policy,
             args,

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
-from trl.collators.vision import DataCollatorForVisionLanguageModeling
+from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.models.packed.layout import first_rows
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions

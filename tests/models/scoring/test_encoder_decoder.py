@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
-from trl.collators.seq2seq import seq2seq_batch
+from trl.collators.preference import seq2seq_batch
 from trl.models.scoring.encoder_decoder import Seq2SeqScorer
 from trl.models.scoring.head import ScoreOptions
 

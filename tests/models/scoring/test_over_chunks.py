@@ -5,8 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_model, tiny_seq2seq
-from trl.collators.preference import completion_batch
-from trl.collators.seq2seq import seq2seq_batch
+from trl.collators.preference import completion_batch, seq2seq_batch
 from trl.models.scoring import causal
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.encoder_decoder import language_scorer

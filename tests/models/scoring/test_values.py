@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig
 
 from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
-from trl.collators.seq2seq import seq2seq_batch
+from trl.collators.preference import seq2seq_batch
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.scoring.head import ScoreOptions

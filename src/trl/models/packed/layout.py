@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trl.tensors.padding import flush_left
+from trl.tensors.padding import IGNORED, flush_left
 from trl.tensors.segments import Segments
 
-IGNORED = -100
 # Columns of a method, one number per row or sequence; they are not given to the model.
 ROW_KEYS = frozenset(
     [
