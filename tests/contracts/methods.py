@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from tests.experimental import ppo_runs
 from tests.tiny import tiny_model
@@ -42,8 +43,17 @@ def sft(out: str | None = None, **settings: Any) -> Any:
     return trainer_of(SFTTrainer, SFTConfig, out, settings, train_dataset=Dataset.from_list(fixed_rows()))
 
 
+def adapted() -> Any:
+    config = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return get_peft_model(tiny_model("gpt2", dtype=torch.float64), config).double()
+
+
 def gkd(out: str | None = None, **settings: Any) -> Any:
     settings.setdefault("model", tiny_model("gpt2", dtype=torch.float64))
+    if settings["model"] is adapted:
+        settings["model"] = adapted()
     teacher = tiny_model("llama", dtype=torch.float64)
     settings = {"lmbda": 0.0, "max_new_tokens": 6, **settings}
     rows = [
@@ -61,6 +71,7 @@ ROWS: dict[str, preference_methods.Method] = {
     "gkd": (gkd, {}),
     "gkd-reverse": (gkd, {"beta": 1.0, "temperature": 2.0, "padding_free": True}),
     "gkd-on-policy": (gkd, {"lmbda": 1.0}),
+    "gkd-base": (gkd, {"teacher_model": None, "model": adapted}),
     **preference_methods.METHODS,
 }
 HALVES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}

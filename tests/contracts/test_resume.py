@@ -16,6 +16,8 @@ from tests.trainer.group_methods import METHODS as GROUPS
 from tests.trainer.preference_methods import RESUMED
 from tests.trainer.resume_worker import ending
 from tests.trainer.reward_runs import make as reward
+from trl.models.teacher import own_teacher
+from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 
 STEPS = {
     "max_steps": 5, "save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "learning_rate": 1e-2,
@@ -44,9 +46,20 @@ def lora() -> Any:
     return LoraConfig(r=4, target_modules=["c_attn"], modules_to_save=["score"], task_type="SEQ_CLS")
 
 
+def following(out: str) -> Any:
+    """GKD from an average of the student, which a checkpoint holds."""
+    trainer = of_rows(out, gkd, {"lmbda": 0.5})
+    trainer.teacher = teacher = own_teacher("ema", trainer.model, trainer.scorer)
+    trainer.reference = teacher.reference  # type: ignore[attr-defined]
+    trainer.add_callback(SyncRefModelCallback(None, trainer.accelerator, alpha=0.3, every=2))
+    trainer.settle_reference()
+    return trainer
+
+
 METHODS: dict[str, Any] = {
     "sft": lambda out: of_rows(out, sft, {"neftune_noise_alpha": 5.0}),
     "gkd": lambda out: of_rows(out, gkd, {"lmbda": 0.5, "seq_kd": True}),
+    "gkd, ema": following,
     **{name: lambda out, given=given: of_rows(out, *given) for name, given in RESUMED.items()},
     "dpo, by length": lambda out: of_rows(out, dpo, {"train_sampling_strategy": "group_by_length"}),
     "reward, adapter": lambda out: of_rows(out, reward, {"peft_config": lora()}),

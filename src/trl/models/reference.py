@@ -69,11 +69,11 @@ class FrozenModel(Reference):
     """A separate model: given, loaded, or a copy of the initial policy.
 
     `module` holds the weights (callbacks that move the reference write into it); `model` is called: the same module or
-    its DeepSpeed engine.
+    its DeepSpeed engine. `shared` names the parameters that it shares with the policy, which checkpoints hold already.
     """
 
-    def __init__(self, model: nn.Module, scorer: Any) -> None:
-        self.scorer = scorer
+    def __init__(self, model: nn.Module, scorer: Any, *, shared: frozenset[str] = frozenset()) -> None:
+        self.scorer, self.shared = scorer, shared
         self.module = self.model = model.requires_grad_(False).eval()
         forbid_inference_packing(model)  # it would change the weights' bytes, and so the fingerprint
 
@@ -110,13 +110,13 @@ class FrozenModel(Reference):
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write its weights into a checkpoint (TR-DPO, BEMA). All processes must call it."""
-        save_parameters(self.module, os.path.join(folder, REFERENCE_FILE))
+        save_parameters(self.module, os.path.join(folder, REFERENCE_FILE), left_out=self.shared)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Load its weights from a checkpoint, bit for bit; warns if the checkpoint has none."""
         file = os.path.join(folder, REFERENCE_FILE)
         if os.path.isfile(file):
-            load_parameters(self.module, file)
+            load_parameters(self.module, file, left_out=self.shared)
         else:
             logger.warning("%s is missing: the reference restarts from its initial weights.", file)
 

@@ -116,11 +116,11 @@ def hash_weights(module: nn.Module, *, settings: Mapping[str, Any], left_out: Co
     return broadcast_object_list([hasher.hexdigest()])[0]
 
 
-def save_parameters(module: nn.Module, file: str) -> None:
-    """Write a module's parameters, gathered, into a safetensors file on the main process. All processes must call it."""
+def save_parameters(module: nn.Module, file: str, *, left_out: Container[str] = ()) -> None:
+    """Write a module's parameters but those `left_out`, gathered, into a safetensors file on the main process. All processes must call it."""
     is_main, kept, names = PartialState().is_main_process, {}, dict(module.named_parameters())
     for name, value in _whole_state(module):
-        if is_main and name in names:
+        if is_main and name in names and name not in left_out:
             kept[name] = value.to("cpu", copy=True).contiguous()
     if is_main:
         save_file(kept, f"{file}.incomplete")
@@ -128,10 +128,11 @@ def save_parameters(module: nn.Module, file: str) -> None:
 
 
 @torch.no_grad()
-def load_parameters(module: nn.Module, file: str) -> None:
+def load_parameters(module: nn.Module, file: str, *, left_out: Container[str] = ()) -> None:
     """Copy what `save_parameters` wrote into a module, bit for bit. Raises ValueError if names or shapes differ."""
     _prepare_to_read(module)
-    saved, parameters = load_file(file), dict(module.named_parameters())
+    saved = load_file(file)
+    parameters = {name: x for name, x in module.named_parameters() if name not in left_out}
     of_file = {name: tuple(value.shape) for name, value in saved.items()}
     of_module = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     if of_file != of_module:

@@ -1,26 +1,34 @@
 """Teachers of distillation behind one interface: `teacher.divergence(scorer, model, batch, loss)`.
 
-`make_teacher` chooses once between a separate model and the student's base with its adapter disabled; answers in the batch's
-columns are `ColumnTeacher`'s.
+`make_teacher` makes a separate model a teacher, or the student's base with its adapter disabled, or several that rows choose
+among; `own_teacher` the student itself, its initial weights or a copy that follows it. `ColumnTeacher` reads its answers in the
+batch.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 
-from trl.models.packed.layout import TEACHER_BATCH, TEACHER_IDS, TEACHER_LOGPS
+from trl.data.rendering import text_tokenizer
+from trl.models.distributed import is_sharded
+from trl.models.loading import load_processing_class
+from trl.models.packed.layout import IGNORED, TEACHER_BATCH, TEACHER_IDS, TEACHER_LOGPS, scored_sequences
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
 from trl.models.policy import make_scorer
-from trl.models.reference import AdapterReference, FrozenModel, Reference
+from trl.models.reference import AdapterReference, FrozenModel, InitialPolicy, Reference
 from trl.models.scoring.causal import OwnStates, Scorer
+from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import load_model
 from trl.objectives.distillation import TeacherLoss
 from trl.tensors.vocabulary_loss import Losses, LossOfLogits, VocabularyLoss
@@ -81,6 +89,22 @@ class FrozenTeacher(Teacher):
         return self.reference.model
 
     def prepare(self, accelerator: Accelerator) -> None:
+        """Move it to the device, or shard it like the student. Raises: ValueError where the device has no room for it."""
+        device, size = accelerator.device, sum(p.nbytes for p in self.reference.module.parameters())
+        state = accelerator.state
+        if (
+            state.deepspeed_plugin is None
+            and getattr(state, "fsdp_plugin", None) is None
+            and device.type == "cuda"
+        ):
+            on_device = {p.device for p in self.reference.module.parameters()} == {device}
+            free = torch.cuda.mem_get_info(device)[0]
+            if size > free and not on_device:
+                raise ValueError(
+                    f"the teacher needs {size / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB left. Shard it (FSDP, ZeRO-3), "
+                    "quantise it (teacher_model_init_kwargs), write its answers into columns (`trl teach`), or serve it elsewhere "
+                    "(teacher_model_server_url)."
+                )
         self.reference.prepare(accelerator)
 
     def reads(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +139,64 @@ class ColumnTeacher(Teacher):
         return lambda logits, _, rows: loss.of_top_k(logits, ids[rows], logps[rows])
 
 
+class TeacherByRow(Teacher):
+    """Several teachers: `teacher` `(S,)` of a batch says for each sequence which one, by its number in `teachers`.
+
+    Each is given the rows that are its own, as padded rows. Where a run has several processes each of them calls every
+    teacher, so that all gather the same weights, with a row that trains nothing where none is its own.
+    """
+
+    def __init__(self, teachers: Mapping[str, Teacher]) -> None:
+        self.teachers = dict(teachers)
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        for teacher in self.teachers.values():
+            teacher.prepare(accelerator)
+
+    def divergence(
+        self,
+        scorer: Scorer,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss: TeacherLoss,
+        *,
+        temperature: float = 1.0,
+        weights: Tensor | None = None,
+    ) -> VocabularyLoss:
+        whole, sequence = scorer.padded_inputs(batch), scored_sequences(batch)
+        shown = scorer.padded_inputs(batch[TEACHER_BATCH]) if TEACHER_BATCH in batch else None
+        chosen, found, places = batch["teacher"], [], []
+        chosen = chosen.repeat_interleave(len(whole["input_ids"]) // len(chosen))  # completions of one row
+        for number, teacher in enumerate(self.teachers.values()):
+            rows, own = (chosen == number).nonzero()[:, 0], (chosen[sequence] == number).nonzero()[:, 0]
+            if not len(rows) and PartialState().num_processes == 1:
+                continue
+            part: dict[str, Any] = _rows_of(whole, rows)
+            part |= {name: batch[name][own] for name in (TEACHER_IDS, TEACHER_LOGPS) if name in batch}
+            if shown is not None:
+                part[TEACHER_BATCH] = _rows_of(shown, rows)
+            of_part = None if weights is None else weights[own]
+            found.append(
+                teacher.divergence(scorer, model, part, loss, temperature=temperature, weights=of_part)
+            )
+            places.append(own)
+        order, count = torch.cat(places).argsort(), max(len(sequence), 1)
+        values, statistics = (
+            torch.cat(each)[order] for each in zip(*((x.values, x.statistics) for x in found), strict=True)
+        )
+        total = torch.stack([x.total for x in found]).sum()
+        routers = [x.aux_loss * (len(x.values) / count) for x in found if x.aux_loss is not None]
+        return VocabularyLoss(total, values, torch.stack(routers).sum() if routers else None, statistics)
+
+
+def _rows_of(padded: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """Some rows of a padded batch; where there are none, one that trains nothing."""
+    if len(rows):
+        return {name: value[rows] for name, value in padded.items()}
+    first = {name: value[:1] for name, value in padded.items()}
+    return {**first, "labels": torch.full_like(first["labels"], IGNORED)}
+
+
 def _weighted(loss_of: LossOfLogits, weights: Tensor) -> LossOfLogits:
     """The losses times `weights`; statistics beside them stay as they are."""
 
@@ -137,12 +219,19 @@ def make_teacher(
 ) -> Teacher:
     """The teacher of `student`: a model, or a name or path that is loaded with `init_kwargs`; None: the base of a `PeftModel`.
 
-    Vocabularies may differ in size by embeddings that no token has; the loss uses the common part. `scorer` is the student's.
+    A dict has several by name, of which rows choose one. Vocabularies may differ in size by embeddings that no token has; the
+    loss uses the common part. `scorer` is the student's.
 
-    Raises: ValueError without a teacher, for `init_kwargs` with a loaded model, or for a teacher that shares trained weights
-    with the student; TypeError for what is no model.
+    Raises: ValueError without a teacher, for `init_kwargs` with a loaded model, for a teacher with other tokens, or one that
+    shares trained weights with the student; TypeError for what is no model.
     """
-    if init_kwargs and not isinstance(teacher, (str, os.PathLike)):
+    if isinstance(teacher, Mapping):
+        each = (
+            make_teacher(model, init_kwargs, student, tokenizer, scorer=scorer) for model in teacher.values()
+        )
+        return TeacherByRow(dict(zip(teacher, each, strict=True)))
+    is_path = isinstance(teacher, (str, os.PathLike))
+    if init_kwargs and not is_path:
         given = "none" if teacher is None else f"a {type(teacher).__name__} that is loaded already"
         raise ValueError(
             f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got {given}."
@@ -153,7 +242,9 @@ def make_teacher(
                 "teacher_model must be a model, or its name or path, got None. Pass teacher_model, or train an adapter, whose "
                 "base is then the teacher."
             )
-        return SelfTeacher(AdapterReference(scorer))
+        return own_teacher("base", student, scorer)
+    if is_path:  # before the weights are loaded
+        _check_tokens(tokenizer, os.fspath(teacher), bool((init_kwargs or {}).get("trust_remote_code")))
     teacher = load_model(teacher, dict(init_kwargs or {}))
     if share_parameters(student, teacher, trained=True):
         raise ValueError(
@@ -163,8 +254,10 @@ def make_teacher(
     if min(sizes) < len(tokenizer):
         raise ValueError(
             f"student and teacher have vocabularies of {sizes[0]} and {sizes[1]} tokens, the tokenizer has {len(tokenizer)}: "
-            "they do not share it. Use GOLDTrainer for a teacher with another tokenizer."
+            f"they do not share it. {OTHER_TOKENIZER}"
         )
+    if not is_path:
+        _check_tokens(tokenizer, causal_core(teacher).config.name_or_path or "", False)
     if sizes[0] != sizes[1]:
         logger.warning(
             "student and teacher have vocabularies of %d and %d tokens: their first %d are compared.",
@@ -172,3 +265,48 @@ def make_teacher(
             min(sizes),
         )
     return FrozenTeacher(FrozenModel(teacher, make_scorer(teacher, tokenizer)))
+
+
+OTHER_TOKENIZER = "Use GOLDTrainer for a teacher with another tokenizer."
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_code: bool) -> None:
+    """Raise ValueError where the tokenizer that is saved with a teacher has other tokens for some ids; it may have none saved."""
+    try:
+        theirs: Any = load_processing_class(path, trust_remote_code=trust_remote_code) if path else tokenizer
+    except OSError:
+        return  # none is saved with it: the sizes of the vocabularies are compared all the same
+    own, other = (
+        {i: token for token, i in x.get_vocab().items()} for x in (tokenizer, text_tokenizer(theirs))
+    )
+    different = [i for i in sorted(own.keys() & other.keys()) if own[i] != other[i]]
+    if different:
+        examples = ", ".join(f"{i} ({own[i]!r} and {other[i]!r})" for i in different[:3])
+        raise ValueError(
+            f"student and teacher ('{path}') have different tokens for {len(different)} of {len(own)} ids: {examples}. "
+            f"{OTHER_TOKENIZER}"
+        )
+
+
+def own_teacher(kind: Literal["live", "base", "ema"], student: nn.Module, scorer: Scorer) -> Teacher:
+    """The student as a teacher: as it is now (`live`), its initial weights (`base`), or a copy (`ema`).
+
+    The base of a `PeftModel` is the model with its adapter disabled. The copy of a `PeftModel` shares the weights that do not
+    train, unless they are sharded. A callback moves it (`SyncRefModelCallback`), and it is part of checkpoints: give its
+    `reference` to the trainer. Raises: ValueError for a student whose weights are sharded already.
+    """
+    if kind == "live":
+        return SelfTeacher(InitialPolicy(student, scorer))
+    if kind == "base" and is_peft_model(student):
+        return SelfTeacher(AdapterReference(scorer))
+    if is_sharded(student):
+        raise ValueError(
+            f"the weights of {type(student).__name__} are sharded already and cannot be copied for the teacher. Pass the model "
+            "as an object that was loaded before."
+        )
+    shards = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or is_deepspeed_zero3_enabled()
+    held = {} if shards else {id(x): x for x in student.parameters() if not x.requires_grad}
+    shared = frozenset(name for name, x in student.named_parameters() if id(x) in held)
+    model = copy.deepcopy(student, held)  # a deep copy does not copy what is in its memo
+    own = language_scorer(model, pad_token_id=scorer.pad_token_id)
+    return FrozenTeacher(FrozenModel(model, own, shared=shared))

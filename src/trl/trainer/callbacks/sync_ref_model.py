@@ -10,15 +10,23 @@ from trl.models.distributed import gathered_parameters, reshard
 
 
 class SyncRefModelCallback(TrainerCallback):
-    """Moves the reference model towards the policy every `args.ref_model_sync_steps` optimiser steps.
+    """Moves the reference model towards the policy `every` so many optimiser steps (None: `args.ref_model_sync_steps`).
 
-    The new reference is `alpha * policy + (1 - alpha) * reference` with `alpha = args.ref_model_mixup_alpha`; 1 copies
+    The new reference is `alpha * policy + (1 - alpha) * reference` (None: `args.ref_model_mixup_alpha`); 1 copies
     the policy. Source: Gorbatovski et al. 2024, eq. 3 (soft) and 4 (hard update), arXiv:2404.09656.
     """
 
-    def __init__(self, ref_model: torch.nn.Module | None, accelerator: Accelerator | None):
+    def __init__(
+        self,
+        ref_model: torch.nn.Module | None,
+        accelerator: Accelerator | None,
+        *,
+        alpha: float | None = None,
+        every: int | None = None,
+    ):
         self.ref_model = ref_model
         self.accelerator = accelerator
+        self.alpha, self.every = alpha, every
 
     @property
     def moves_reference(self) -> bool:
@@ -46,12 +54,15 @@ class SyncRefModelCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state, control, **kwargs):
         model: Any = kwargs["model"]
-        if self.ref_model is None or state.global_step % args.ref_model_sync_steps != 0:
+        every = args.ref_model_sync_steps if self.every is None else self.every
+        if self.ref_model is None or state.global_step % every != 0:
             return
         target = self.ref_model
         if self.accelerator is not None:
             model, target = self.accelerator.unwrap_model(model), self.accelerator.unwrap_model(target)
-        self.sync_target_model(model, target, args.ref_model_mixup_alpha)
+        self.sync_target_model(
+            model, target, args.ref_model_mixup_alpha if self.alpha is None else self.alpha
+        )
 
 
 def _paired(model: torch.nn.Module, target: torch.nn.Module) -> list[tuple[Any, Any]]:
@@ -62,4 +73,4 @@ def _paired(model: torch.nn.Module, target: torch.nn.Module) -> list[tuple[Any, 
             f"The model and its reference must have the same parameters, these are in one only: {only}. With an "
             "adapter the base is the reference and does not move: train without sync_ref_model, or without PEFT."
         )
-    return [(sources[name], targets[name]) for name in sources]
+    return [(sources[name], targets[name]) for name in sources if sources[name] is not targets[name]]
