@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from trl.options.packages import is_llmblender_available as is_llmblender_available
     from trl.options.packages import is_peft_available as is_peft_available
     from trl.options.packages import is_wandb_available as is_wandb_available
-    from trl.rewards.judges.bases import AllTrueJudge as AllTrueJudge
-    from trl.rewards.judges.bases import BaseBinaryJudge as BaseBinaryJudge
-    from trl.rewards.judges.bases import BaseJudge as BaseJudge
-    from trl.rewards.judges.bases import BasePairwiseJudge as BasePairwiseJudge
-    from trl.rewards.judges.bases import BaseRankJudge as BaseRankJudge
-    from trl.rewards.judges.bases import RandomPairwiseJudge as RandomPairwiseJudge
-    from trl.rewards.judges.bases import RandomRankJudge as RandomRankJudge
-    from trl.rewards.judges.models import HfPairwiseJudge as HfPairwiseJudge
-    from trl.rewards.judges.models import OpenAIPairwiseJudge as OpenAIPairwiseJudge
-    from trl.rewards.judges.models import PairRMJudge as PairRMJudge
+    from trl.rewards.judges import AllTrueJudge as AllTrueJudge
+    from trl.rewards.judges import BaseBinaryJudge as BaseBinaryJudge
+    from trl.rewards.judges import BaseJudge as BaseJudge
+    from trl.rewards.judges import BasePairwiseJudge as BasePairwiseJudge
+    from trl.rewards.judges import BaseRankJudge as BaseRankJudge
+    from trl.rewards.judges import HfPairwiseJudge as HfPairwiseJudge
+    from trl.rewards.judges import OpenAIPairwiseJudge as OpenAIPairwiseJudge
+    from trl.rewards.judges import PairRMJudge as PairRMJudge
+    from trl.rewards.judges import RandomPairwiseJudge as RandomPairwiseJudge
+    from trl.rewards.judges import RandomRankJudge as RandomRankJudge
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
     from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
     from trl.rollouts.text_environment import TextHistory as TextHistory

@@ -7,12 +7,9 @@ A path without a file of its own is served from here by the finder in `trl._lazy
 Row = dict[str, str]
 
 # fmt: off
-_JUDGES: Row = {"trl.rewards.judges.bases": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge "
-    "BaseRankJudge RandomPairwiseJudge RandomRankJudge",
-    "trl.rewards.judges.models": "HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge"}
-_JUDGE_PROMPT: Row = {
-    "trl.rewards.judges.models": "DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION HfPairwiseJudge OpenAIPairwiseJudge "
-        "PairRMJudge"}
+_JUDGES: Row = {"trl.rewards.judges": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge "
+    "HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge RandomPairwiseJudge RandomRankJudge"}
+_JUDGE_PATHS: Row = {"trl.rewards.judges": _JUDGES["trl.rewards.judges"] + " DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION"}
 _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.log_completions": "LogCompletionsCallback",
     "trl.trainer.callbacks.rich_progress": "RichProgressCallback",
@@ -95,7 +92,7 @@ NAMES: dict[str, Row] = {
     "trl.experimental.gspo_token": {"trl.trainer.grpo_trainer": "GRPOTrainer"},
     "trl.experimental.gspo_token.grpo_trainer": {"trl.trainer.grpo_trainer": "GRPOTrainer"},
     "trl.experimental.judges": _JUDGES,
-    "trl.experimental.judges.judges": {**_JUDGES, **_JUDGE_PROMPT},
+    "trl.experimental.judges.judges": _JUDGE_PATHS,
     "trl.experimental.papo": {"trl.experimental.papo.papo_config": "PAPOConfig",
         "trl.experimental.papo.papo_trainer": "PAPOTrainer"},
     "trl.experimental.ppo": {"trl.experimental.ppo.ppo_config": "PPOConfig",
@@ -135,10 +132,9 @@ NAMES: dict[str, Row] = {
         "trl.models.peft": "peft_module_casting_to_bf16 prepare_model_for_kbit_training prepare_peft_model",
         "trl.models.value_head": "SUPPORTED_ARCHITECTURES"},
     "trl.rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward get_soft_overlong_punishment "
-        "think_format_reward", "trl.rewards.functions": "FunctionSource", "trl.rewards.inputs": "RewardInputs",
-        "trl.rewards.judge_source": "JudgeSource",
+        "think_format_reward", "trl.rewards.functions": "FunctionSource", "trl.rewards.judge_source": "JudgeSource",
         "trl.rewards.models": "ModelSource", "trl.rewards.resolving": "resolve_reward_funcs",
-        "trl.rewards.result": "RewardError RewardResult", "trl.rewards.source": "RewardSources"},
+        "trl.rewards.result": "RewardError RewardInputs RewardResult", "trl.rewards.source": "RewardSources"},
     "trl.rewards.accuracy_rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward"},
     "trl.rewards.format_rewards": {"trl.rewards.ready_made": "think_format_reward"},
     "trl.rewards.other_rewards": {"trl.rewards.ready_made": "get_soft_overlong_punishment"},
@@ -165,7 +161,7 @@ NAMES: dict[str, Row] = {
     "trl.trainer.dpo_trainer": {"trl.collators.preference": "DataCollatorForPreference",
         "trl.models.scoring.encoder_decoder": "shift_tokens_right"},
     "trl.trainer.grpo_trainer": _GRPO_PARTS,
-    "trl.trainer.judges": {**_JUDGES, **_JUDGE_PROMPT},
+    "trl.trainer.judges": _JUDGE_PATHS,
     "trl.trainer.model_config": {"trl.options.model": "ModelConfig"},
     "trl.trainer.ppo_trainer": _DATA_SET_PPO,
     "trl.trainer.ppov2_config": {"trl.experimental.ppo.ppo_config": "PPOv2Config=PPOConfig"},

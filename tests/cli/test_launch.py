@@ -45,14 +45,6 @@ def test_a_plain_run_stays_in_this_process(tmp_path):
     assert (seen["pid"], seen["size"]) == (os.getpid(), 3)
 
 
-def test_options_of_a_config_file_in_this_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_TEST_C", "old")
-    path = config(tmp_path, f"record: {tmp_path}\nsize: 3\nenv:\n  TRL_TEST_C: new\n")
-    assert launch("toy", TOY, ["--config", path, "--gradient_accumulation_steps", "2"]) == 0
-    (seen,) = records(tmp_path)
-    assert (seen["size"], seen["gradient_accumulation_steps"], seen["TRL_TEST_C"]) == (3, 2, "new")
-
-
 def test_inside_a_started_process_nothing_is_launched_again(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     path = config(tmp_path, f"record: {tmp_path}\nnum_processes: 4\n")
@@ -122,16 +114,6 @@ def test_sharding_is_left_to_accelerate_where_there_are_accelerators(monkeypatch
     assert args.config_file.endswith("fsdp2.yaml") and "ACCELERATE_USE_CPU" not in os.environ
 
 
-def test_what_accelerate_would_warn_about_is_said_for_it(tmp_path, monkeypatch):
-    launched = []
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
-    assert launch("toy", TOY, ["--num_processes", "1", "--mixed_precision", "bf16"]) == 0
-    assert launch("toy", TOY, ["--accelerate_config", "cpu"]) == 0
-    plain, with_config = [(a.num_machines, a.mixed_precision, a.dynamo_backend) for a in launched]
-    assert plain == (1, "bf16", "no")
-    assert with_config == (None, None, None)  # the file says it
-
-
 def test_exit_status():
     assert [exit_status(code) for code in (0, 3, -9)] == [0, 3, 137]
 
@@ -153,14 +135,3 @@ def test_several_processes_on_the_cpu(tmp_path):
     seen = records(tmp_path)
     assert [(entry["LOCAL_RANK"], entry["WORLD_SIZE"]) for entry in seen] == [("0", "2"), ("1", "2")]
     assert all(entry["ACCELERATE_USE_CPU"] == "true" for entry in seen)
-
-
-def test_the_status_of_the_first_process_that_failed(monkeypatch):
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    def fail(args):
-        failure = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")
-        raise ChildFailedError(args.training_script, {1: failure})
-
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
-    assert launch("toy", TOY, ["--num_processes", "1"]) == 137

@@ -74,12 +74,6 @@ def test_a_gap_is_no_step():
     assert steps.advantages[0, 0].item() == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_lambda_one_gives_the_discounted_return_whatever_the_values():
-    rewards = torch.tensor([[1.0, 2.0, 4.0]])
-    found = gae(rewards, torch.randn(1, 3), torch.ones(1, 3), gamma=0.5, lam=1.0)
-    torch.testing.assert_close(found.returns, torch.tensor([[3.0, 4.0, 4.0]]), rtol=1e-5, atol=1e-6)
-
-
 def test_rewards_hold_the_score_on_the_last_chosen_token():
     mask = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]])
     kl = torch.tensor([[9.0, 0.5, -1.0, torch.nan], [1.0, 9.0, 2.0, 3.0]])
@@ -167,11 +161,3 @@ def test_whitened_rewards_do_not_depend_on_the_padding(padding):
     wide = [torch.nn.functional.pad(tensor, (0, padding)) for tensor in (rewards, values, torch.ones(1, 3))]
     found = gae(masked_whiten(wide[0], wide[2], shift_mean=False), wide[1], wide[2])
     torch.testing.assert_close(found.returns[:, :3], expected.returns, **CLOSE)
-
-
-def test_a_deviation_that_is_rounding_scales_nothing():
-    """Beside 1e8 a float32 rounds by 12: a deviation of 2 is that of equal scores."""
-    scores = torch.tensor([0.0, 1e8])
-    assert scale_scores(scores, std=2.0).tolist() == [0.0, 1e8]
-    assert scale_scores(scores, std=100.0)[1].item() == pytest.approx(1e6)
-    assert scale_scores(torch.zeros(0)).shape == (0,)

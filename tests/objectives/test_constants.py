@@ -7,8 +7,7 @@ from trl.objectives.advantages import token_rewards
 from trl.objectives.group_policy import GroupOptions, group_policy_loss, sequence_policy_loss
 from trl.objectives.group_ratios import GroupTokens
 from trl.objectives.pairs import PairScores, step_statistics
-from trl.objectives.policy_gradient import clipped_surrogate
-from trl.objectives.ppo import clipped_value_loss
+from trl.objectives.ppo import clipped_surrogate, clipped_value_loss
 from trl.objectives.unpaired import UnpairedScores, bco_terms
 
 MASK = torch.ones(2)

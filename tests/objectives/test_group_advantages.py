@@ -52,24 +52,11 @@ def test_leave_one_out_by_hand():
     close(leave_one_out(REWARDS, 3), [-3, -1.5, 4.5, -1.5, -1.5, 3])
 
 
-def test_leave_one_out_of_two_is_plus_and_minus_their_difference():
-    pairs = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gap = pairs[0::2] - pairs[1::2]
-    found = leave_one_out(pairs, 2)
-    close(found[0::2], gap)
-    close(found[1::2], -gap)
-
-
 def test_equal_rewards_leave_no_rounding_behind():
     tenths = torch.full((3,), 0.1, dtype=torch.float64)
     assert not torch.equal(tenths - tenths.mean(), torch.zeros(3, dtype=torch.float64))
     for advantages in (leave_one_out(tenths, 3), group_relative(tenths, 3, scale="none")):
         assert torch.equal(advantages, torch.zeros(3, dtype=torch.float64))
-
-
-def test_leave_one_out_is_the_unscaled_advantage_times_g_over_g_minus_1():
-    rewards = torch.randn(24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    close(leave_one_out(rewards, 8), group_relative(rewards, 8, scale="none") * 8 / 7)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -97,13 +84,6 @@ def test_a_group_with_one_opinion_or_none_teaches_nothing(method):
     found = method(torch.tensor([NAN, NAN, 5.0, NAN]), 2)
     assert found.tolist() == [0, 0, 0, 0]
     assert has_no_variance(torch.tensor([NAN, NAN, 5.0, NAN]), 2).all()
-
-
-def test_the_order_of_the_groups_and_within_them_does_not_matter():
-    rewards = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    order = torch.tensor([9, 8, 11, 10, 3, 1, 0, 2, 4, 5, 7, 6])
-    for scale in ("group", "batch", "none"):
-        close(group_relative(rewards[order], 4, scale=scale), group_relative(rewards, 4, scale=scale)[order])
 
 
 def test_normalized():

@@ -12,12 +12,10 @@ from trl.objectives.group_policy import (
     GroupOptions,
     divisor_share,
     entropy_threshold,
-    gamma_weights,
     group_policy_loss,
     sequence_policy_loss,
 )
 from trl.objectives.group_ratios import RATIOS, GroupTokens, RatioLevel
-from trl.objectives.policy_gradient import clipped_surrogate
 from trl.tensors.reduce import reduce_terms
 from trl.tensors.sequences import sum_by_sequence
 
@@ -155,29 +153,6 @@ def test_vespo_weighs_a_sequence_by_a_kernel_of_the_product_of_its_ratios(advant
     assert terms.metrics["vespo/phi_seq_mean"].mean.item() == pytest.approx(weight, abs=1e-12)
 
 
-def test_vespo_is_largest_at_k_over_lambda_and_fades_to_both_sides():
-    """With k 1 and lambda 0 its gradient is that of importance sampling of whole sequences."""
-    ratios = torch.tensor([0.0, 0.1, 0.5, 2 / 3, 0.8, 1.0, 2.0, 10.0, 1e8], dtype=torch.float64)
-
-    def kernel(ratios, k, decay):
-        options = GroupOptions(vespo_k_pos=k, vespo_lambda_pos=decay)
-        return gamma_weights(ratios, torch.ones_like(ratios), options)
-
-    found = kernel(ratios, 2.0, 3.0)
-    assert found.argmax() == 3 and found[0] == 0 and found[-1] == 0 and found[5] == 1
-    torch.testing.assert_close(kernel(ratios, 1.0, 0.0), ratios, **TOLERANCE)
-    torch.testing.assert_close(kernel(ratios[:1], 0.0, 3.0), ratios[:1] + math.exp(3), **TOLERANCE)
-    logps, tokens = batch()
-    tokens = replace(tokens, correction=None, chosen=None)
-    plain = {"vespo_k_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_pos": 0.0, "vespo_lambda_neg": 0.0}
-    terms = group_policy_loss(logps, tokens, GroupOptions("vespo", **plain))
-    of_rows = sum_by_sequence(logps - tokens.old_logps, tokens.sequence, 6).exp()
-    firsts = torch.stack([tokens.advantages[tokens.sequence == row][0] for row in range(6)])
-    torch.testing.assert_close(
-        gradient(terms.values.sum(), logps), gradient(-(of_rows * firsts).sum(), logps), **TOLERANCE
-    )
-
-
 def test_means_of_four_loss_types_by_hand():
     """Rows of 1 and 3 tokens with losses -2 and 1 each, one of 4 rows of a window of 20 tokens; longest 5."""
     tokens = GroupTokens(
@@ -250,31 +225,6 @@ def test_sequences_of_one_token_have_the_ratios_of_tokens(loss_type, level):
     assert {k: v.mean.item() for k, v in of_sequences.metrics.items()} == pytest.approx(
         {k: v.mean.item() for k, v in of_tokens.metrics.items()}
     )
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo", "luspo"])
-def test_gspo_token_has_the_gradient_of_gspo_where_a_sequence_has_one_advantage(loss_type):
-    logps, tokens = batch()
-    tokens = replace(tokens, correction=None, chosen=None)
-    one, other = (
-        group_policy_loss(logps, tokens, GroupOptions(loss_type, level)).values.sum()
-        for level in ("sequence", "sequence_token")
-    )
-    torch.testing.assert_close(one, other, **TOLERANCE)
-    torch.testing.assert_close(gradient(one, logps), gradient(other, logps), **TOLERANCE)
-
-
-def test_bnpo_is_dapo_where_the_step_is_the_whole_window_and_ppo_where_both_epsilons_are_one():
-    logps, tokens = batch()
-    tokens = replace(tokens, correction=None, chosen=None)
-    shares = [
-        divisor_share(name, tokens.mask, 6, rollout_tokens=18, rollout_rows=6) for name in ("bnpo", "dapo")
-    ]
-    assert shares[0] == shares[1] == sum(LENGTHS)
-    found = group_policy_loss(logps, tokens, GroupOptions("bnpo"))
-    ppo = clipped_surrogate(logps, tokens.old_logps, tokens.advantages, tokens.mask, cliprange=0.2)
-    torch.testing.assert_close(found.values, ppo.values, **TOLERANCE)
-    assert found.metrics["clip_ratio/region_mean"].mean == ppo.metrics["policy/clipfrac"].mean
 
 
 def test_luspo_weighs_a_row_by_its_length():
@@ -495,15 +445,6 @@ def test_rloo_counts_clipped_sequences_and_does_not_depend_on_the_cut():
 
 
 # ---- bad input
-
-
-def test_bad_tensors_are_named():
-    logps, tokens = batch()
-    with pytest.raises(ValueError, match=r"advantages must have the shape of its mask, \(18,\), got \(6,\)"):
-        replace(tokens, advantages=torch.zeros(6))
-    with pytest.raises(ValueError, match=r"beta=0\.1 needs ref_logps, got None"):
-        group_policy_loss(logps, replace(tokens, ref_logps=None), GroupOptions(beta=0.1))
-    assert set(get_args(RatioLevel)) == set(RATIOS)
 
 
 def kernels(loss_type, advantage):

@@ -39,17 +39,6 @@ def test_k1_and_k3_are_unbiased(distributions, kind):
     torch.testing.assert_close(expected_of(KL_ESTIMATORS[kind], p, q), full(p, q), rtol=1e-12, atol=1e-12)
 
 
-def test_k3_varies_less_than_k1_near_the_reference_and_is_never_negative(distributions):
-    p, q = distributions[0], (0.9 * distributions[0] + 0.1 * distributions[1]).log_softmax(-1)
-    mean = full(p, q)
-    spread = {
-        kind: expected_of(lambda a, b, k=kind: (KL_ESTIMATORS[k](a, b) - mean) ** 2, p, q)
-        for kind in KL_ESTIMATORS
-    }
-    assert spread["k3"] < spread["k1"]
-    assert (k3(p, q) >= 0).all()
-
-
 def test_k3_does_not_overflow():
     found = k3(torch.tensor([-1e4]), torch.tensor([-1.0]))
     assert torch.isfinite(found).all()

@@ -11,7 +11,6 @@ from trl.objectives.pairs import (
     log_loss,
     margin,
     pair_metrics,
-    power_ratio,
     step_statistics,
 )
 
@@ -46,12 +45,6 @@ def test_divergences_are_derivatives_of_theirs():
         derivative = torch.autograd.grad(f(u).sum(), u)[0]
         found = F_DIVERGENCES[name](u.detach().log(), a)
         torch.testing.assert_close(found - found[1], derivative - derivative[1])
-
-
-def test_small_alpha_is_the_logarithm():
-    ratios = tensor([-3.0, 0.5, 8.0])
-    torch.testing.assert_close(power_ratio(ratios, 1e-9), ratios, rtol=1e-7, atol=0)
-    torch.testing.assert_close(power_ratio(ratios, 0.0), ratios, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5, -0.5, 2.0])

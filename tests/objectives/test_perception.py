@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from trl.objectives.group_policy import PerceptionOptions, perception_loss
 from trl.objectives.group_ratios import GroupTokens
-from trl.objectives.perception import PerceptionOptions, perception_loss
 
 LOGPS = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
 MASKED = torch.tensor([-2.0, -0.5, -1.0], dtype=torch.float64)
@@ -63,11 +63,6 @@ def test_untrained_tokens_have_no_part_even_where_they_are_no_numbers():
     found = loss(broken, MASKED, mask=(1, 0, 1), loss_type="grpo")
     assert found.values.isfinite().all()
     assert found.values[0] == loss(LOGPS, MASKED, mask=(1, 0, 1), loss_type="grpo").values[0]
-
-
-def test_bad_weights_and_missing_entropies():
-    with pytest.raises(ValueError, match=r"an entropy weight of 0.03 needs entropies, got None"):
-        perception_loss(LOGPS, MASKED, tokens(), PerceptionOptions(), loss_type="dapo")
 
 
 @pytest.mark.parametrize(("weights", "expected"), [((0, 0), False), ((0.5, 0), True), ((0, 0.5), True)])

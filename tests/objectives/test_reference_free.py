@@ -5,7 +5,7 @@ import torch
 
 from tests.objectives.pair_cases import s, tensor
 from trl.objectives.pairs import PairOptions, PairScores
-from trl.objectives.reference_free import CPO_LOSSES, cpo_terms, log1mexp, log_odds, orpo_terms
+from trl.objectives.preference import CPO_LOSSES, cpo_terms, log1mexp, log_odds, orpo_terms
 
 BETA, GAMMA = 2.0, 0.5
 # c = -1, r = -1.5 with beta 2: beta (c - r) = 1. alpha 1: (1 - e^1) and (1 - e^1.5).
@@ -86,10 +86,6 @@ def test_orpo_by_hand():
     chosen, rejected = torch.autograd.grad(terms.values.sum(), (scores.chosen, scores.rejected))
     # d log odds / d log p = 1 / (1 - p); the rest is -beta s(-log 3) = -0.1 / 4.
     assert (chosen.item(), rejected.item()) == pytest.approx((-0.025 / 0.5, 0.025 / 0.75))
-
-
-def test_orpo_without_a_penalty_is_zero():
-    assert orpo_terms(pair(), beta=0.0).values.item() == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

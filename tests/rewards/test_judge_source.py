@@ -2,13 +2,12 @@
 
 import logging
 import math
-import time
 
 import pytest
 
 from tests.rewards.judges_for_tests import IsLong, Longer, LongestFirst
-from trl.experimental.judges import BaseBinaryJudge, BaseJudge, BasePairwiseJudge
-from trl.rewards import JudgeSource, RewardError, RewardInputs, RewardSources, resolve_reward_funcs
+from trl.experimental.judges import BaseJudge, BasePairwiseJudge
+from trl.rewards import JudgeSource, RewardError, RewardInputs, RewardSources
 
 NONE = math.nan
 
@@ -104,7 +103,7 @@ def test_judges_read_messages_as_text():
     [
         ([2] * 3, "gave 2, expected 0, 1 or -1"),
         (["A"] * 3, "gave 'A', expected 0, 1 or -1"),
-        ([1], "gave 1 answers, expected 3 answers, one for each question"),
+        ([1], "gave 1 answers, expected 3"),
     ],
 )
 def test_what_is_no_answer_is_an_error(answers, message, caplog):
@@ -136,13 +135,6 @@ def test_other_errors():
         RewardSources(Other())
 
 
-def test_a_judge_by_its_name():
-    [judge] = resolve_reward_funcs(["tests.rewards.judges_for_tests.Longer"])
-    assert isinstance(judge, Longer)
-    with pytest.raises(TypeError, match=r"the class Longer, expected a judge. Make one: Longer\(\)"):
-        RewardSources(Longer)
-
-
 def test_groups_are_checked_before_the_first_step():
     sources = RewardSources([IsLong(), Longer()])
     sources.check_groups(4, rows=8)
@@ -151,19 +143,3 @@ def test_groups_are_checked_before_the_first_step():
         sources.check_groups(1, rows=8)
     with pytest.raises(ValueError, match="whole groups in a process, got 4 and 6 rows"):
         sources.check_groups(4, rows=6)
-
-
-class Slow(BaseBinaryJudge):
-    def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
-        time.sleep(5)
-        return [1] * len(prompts)
-
-
-def test_weights_deadlines_and_policies_are_those_of_any_source():
-    sources = RewardSources(
-        [IsLong(), JudgeSource(Slow(), deadline=0.05, on_failure="skip"), LongestFirst()],
-        weights=[2.0, 1.0, -1.0],
-    )
-    result = sources.score(TWO_GROUPS)
-    assert result.rewards.tolist() == [1.0, -1.0, 0.0, -0.5, 0.0]
-    assert result.failures == {"IsLong": 0, "Slow": 5, "LongestFirst": 0}

@@ -1,6 +1,5 @@
 """The judges themselves: what they ask, how answers are read, and what becomes of failures."""
 
-import builtins
 import json
 import logging
 import math
@@ -14,7 +13,6 @@ import pytest
 
 from tests.rewards.judges_for_tests import IsLong
 from trl.experimental.judges import AllTrueJudge, BaseBinaryJudge, HfPairwiseJudge, OpenAIPairwiseJudge
-from trl.rewards.judges.bases import shown_pairs
 
 TEMPLATE = "{prompt}|{response0}|{response1}"
 
@@ -64,20 +62,6 @@ def test_the_answer_is_that_of_the_order_given(kind, shuffle):
     turned = sum(shown_first[prompt] == "yy" for prompt in PROMPTS)
     assert turned == 0 if not shuffle else 20 <= turned <= 43  # 63 fair coins: 3 deviations of 4
     assert client.options[0]["max_tokens"] == 1
-
-
-def test_one_who_always_says_the_same_wins_half_with_shuffling():
-    judge, _ = made("hf", lambda content: "0")
-    assert set(judge.judge(PROMPTS, PAIRS, shuffle_order=False)) == {0}
-    assert 20 <= sum(judge.judge(PROMPTS, PAIRS)) <= 43
-
-
-def test_the_order_follows_from_the_texts_alone():
-    pairs = shown_pairs(PROMPTS, PAIRS, shuffle=True)
-    assert pairs == shown_pairs(PROMPTS, PAIRS, shuffle=True)
-    backwards = shown_pairs(PROMPTS, [[b, a] for a, b in PAIRS], shuffle=True)
-    assert [(p.first, p.second) for p in pairs] == [(p.first, p.second) for p in backwards]
-    assert shown_pairs(PROMPTS[:3], PAIRS[:3], shuffle=True) == pairs[:3]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +130,6 @@ def test_models_that_think_get_their_own_limit():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: made("hf", None)[0].judge(["q"], [["a", "b"], ["c", "d"]]), "1 prompts were given with 2 pairs"),
         (lambda: made("hf", None)[0].judge(["q"], [["a"]]), r"prompt 'q' has \['a'\], expected a list of two"),
         (lambda: made("hf", None)[0].judge(["q"], ["ab"]), "prompt 'q' has 'ab', expected a list of two"),
         (lambda: HfPairwiseJudge(system_prompt="{prompt} {response0}", client=1), "expected the placeholders prompt, response0"),
@@ -180,7 +163,7 @@ def test_all_must_say_yes_and_one_no_is_no():
     [
         ((1, 0.5), "Constant gave .*0.5"),
         ((1, None), "Constant gave .*None"),
-        ((1,), "Constant gave 1 answers"),
+        ((1,), r"Constant gave \[1\], expected 1, 0 or -1 for each of 2"),
     ],
 )
 def test_a_judge_of_all_true_that_answers_something_else(answers, message):
@@ -289,24 +272,3 @@ def test_pair_rm(pair_rm, shuffle):
     assert pair_rm.judge([], []) == []
     with pytest.raises(ValueError, match="temperature must be > 0, got 0"):
         pair_rm.judge(["q"], [["a", "b"]], temperature=0)
-
-
-def test_pair_rm_without_its_package(monkeypatch):
-    from trl.experimental.judges import PairRMJudge
-
-    monkeypatch.setitem(sys.modules, "llm_blender", None)
-    with pytest.raises(ImportError, match="pip install llm-blender"):
-        PairRMJudge()
-
-
-def test_judges_need_nothing_of_their_extras_to_be_imported(monkeypatch):
-    real = builtins.__import__
-
-    def no_extras(name, *args, **kwargs):
-        assert name.partition(".")[0] not in ("openai", "llm_blender")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_extras)
-    for name in [name for name in sys.modules if name.startswith("trl.rewards.judges")]:
-        monkeypatch.delitem(sys.modules, name)
-    import trl.rewards.judges.models  # noqa: F401

@@ -19,9 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import main
-from trl.generation.engine import Sampling
-from trl.generation.transformers.engine import TransformersEngine
-from trl.scripts.chat import ChatArguments
 
 
 def saved(model, path):
@@ -92,11 +89,6 @@ def test_answers_are_those_of_the_model_turn_by_turn(chat, model_path):
     assert second == f"{one}\n{two}\n" and one != two
 
 
-def test_options_of_older_levels_without_effect_are_named():
-    with pytest.warns(FutureWarning, match="save_folder -> nothing, conversations are not saved"):
-        ChatArguments("model", save_folder="kept")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -112,12 +104,6 @@ def test_options_of_older_levels_without_effect_are_named():
 )
 def test_bad_arguments_are_one_message(chat, model_path, line, message):
     assert message in chat(*[model_path if word == "MODEL" else word for word in line], said=[], status=2)
-
-
-def test_a_tokenizer_without_a_template_is_refused(chat, tmp_path):
-    tiny_model("llama", vocab_size=400).save_pretrained(tmp_path / "plain")
-    tiny_tokenizer("none").save_pretrained(tmp_path / "plain")
-    assert "has no chat template" in chat(str(tmp_path / "plain"), said=["hi"], status=2)
 
 
 def test_the_end_tokens_given_end_an_answer(chat, model_path):
@@ -225,16 +211,3 @@ def test_what_cannot_be_merged_is_one_message(tmp_path, model_path, adapter_path
         str(tmp_path / "lost"), "--out", str(tmp_path / "out")
     )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("route", ["fused", "forward", "generate"])
-def test_an_engine_tells_its_listener_every_token_in_order(route):
-    seen = {0: [], 1: []}
-    engine = TransformersEngine(tiny_model("llama"), route=route)
-
-    def listen(requests, ids):
-        for request, token in zip(requests.tolist(), ids.tolist(), strict=True):
-            seen[request].append(token)
-
-    made = engine.generate([[5, 6], [7]], Sampling(max_new_tokens=9, seed=0), listener=listen)
-    assert [seen[0], seen[1]] == [each.ids for each in made]

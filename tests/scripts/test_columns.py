@@ -15,11 +15,6 @@ def test_renames(streaming):
     assert column_names(renamed) == ["prompt", "completion", "text"]
 
 
-def test_columns_can_swap_names():
-    swapped = rename_columns(Dataset.from_dict({"a": [1], "b": [2]}), {"a": "b", "b": "a"}, name="train")
-    assert swapped[0] == {"b": 1, "a": 2}
-
-
 def test_a_missing_column_is_named_with_those_there_are():
     with pytest.raises(
         ValueError, match=r"`questoin`, which is no column of split 'train': .* question, answer, text"

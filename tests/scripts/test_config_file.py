@@ -21,25 +21,16 @@ def test_values_lines_and_environment(tmp_path, monkeypatch):
     assert os.environ["TRL_TEST_A"] == "1"
 
 
-def test_an_empty_file_has_no_options(tmp_path):
-    assert read_config(written(tmp_path, "# nothing\n")).values == {}
-
-
 def test_a_missing_file():
     with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml does not exist"):
         read_config("nowhere.yaml")
-    with pytest.raises(FileNotFoundError, match=r"The config file \. is a folder"):
-        read_config(".")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [1, 2", "is not valid YAML"),
-        (
-            "a: 1\n b: 2\n",
-            r"run\.yaml is not valid YAML: mapping values are not allowed here at line 2, column 3",
-        ),
+        ("a: 1\n b: 2\n", "run.yaml is not valid YAML: .* line 2, column 3"),
         ("- a\n- b\n", "must hold `option: value` lines, got list"),
         ("just text", "got str"),
         ("1: a", "must hold `option: value` lines"),

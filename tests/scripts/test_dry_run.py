@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import COMMANDS
-from trl.scripts.dry_run import Shown, rendered
+from trl.scripts.report import Shown, rendered
 from trl.scripts.running import run_script
 
 PAIR = {"prompt": "Q: How many?", "chosen": " Seven apples.", "rejected": " Next."}
@@ -54,10 +54,6 @@ def run(tmp_path, model_path, monkeypatch, capsys):
 def sizes(out):
     """The figures of the memory table, in MiB."""
     return {name: float(size) for name, size in re.findall(r"^  (\w+).* ([\d.]+) MiB$", out, re.MULTILINE)}
-
-
-def test_every_training_command_has_rows_here():
-    assert set(ROWS) == {name for name, command in COMMANDS.items() if command.kind == "training"}
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -1,7 +1,6 @@
 """`trl grpo` and `trl rloo`: rewards by name, files in, a model out, errors in one message."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -91,16 +90,6 @@ def test_functions_and_models_judge_together(run, name, tmp_path, models, capsys
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
 
 
-def test_a_config_file_names_one_reward_or_several(run, tmp_path, capsys):
-    settings = yaml.safe_load((tmp_path / "run.yaml").read_text())
-    for given in ("rewards_of_mine.cats", ["rewards_of_mine.cats", "rewards_of_mine.as_wanted"]):
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "reward_funcs": given}))
-        assert run("grpo") == 0, capsys.readouterr().err
-        found = logged(tmp_path / "out")
-        assert "rewards/cats/mean" in found
-        assert ("rewards/as_wanted/mean" in found) is (given != "rewards_of_mine.cats")
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
     line = "--dataset_streaming true --eval_strategy steps --eval_steps 2 --dataset_test_split train"
@@ -111,14 +100,13 @@ def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
     assert "eval_reward " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("", "reward_funcs is missing"),
         ("--reward_funcs acuracy_reward", "'acuracy_reward' is unknown. Did you mean accuracy_reward? Known are"),
-        ("--reward_funcs rewards_of_mine.dogs", "has no 'dogs'. Name one of ['as_wanted', 'cats', 'too_few']"),
-        ("--reward_funcs ./nowhere", "looks like a path, and there is no such folder"),
+        ("--reward_funcs rewards_of_mine.dogs", "Module 'rewards_of_mine' has ['as_wanted', 'cats', 'too_few']"),
+        ("--reward_funcs ./nowhere", "There is no such folder"),
         ("--reward_funcs think_format_reward --reward_weights 1 2", "reward_weights"),
         ("--reward_funcs think_format_reward --per_device_train_batch_size 6", "num_generations"),
         ("--reward_funcs think_format_reward --dataset_streaming true --max_steps -1", "max_steps=-1"),
@@ -128,34 +116,13 @@ def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
         ("--reward_funcs think_format_reward --reward_function x", "--reward_function. Did you mean --reward_funcs?"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_message(run, capsys, name, line, message):
-    assert run(name, *line.split()) == 2
+def test_bad_input_is_one_message(run, capsys, line, message):
+    assert run("grpo", *line.split()) == 2
     error = capsys.readouterr().err
-    assert f"trl {name}: error: " in error
-    assert message in error
-    assert "Traceback" not in error
-
-
-def test_options_of_the_method_alone(run, capsys):
-    assert run("rloo", "--reward_funcs", "think_format_reward", "--loss_type", "grpo") == 2
-    assert "Unknown option --loss_type" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        run("grpo", "--reward_funcs", "think_format_reward", "--loss_type", "gspo")
-    assert "argument --loss_type/--loss-type: invalid choice: 'gspo'" in capsys.readouterr().err
-    line = ("--reward_clip_range", "0", "1", "--normalize_advantages", "true")
-    assert run("rloo", "--reward_funcs", "rewards_of_mine.cats", *line) == 0
+    assert "trl grpo: error: " in error and message in error and "Traceback" not in error
 
 
 def test_a_function_that_answers_too_little_stops_the_run(run):
     """While training, so with its traceback."""
     with pytest.raises(RewardError, match="'too_few' gave 1 values, expected 4"):
         run("grpo", "--reward_funcs", "rewards_of_mine.too_few")
-
-
-@pytest.mark.slow
-def test_the_command_as_a_user_types_it(run, tmp_path):
-    """`trl grpo` in a process of its own: the working directory is where functions are looked for."""
-    command = [sys.executable, "-m", "trl.cli", "grpo", "--config", "run.yaml", "--reward_funcs", "rewards_of_mine.cats"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert f"Model saved in {tmp_path / 'out'}" in done.stdout

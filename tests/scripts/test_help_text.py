@@ -7,8 +7,7 @@ import pytest
 
 from trl import SFTConfig
 from trl.scripts import grpo, sft
-from trl.scripts.help_text import ESSENTIAL
-from trl.scripts.parser import TrlParser
+from trl.scripts.parser import ESSENTIAL, TrlParser
 
 TITLES = [
     *("essential", "model", "data", "training", "method", "generation"),

@@ -43,7 +43,7 @@ def test_streaming(file):
 
 
 def test_a_missing_test_split_lists_those_there_are_and_the_way_out(file):
-    with pytest.raises(ValueError, match=r"dataset_test_split: .*'test'.*\['train'\].*--eval_strategy no"):
+    with pytest.raises(ValueError, match=r"dataset_test_split: .*'test'.*\['train'\].*eval_strategy"):
         load(ScriptArguments(file), evaluate=True)
 
 

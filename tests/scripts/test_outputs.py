@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from trl.scripts.preflight import check_output_dir, check_push
+from trl.scripts.loading import check_output_dir, check_push
 
 
 def test_a_file_where_the_output_folder_shall_be_is_named(tmp_path):
@@ -14,7 +14,7 @@ def test_a_file_where_the_output_folder_shall_be_is_named(tmp_path):
     check_output_dir(tmp_path)
     check_output_dir(tmp_path / "new" / "run")
     for place in (file, file / "run"):
-        with pytest.raises(ValueError, match=r"got '.*notes.md.*', and '.*notes.md' is a file"):
+        with pytest.raises(ValueError, match=r"got '.*notes.md.*': '.*notes.md' is a file"):
             check_output_dir(place)
     assert file.read_text() == "mine"
 
@@ -22,14 +22,14 @@ def test_a_file_where_the_output_folder_shall_be_is_named(tmp_path):
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("os.access", lambda path, mode: asked.append(path))
-    with pytest.raises(ValueError, match=rf"got '.*/new/run', and '{tmp_path}' is read-only"):
+    with pytest.raises(ValueError, match=rf"got '.*/new/run': '{tmp_path}' is read-only"):
         check_output_dir(tmp_path / "new" / "run")
     assert asked == [tmp_path]
 
 
 @pytest.mark.parametrize(
     ("offline", "token", "message"),
-    [(True, "t", "HF_HUB_OFFLINE forbids"), (False, None, "`hf auth login`"), (False, "t", None)],
+    [(True, "t", "HF_HUB_OFFLINE is set"), (False, None, "`hf auth login`"), (False, "t", None)],
 )
 def test_pushing_needs_a_hub_and_a_token(monkeypatch, offline, token, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)

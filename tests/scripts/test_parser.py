@@ -1,4 +1,3 @@
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -66,12 +65,6 @@ def test_yaml_values_become_what_the_command_line_would_have_read(run):
     )
     assert (training.rate, training.save, training.half) == (2e-5, "no", True)
     assert (model.path, model.names, model.extra, model.use_adapter) == ("7", ["one"], {"a": {"b": 1}}, True)
-
-
-def test_the_file_can_set_the_environment(run, monkeypatch):
-    monkeypatch.setenv("TRL_TEST_B", "old")
-    run(config="path: m\nenv: {TRL_TEST_B: new}\n")
-    assert os.environ["TRL_TEST_B"] == "new"
 
 
 @pytest.mark.parametrize(
@@ -192,13 +185,6 @@ def test_defaults_reach_every_subparser():
     assert [main.parse_args([name]).steps for name in ("train", "show")] == [4, 4]
 
 
-def test_options_of_others_are_suggested_too():
-    instance = parser()
-    instance.other_options.add("num_processes")
-    with pytest.raises(ValueError, match="Did you mean --num_processes"):
-        instance.parse_args_and_config(["--path", "m", "--num_proceses", "2"])
-
-
 def test_unknown_options_can_be_returned(run):
     *_, remaining = run("--b", "2", config="path: m\na: [1, 2]\nflag: true\n", return_remaining_strings=True)
     assert remaining == ["--a", "1", "2", "--flag", "True", "--b", "2"]
@@ -225,12 +211,6 @@ def test_wrong_types_on_the_command_line_exit_with_2_and_no_usage(run, capsys):
     )
 
 
-def test_a_missing_required_option_exits_with_2(run, capsys):
-    with pytest.raises(SystemExit):
-        run("--steps", "1")
-    assert "the following arguments are required: --path" in capsys.readouterr().err
-
-
 def test_a_field_must_not_be_called_config():
     @dataclass
     class Other:
@@ -238,11 +218,6 @@ def test_a_field_must_not_be_called_config():
 
     with pytest.raises(ValueError, match="field `config`"):
         TrlParser(Other)
-
-
-def test_no_dataclass_at_all_and_a_single_one():
-    assert TrlParser().parse_args_and_config([]) == ()
-    assert TrlParser(Training).parse_args_and_config(["--steps", "2"]) == (Training(steps=2),)
 
 
 def mixture(tmp_path, text):
@@ -265,18 +240,3 @@ def test_mixtures_and_column_mappings(tmp_path):
         DatasetConfig("b", data_files=["x.csv"], columns=["text"]),
     ]
     assert mixed.test_split_size == 0.1
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (
-            "{path: a, splt: train}",
-            r"mixture.yaml, line 2: datasets\[0\] has the unknown key 'splt'.* Did you mean 'split'\?",
-        ),
-        ("{name: a}", r"mixture.yaml, line 2: datasets\[0\] has no `path`"),
-    ],
-)
-def test_bad_mixtures(tmp_path, entry, message):
-    with pytest.raises(ValueError, match=message):
-        mixture(tmp_path, f"datasets:\n  - {entry}\n")

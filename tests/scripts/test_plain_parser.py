@@ -69,8 +69,3 @@ NAMES = [
 )
 def test_the_nearest_name_and_then_those_that_it_abbreviates(name, expected):
     assert did_you_mean(name, NAMES, prefix="--") == f" Did you mean {expected}?"
-
-
-@pytest.mark.parametrize("name", ["--zzz", "--", "-x", ""])
-def test_no_suggestion_for_what_looks_like_nothing(name):
-    assert did_you_mean(name, NAMES) == ""

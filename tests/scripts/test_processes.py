@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl.scripts.preflight import check_processes
+from trl.scripts.loading import check_processes
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,6 @@ def test_processes_that_are_not_connected(monkeypatch):
 def test_sharding_that_is_not_in_use(monkeypatch, variable, name):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match=f"{name} was asked for"):
+    with pytest.raises(ValueError, match=f"{name} does not shard"):
         check_processes(args(2, "MULTI_CPU"))
     check_processes(args(2, "MULTI_GPU"))

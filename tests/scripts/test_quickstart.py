@@ -1,8 +1,6 @@
 """`trl quickstart`: the data, and what a short run prints and writes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -17,12 +15,6 @@ def test_held_out_digits_are_not_trained_on():
     for rows, count in ((task.train, 3000), (task.held_out, 300)):
         assert len({row["prompt"] for row in rows}) == count
         assert all("".join(sorted(row["prompt"][5:-1])) == row["completion"] for row in rows)
-
-
-def test_a_prompt_has_one_token_per_digit():
-    tokenizer = build_tokenizer()
-    assert tokenizer.convert_ids_to_tokens(tokenizer("sort 7391:").input_ids) == ["sort ", *"7391", ":"]
-    assert tokenizer.decode(tokenizer("1379").input_ids) == "1379"
 
 
 def test_pairs_hold_a_mistake_of_the_model_and_random_ones():
@@ -57,23 +49,6 @@ def test_a_short_run(tmp_path, capsys, method):
         assert (row["pair_accuracy"] is None) == (row["stage"] not in ("reward", "dpo"))
     assert {path.parent.name for path in tmp_path.glob("*/model.safetensors")} == set(stages)
     assert (tmp_path / "quickstart.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_there_is_no_plot(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["--output_dir", str(tmp_path), "--method", "grpo", "--max_steps", "1"]) == 0
-    assert "No plot: matplotlib is not installed" in capsys.readouterr().out
-    assert not (tmp_path / "quickstart.png").exists()
-
-
-def test_help_needs_no_torch():
-    code = (
-        "import sys\nfrom trl.scripts.quickstart import main\n"
-        "try: main(['--help'])\nexcept SystemExit as stop: assert stop.code == 0\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"--max_steps", "--method"} <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize(

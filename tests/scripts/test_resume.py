@@ -2,7 +2,7 @@ import pytest
 
 from tests.checkpoints.made import make_checkpoint
 from trl.checkpoints.wholeness import CheckpointError
-from trl.scripts.preflight import checkpoint_to_resume
+from trl.scripts.loading import checkpoint_to_resume
 
 
 @pytest.fixture

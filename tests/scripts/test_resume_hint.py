@@ -11,8 +11,8 @@ from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
 from tests.trainer.sft_runs import make
 from trl.scripts import sft
+from trl.scripts.report import interruption, resume_hint
 from trl.scripts.running import run_script
-from trl.scripts.summary import interruption, resume_hint
 from trl.trainer.sft_trainer import SFTTrainer
 
 

@@ -55,23 +55,6 @@ def test_input_errors_before_training_are_reported_and_others_are_not(capsys):
         run(during)
 
 
-def test_an_interrupted_run_ends_quietly_with_its_status(capsys):
-    def interrupted(options):
-        raise KeyboardInterrupt
-
-    assert run(interrupted) == 130
-    assert capsys.readouterr().err == ""
-
-
-def test_what_the_file_system_or_the_hub_refuses_is_an_input_error(capsys):
-    def before(options):
-        with reporting_input_errors():
-            raise PermissionError("runs: read only")
-
-    assert run(before) == 2
-    assert capsys.readouterr().err == "toy: error: runs: read only\n"
-
-
 def test_a_note_gets_a_line_of_its_own_under_a_progress_bar(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with notes_shown(), tqdm(total=2, file=sys.stderr, mininterval=0) as bar:

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl.scripts.summary import finish, last_metrics
+from trl.scripts.report import finish, last_metrics
 
 HISTORY = [
     {"eval_loss": 3.0, "step": 0},

@@ -149,9 +149,7 @@ def _check_rows(scores: Tensor, kl: Tensor, mask: Tensor) -> None:
     if kl.shape != mask.shape or scores.shape != mask.shape[:1]:
         shapes = f"{tuple(scores.shape)}, {tuple(kl.shape)} and {tuple(mask.shape)}"
         raise ValueError(f"scores must be (B,), kl and mask (B, T), got {shapes}.")
-    if not torch.isfinite(scores).all():
-        rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
+    if rows := (~torch.isfinite(scores)).nonzero()[:, 0].tolist():
         raise ValueError(f"scores must be finite, got NaN or infinity in rows {rows}. Check the reward.")
-    empty = (mask != 0).sum(dim=1).eq(0).nonzero()[:, 0].tolist()
-    if empty:
-        raise ValueError(f"every response must have a token that the policy chose, got none in rows {empty}.")
+    if rows := (mask != 0).sum(dim=1).eq(0).nonzero()[:, 0].tolist():
+        raise ValueError(f"every response must have a token that the policy chose, got none in rows {rows}.")

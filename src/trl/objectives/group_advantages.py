@@ -79,9 +79,8 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     found = group_moments(rewards, group_size)
     others = (found.count - 1).clamp(min=1)
     above = (rewards - found.mean) * found.count / others
-    return _known(
-        rewards, torch.where(found.std <= _SAME, 0.0, above)
-    )  # not the rounding of a mean, which Adam enlarges
+    above = torch.where(found.std <= _SAME, 0.0, above)  # not the rounding of a mean, which Adam enlarges
+    return _known(rewards, above)
 
 
 SCALES: dict[str, Callable[[Tensor, GroupMoments], Tensor | None]] = {
@@ -132,8 +131,9 @@ def best_of_groups(scores: Tensor, group_size: int, keep: int) -> Tensor:
     tensor([False,  True,  True,  True,  True, False])
     """
     if scores.isnan().any():
-        rows = scores.isnan().nonzero()[:, 0].tolist()
-        raise ValueError(f"scores must be numbers, got NaN in rows {rows}. Give every completion a score.")
+        raise ValueError(
+            f"scores must be numbers, got NaN in rows {scores.isnan().nonzero()[:, 0].tolist()}."
+        )
     groups = _groups(scores, group_size)
     ranks = groups.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (ranks < keep).view(-1)
@@ -145,12 +145,9 @@ def reward_statistics(rewards: Tensor, group_size: int, *, scale: Scale = "group
     `reward_std` is the mean of the groups' deviations; with `scale="batch"` the deviation of all rewards, and
     `frac_reward_zero_std` then asks whether that is 0.
     """
-    known = ~rewards.isnan()
-    std = (
-        batch_deviation(rewards).expand_as(rewards)
-        if scale == "batch"
-        else group_moments(rewards, group_size).std
-    )
+    known, std = ~rewards.isnan(), group_moments(rewards, group_size).std
+    if scale == "batch":
+        std = batch_deviation(rewards).expand_as(rewards)
     return {
         "reward": weighted(rewards, known),
         "reward_std": weighted(std, known),
@@ -166,12 +163,9 @@ def _groups(rewards: Tensor, group_size: int) -> Tensor:
     """`(N,) -> (N / G, G)`."""
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
         raise ValueError(
-            f"rewards must be (N,) with N a multiple of the group size {group_size}, got shape {tuple(rewards.shape)}. Give "
-            "those of whole groups, one after another."
+            f"rewards must be (N,) with N a multiple of the group size {group_size}, got shape {tuple(rewards.shape)}."
         )
     if rewards.isinf().any():
         rows = rewards.isinf().nonzero()[:, 0].tolist()
-        raise ValueError(
-            f"rewards must be finite, or NaN for no opinion, got infinity in rows {rows}. Check the reward functions."
-        )
+        raise ValueError(f"rewards must be finite, or NaN for no score, got infinity in rows {rows}.")
     return rewards.view(-1, group_size)

@@ -5,6 +5,7 @@ Everything per token is flat, `(K,)`, with the row of each token in `sequence`; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,9 +22,8 @@ from trl.objectives.group_ratios import (
     row_tokens,
     whole_ratios,
 )
-from trl.objectives.kl import k3
-from trl.objectives.policy_gradient import check_shapes
-from trl.tensors.reduce import LossTerms, Unit, Weighted, weighted, where_counted
+from trl.objectives.kl import check_shapes, k3
+from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 
 Divisor = Literal["rows", "tokens", "rollout_tokens", "longest"]
@@ -119,32 +119,19 @@ def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
     return torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(other))
 
 
-_UNITS: dict[Divisor, Unit] = {
-    "rows": "sequence",
-    "tokens": "token",
-    "rollout_tokens": "token",
-    "longest": "constant",
-}
-
-
 class LossType(NamedTuple):
     """A surrogate per token, and what its loss is a mean over.
 
-    "rows": of each row the mean over its tokens, then the mean over rows ("row sums": of the sums of its tokens); "tokens": of
-    the optimiser step; "rollout_tokens": of the whole batch of rollouts, in equal shares to its optimiser steps; "longest": the
-    tokens that the rows would have, were all of the greatest length. `ratios`: those that the surrogate takes, where they are
-    not those of `importance_sampling_level`.
+    "rows": the mean over rows of the mean over their tokens (with `row_sums`: of the sum); "tokens": tokens of the optimiser
+    step; "rollout_tokens": those of the whole rollout batch, in equal shares to its optimiser steps; "longest": the tokens of
+    rows of the greatest length. `ratios`: those that the surrogate takes, where they are not those of
+    `importance_sampling_level`.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, GroupOptions], Tensor]
     over: Divisor
     row_sums: bool = False
     ratios: Callable[[Tensor, GroupTokens], Tensor] | None = None
-
-    @property
-    def unit(self) -> Unit:
-        """The unit of its terms."""
-        return _UNITS[self.over]
 
 
 LOSS_TYPES: dict[str, LossType] = {
@@ -154,9 +141,7 @@ LOSS_TYPES: dict[str, LossType] = {
     "dr_grpo": LossType(clipped, "longest"),  # Liu et al. 2025 (arXiv:2503.20783)
     "cispo": LossType(weighted_likelihood, "rollout_tokens"),
     "sapo": LossType(soft_gated, "rows"),
-    "luspo": LossType(
-        clipped, "rows", row_sums=True
-    ),  # LUSPO, 2026: a sequence's loss in GSPO times its length
+    "luspo": LossType(clipped, "rows", row_sums=True),  # 2026: a sequence's loss in GSPO times its length
     "vespo": LossType(gamma_weighted, "rollout_tokens", ratios=ratios_of_sequence),
 }
 
@@ -192,7 +177,8 @@ def terms_of_tokens(
     """Losses of tokens `(K,)` as the terms that a loss type's mean is over: of tokens, or of rows `(B,)`."""
     kind = LOSS_TYPES[loss_type]
     if kind.over != "rows":
-        return LossTerms(values, (tokens.mask != 0).to(values.dtype), kind.unit, metrics)
+        unit = "constant" if kind.over == "longest" else "token"
+        return LossTerms(values, (tokens.mask != 0).to(values.dtype), unit, metrics)
     rows = row_sums(values, tokens)
     rows = rows if kind.row_sums else rows / row_tokens(tokens).clamp(min=1)
     return LossTerms(rows, torch.ones_like(rows), "sequence", metrics)
@@ -298,11 +284,10 @@ def divisor_share(
 
 
 def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
-    """The entropy that the `top` share of the trained tokens reach, 0-dim; of all tokens that are given, so give a whole batch.
+    """The entropy that the `top` share of the trained tokens of a whole batch reach, 0-dim.
 
-    `chosen` is then `entropies >= threshold`. It lies below the quantile by a rounding error, as positions that share their
-    context have one entropy, up to how they were batched, and are chosen together or not at all.
-    Source: Wang et al. 2025 (arXiv:2506.01939).
+    `chosen` is then `entropies >= threshold`. It lies below the quantile by a rounding error: positions with the same context
+    have the same entropy but for rounding, and are chosen together or not at all. Source: Wang et al. 2025 (arXiv:2506.01939).
 
     >>> entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1, 1, 1, 0]), 0.5)
     tensor(2.0000)
@@ -310,10 +295,11 @@ def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
     known = entropies.detach()[mask != 0].to(torch.promote_types(entropies.dtype, torch.float32))
     if not len(known):
         return entropies.new_zeros(())
-    ordered, place = known.sort().values, (1 - top) * (len(known) - 1)
-    low = min(int(place), len(known) - 1)
-    high = min(low + 1, len(known) - 1)
-    quantile = torch.lerp(ordered[low], ordered[high], place - low)
+    ordered, place = (
+        known.sort().values,
+        (1 - top) * (len(known) - 1),
+    )  # torch.quantile takes at most 2^24 values
+    quantile = torch.lerp(ordered[int(place)], ordered[math.ceil(place)], place - int(place))
     return (quantile * (1 - 16 * torch.finfo(known.dtype).eps)).to(entropies.dtype)
 
 
@@ -327,11 +313,10 @@ EXTREMES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 def clip_metrics(
     ratios: Tensor, advantages: Tensor, tokens: GroupTokens, options: GroupOptions
 ) -> dict[str, Weighted]:
-    """The documented shares of what is clipped: tokens, or sequences where the ratio is one of sequences.
+    """The documented shares of what is clipped: tokens, or sequences where the ratio is one of sequences; ratios after `delta`.
 
-    Ratios are those after `delta`.
     `clip_ratio/low_mean` (below, with A < 0), `/high_mean` (above, with A > 0) and `/region_mean` (either); for CISPO
-    `cispo_clip_ratio`; none for SAPO, which clips nothing; for VESPO `vespo/phi_seq_mean`, the mean weight of a sequence.
+    `cispo_clip_ratio`; none for SAPO; for VESPO `vespo/phi_seq_mean`, the mean weight of a sequence.
     """
     surrogate, mask = LOSS_TYPES[options.loss_type].surrogate, tokens.mask
     if surrogate is gamma_weighted:
@@ -366,12 +351,63 @@ def _bounded(ratios: Tensor, options: GroupOptions) -> Tensor:
 
 def _divergence(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> Tensor:
     """k3 to the reference of each trained token; 0 elsewhere, where `logps` are 0."""
-    if tokens.ref_logps is None:
-        raise ValueError(
-            f"beta={options.beta} needs ref_logps, got None. Score the tokens with the reference."
-        )
+    assert tokens.ref_logps is not None
     ref_logps = where_counted(tokens.ref_logps.detach().to(logps.dtype), tokens.mask)
     found = k3(logps, ref_logps)
     if not options.use_bias_correction_kl:
         return found
     return found * RATIOS[options.importance_sampling_level](logps, tokens)
+
+
+# ---- PAPO: the policy should answer differently when its images are masked
+
+
+@dataclass(frozen=True, slots=True)
+class PerceptionOptions:
+    """The weights of PAPO's terms, under the names of the config, which checks them."""
+
+    perception_loss_weight: float = 0.1
+    der_loss_weight1: float = 0.03
+    der_loss_weight2: float = 0.03
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether entropies are part of the loss."""
+        return self.der_loss_weight1 > 0 or self.der_loss_weight2 > 0
+
+
+def perception_loss(
+    logps: Tensor,
+    masked_logps: Tensor,
+    tokens: GroupTokens,
+    options: PerceptionOptions,
+    *,
+    loss_type: str,
+    entropies: Tensor | None = None,
+    masked_entropies: Tensor | None = None,
+) -> LossTerms:
+    """`-gamma KL(p || p_masked) + eta_1 H(p) + eta_2 H(p_masked)`, as the terms that `loss_type`'s mean is over.
+
+    `logps` and `masked_logps` `(K,)`: of one policy, with the images and with masked images, both with gradient. The divergence
+    is the k3 estimate from tokens of p. Entropies `(K,)` in nats, with gradient, of the whole distributions; needed where their
+    weight is not 0. Metrics: `perception_kl`, `masked_entropy`.
+    Source: Wang et al. 2025, PAPO (arXiv:2507.06448): the implicit perception loss and the double entropy loss.
+
+    >>> tokens = GroupTokens(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.tensor([0, 0]), count=1)
+    >>> masked = torch.tensor([-1.0, -2.0])
+    >>> options = PerceptionOptions(perception_loss_weight=1.0, der_loss_weight1=0.0, der_loss_weight2=0.0)
+    >>> perception_loss(torch.tensor([-1.0, -1.0]), masked, tokens, options, loss_type="grpo").values
+    tensor([-0.1839], dtype=torch.float64)
+    """
+    mask = tokens.mask
+    check_shapes(mask, logps=logps, masked_logps=masked_logps)
+    divergence = k3(where_counted(logps, mask), where_counted(masked_logps, mask))
+    values = -options.perception_loss_weight * divergence
+    metrics = {"perception_kl": weighted(divergence, mask)}
+    if masked_entropies is not None:
+        metrics["masked_entropy"] = weighted(masked_entropies, mask)
+    weights = (options.der_loss_weight1, entropies), (options.der_loss_weight2, masked_entropies)
+    for weight, own in weights:
+        if weight and own is not None:
+            values = values + weight * where_counted(own, mask)
+    return terms_of_tokens(values, tokens, loss_type, metrics)

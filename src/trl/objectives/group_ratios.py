@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from trl.objectives.kl import LARGEST_LOG_RATIO
-from trl.objectives.policy_gradient import check_shapes, probability_ratio
+from trl.objectives.kl import LARGEST_LOG_RATIO, check_shapes, probability_ratio
 from trl.tensors.reduce import where_counted
 from trl.tensors.sequences import sum_by_sequence
 from trl.tensors.statistics import cap_exp

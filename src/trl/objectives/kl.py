@@ -1,4 +1,4 @@
-"""How far the policy has moved from its reference: penalties and estimators per token, and what weighs them.
+"""Ratios and divergences of a policy and another one (reference, sampler) per token, and the coefficients of a KL penalty.
 
 `logps` and `ref_logps` are log-probabilities, in nats, of the same sampled tokens under policy and reference.
 """
@@ -12,9 +12,28 @@ import torch
 from torch import Tensor
 
 from trl.objectives.tables import lookup
+from trl.tensors.reduce import where_counted
 from trl.tensors.statistics import cap_exp
 
 LARGEST_LOG_RATIO = 20.0  # exp of it is 5e8: a larger ratio says no more, and sums of it would overflow
+
+
+def probability_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+    """`p / p_old` of each token with gradient, 1 outside of the mask; the exponent is cut at `LARGEST_LOG_RATIO`.
+
+    >>> probability_ratio(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 0.0]), torch.tensor([1, 0]))
+    tensor([1., 1.])
+    """
+    return cap_exp(where_counted(logps - old_logps, mask), LARGEST_LOG_RATIO)
+
+
+def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError for a tensor of another shape than the mask."""
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(
+                f"{name} must have the shape of its mask, {tuple(mask.shape)}, got {tuple(tensor.shape)}."
+            )
 
 
 def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:

@@ -167,8 +167,7 @@ def require_beta(beta: float, *losses: str) -> None:
     """Raises ValueError for a `beta` of 0 with losses that learn from rewards alone."""
     if not beta:
         raise ValueError(
-            f"beta must be > 0 for loss_type {', '.join(map(repr, losses))}, got {beta}: every gradient would be 0. The usual "
-            "range is 0.01 to 0.5."
+            f"beta must be > 0 for loss_type {', '.join(map(repr, losses))}, got {beta}: every gradient would be 0."
         )
 
 
@@ -178,8 +177,7 @@ def check_loss_weights(loss_weights: Sequence[float] | None, losses: Sequence[st
         return
     if len(loss_weights) != len(losses):
         raise ValueError(
-            f"loss_weights must have one weight per loss_type ({len(losses)}), got {len(loss_weights)}. "
-            "Leave it out to weigh each loss by 1."
+            f"loss_weights must have one weight per loss_type ({len(losses)}), got {len(loss_weights)}."
         )
     if not all(isinstance(weight, Real) and math.isfinite(weight) for weight in loss_weights):
         raise ValueError(f"loss_weights must be finite numbers, got {loss_weights!r}.")

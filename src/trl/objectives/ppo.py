@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trl.objectives.advantages import Estimates, gae
-from trl.objectives.policy_gradient import check_shapes, clipped_surrogate
+from trl.objectives.kl import check_shapes, k1, k2, probability_ratio
 from trl.options.methods import PPOOptions
 from trl.tensors.moments import Moments, moments, whiten_by
 from trl.tensors.reduce import LossTerms, weighted, where_counted
@@ -40,6 +40,44 @@ def whitened_estimates(
         rewards = whitened(rewards, shift_mean=False)
     found = gae(rewards, values, mask, gamma=options.gamma, lam=options.lam)
     return found._replace(advantages=whitened(found.advantages) * (mask != 0).to(values.dtype))
+
+
+def clipped_surrogate(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float,
+    entropies: Tensor | None = None,
+) -> LossTerms:
+    """PPO's pessimistic surrogate, `max(-A r, -A clip(r, 1 - c, 1 + c))` per token.
+
+    All of one shape, `(B, T)` or `(K,)`; `cliprange` c > 0. Metrics: `policy/clipfrac` (tokens where the clipped side is the
+    larger), `policy/approxkl` (k2) and `policy/policykl` (k1) from the old to the new policy, `policy/ratio`, and
+    `policy/entropy` where `entropies` of the positions are given.
+    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
+
+    >>> import torch
+    >>> new, old = torch.log(torch.tensor([0.75, 0.25])), torch.log(torch.tensor([0.5, 0.5]))
+    >>> clipped_surrogate(new, old, torch.tensor([1.0, 1.0]), torch.ones(2), cliprange=0.2).values
+    tensor([-1.2000, -0.5000])
+    """
+    check_shapes(mask, logps=logps, old_logps=old_logps, advantages=advantages)
+    advantages, old_logps = where_counted(advantages, mask).detach(), old_logps.detach()
+    ratio = probability_ratio(logps, old_logps, mask)
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    values = plain.maximum(clipped)
+    metrics = {
+        "policy/clipfrac": weighted(clipped > plain, mask),
+        "policy/approxkl": weighted(k2(logps, old_logps), mask),
+        "policy/policykl": weighted(k1(old_logps, logps), mask),
+        "policy/ratio": weighted(ratio, mask),
+        "loss/policy": weighted(values, mask),
+    }
+    if entropies is not None:
+        metrics["policy/entropy"] = weighted(entropies, mask)
+    return LossTerms(values, (mask != 0).to(values.dtype), "token", metrics)
 
 
 class Losses(NamedTuple):

@@ -1,4 +1,4 @@
-"""Losses of learning from pairs against a reference policy: DPO and its family.
+"""Losses of learning from pairs: DPO and its family, and those without a reference policy (CPO, SimPO, AlphaPO, ORPO).
 
 `PAIR_LOSSES` maps each `loss_type` to a pure function of sequence log-probs, `(scores, options) -> (B,)`;
 `preference_terms` weighs one or several of them (MPO) and adds the metrics. In the formulas `s` is the sigmoid, `c` and
@@ -25,6 +25,7 @@ from trl.objectives.pairs import (
     log_loss,
     margin,
     pair_metrics,
+    power_ratio,
     step_statistics,
 )
 from trl.objectives.tables import lookup
@@ -267,3 +268,71 @@ def _rewards(scores: PairScores, options: PairOptions) -> tuple[Tensor, Tensor]:
 
 def _step(scores: PairScores, options: PairOptions) -> StepStatistics:
     return step_statistics(scores, options.beta) if scores.step is None else scores.step
+
+
+# Without a reference: CPO, SimPO, AlphaPO, ORPO. `c` and `r` are the policy's log-probs of the two completions.
+
+
+def simpo(scores: PairScores, options: PairOptions) -> Tensor:
+    """`-log s(beta (c - r) - gamma)` of means over tokens. Source: Meng et al. 2024, eq. 6 (arXiv:2405.14734)."""
+    logits = options.beta * (scores.chosen - scores.rejected) - options.simpo_gamma
+    return log_loss(logits, options.label_smoothing)
+
+
+CPO_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "simpo": simpo,
+    "alphapo": simpo,
+}
+
+CPO_PER_TOKEN = frozenset({"ipo", "simpo", "alphapo"})
+"""Losses of means over tokens: give them `PairScores.per_token`."""
+
+
+def cpo_terms(scores: PairScores, loss_type: str, options: PairOptions) -> LossTerms:
+    """CPO's loss per pair, with the metrics; scores as `PairScores.without_reference` makes them.
+
+    With `options.alpha` not 0, every loss sees the bent reward of AlphaPO in place of `log p`
+    (Gupta et al. 2025, arXiv:2501.03884). Add `chosen_nll` with `cpo_alpha`. Raises ValueError for an unknown loss.
+    Source: Xu et al. 2024, CPO (arXiv:2401.08417).
+    """
+    loss = lookup(CPO_LOSSES, loss_type, "loss_type")
+    chosen, rejected = (power_ratio(logps, options.alpha) for logps in (scores.chosen, scores.rejected))
+    values = loss(PairScores.without_reference(chosen, rejected), options)
+    rewards = options.beta * chosen, options.beta * rejected
+    metrics = pair_metrics(*rewards, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
+    return LossTerms(values, torch.ones_like(values), "pair", metrics)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """`log(1 - exp(x))` for x < 0, exact near 0 and far from it; x is cut just below 0, so the result is finite.
+
+    >>> log1mexp(torch.tensor([0.25, 1e-12], dtype=torch.float64).log()).exp()
+    tensor([0.7500, 1.0000], dtype=torch.float64)
+    """
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    near = x > -math.log(2)
+    of_near = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
+    of_far = torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
+    return torch.where(near, of_near, of_far)
+
+
+def log_odds(logps: Tensor) -> Tensor:
+    """`log(p / (1 - p))` from `log p`, elementwise. Source: Hong et al. 2024, ORPO, eq. 4 (arXiv:2403.07691)."""
+    return logps - log1mexp(logps)
+
+
+def orpo_terms(scores: PairScores, *, beta: float) -> LossTerms:
+    """ORPO's odds-ratio loss per pair, `-beta log s(odds(c) - odds(r))` of means over tokens, with the metrics.
+
+    Add `chosen_nll`, with coefficient 1. `beta` is the paper's lambda.
+    Source: Hong et al. 2024, ORPO, eq. 6 and 7 (arXiv:2403.07691).
+    """
+    ratio = log_odds(scores.chosen) - log_odds(scores.rejected)
+    loss = softplus(-ratio)
+    rewards = beta * scores.chosen, beta * scores.rejected
+    metrics = pair_metrics(*rewards, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
+    metrics |= {"log_odds_ratio": weighted(-loss), "log_odds_chosen": weighted(ratio)}
+    return LossTerms(beta * loss, torch.ones_like(loss), "pair", metrics)

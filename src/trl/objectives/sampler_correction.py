@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trl.objectives.kl import LARGEST_LOG_RATIO
-from trl.objectives.policy_gradient import check_shapes
+from trl.objectives.kl import LARGEST_LOG_RATIO, check_shapes
 from trl.tensors.reduce import Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 from trl.tensors.statistics import cap_exp

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from trl.rewards.inputs import RewardInputs
+from trl.rewards.result import RewardInputs
 
 _ON_REQUEST = {"completions_ids": "completion_ids", "prompt_ids": "prompt_ids"}  # argument -> field
 
@@ -15,13 +15,10 @@ _ON_REQUEST = {"completions_ids": "completion_ids", "prompt_ids": "prompt_ids"} 
 class FunctionSource:
     """A reward function as a source.
 
-    Args:
-        function: takes keyword arguments and returns one number, or None for no score, for each completion. Without
-            `**kwargs` it is given the arguments that it names. `completions_ids` (another name of `completion_ids`) and
-            `prompt_ids` are only given to functions that name them.
-        name: of its metrics; by default the function's own.
-        deadline: maximum time of a call in seconds; None for that of `RewardSources`.
-        on_failure: "error" or "skip"; None for that of `RewardSources`.
+    It takes keyword arguments and returns one number, or None for no score, for each completion. Without `**kwargs` it is
+    given the arguments that it names. `completions_ids` (another name of `completion_ids`) and `prompt_ids` are only given to
+    functions that name them. `name` (by default the function's) is that of its metrics; `deadline` and `on_failure` as in
+    `RewardSource`.
     """
 
     def __init__(
@@ -109,11 +106,9 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
-    unnamed = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
-    if unnamed or not parameters:
-        wrong = f"takes {unnamed} by position only" if unnamed else "takes no arguments"
+    if not parameters or any(each.kind is each.POSITIONAL_ONLY for each in parameters.values()):
         raise TypeError(
-            f"reward function {name_of(function)!r} {wrong}, expected keyword arguments. Write it as "
+            f"reward function {name_of(function)!r} must take keyword arguments. Write it as "
             "`def f(prompts, completions, **kwargs)`."
         )
     return parameters

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Sequence
 from itertools import combinations
 from numbers import Real
 from typing import Any
 
-from trl.rewards.inputs import RewardInputs, rows_by_prompt
-from trl.rewards.judges.bases import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
+from trl.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
 from trl.rewards.ready_made import content_of
-from trl.rewards.result import RewardError
+from trl.rewards.result import RewardError, RewardInputs, rows_by_prompt
 
 Judge = BaseBinaryJudge | BasePairwiseJudge | BaseRankJudge
 GOLD = "gold_completion"
@@ -29,8 +27,7 @@ class JudgeSource:
         judge: binary, pairwise or rank judge.
         name: of its metrics; by default the judge's class.
         gold_column: the column of reference answers for a binary judge; by default `gold_completion`, if it exists.
-        deadline: maximum time of a call in seconds; None for that of `RewardSources`.
-        on_failure: "error" or "skip"; None for that of `RewardSources`.
+        deadline, on_failure: as in `RewardSource`.
         judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise judge
             returns probabilities that the first completion is better, which are used instead of wins.
 
@@ -66,8 +63,7 @@ class JudgeSource:
         """Raise ValueError if the dataset does not have `gold_column`."""
         if self.gold_column is not None and self.gold_column not in columns:
             raise ValueError(
-                f"judge {self.name!r} needs the column {self.gold_column!r}, the data set has {sorted(columns)}. Add it, or leave "
-                "gold_column out."
+                f"judge {self.name!r} needs the column {self.gold_column!r}, the data set has {sorted(columns)}."
             )
 
     def score(self, inputs: RewardInputs) -> list[float | None]:
@@ -95,15 +91,11 @@ class JudgeSource:
     ) -> list[float | None]:
         wins: list[list[float]] = [[] for _ in texts]
         pairs = [pair for group in groups for pair in combinations(group, 2)]
-        for a, b in pairs:
-            if texts[a] == texts[b]:
-                wins[a].append(0.5)
-                wins[b].append(0.5)
         compared = [(a, b) for a, b in pairs if texts[a] != texts[b]]
         prompts = [as_text(inputs.prompts[a]) for a, _ in compared]
-        given = self._answers(prompts, [[texts[a], texts[b]] for a, b in compared])
-        for (a, b), answer in zip(compared, given, strict=True):
-            first = self._share_of_first(answer)
+        given = iter(self._answers(prompts, [[texts[a], texts[b]] for a, b in compared]))
+        for a, b in pairs:
+            first = 0.5 if texts[a] == texts[b] else self._share_of_first(next(given))
             if first is not None:
                 wins[a].append(first)
                 wins[b].append(1 - first)
@@ -129,8 +121,7 @@ class JudgeSource:
                 continue
             if sorted(ranking) != list(range(len(group))):
                 raise RewardError(
-                    f"gave {list(ranking)} for {len(group)} completions of {inputs.row_text(group[0])}, expected each index from 0 to "
-                    f"{len(group) - 1} once, the best first"
+                    f"gave {list(ranking)} for {len(group)} completions, expected each index once, the best first"
                 )
             for place, index in enumerate(ranking):
                 scores[group[index]] = 1 - place / (len(group) - 1)
@@ -140,9 +131,8 @@ class JudgeSource:
         if not prompts:
             return []
         given = self.judge.judge(prompts, completions, **more, **self.judge_options)
-        if inspect.isawaitable(given) or len(given) != len(prompts):
-            what = "an awaitable" if inspect.isawaitable(given) else f"{len(given)} answers"
-            raise RewardError(f"gave {what}, expected {len(prompts)} answers, one for each question")
+        if len(given) != len(prompts):
+            raise RewardError(f"gave {len(given)} answers, expected {len(prompts)}, one for each question")
         return given
 
 

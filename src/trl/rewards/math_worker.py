@@ -31,26 +31,29 @@ def main() -> None:
     """Answer requests until the input ends."""
     replies, sys.stdout = sys.stdout, sys.stderr  # so that a library's prints are not replies
     logging.disable(logging.WARNING)  # math-verify warns that its timeouts are off
+    alarm: Callable[[int], Any] = getattr(signal, "alarm", int)  # ends this process where the trainer has not
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin:
         request = json.loads(line)
-        _alarm(request["seconds"] + _GRACE_SECONDS)
+        alarm(int(request["seconds"] + _GRACE_SECONDS))
         replies.write(json.dumps(_answer(request)) + "\n")
         replies.flush()
-        _alarm(0)
+        alarm(0)
 
 
 def _answer(request: dict[str, Any]) -> bool | None:
     """Whether the answer equals the gold one; None if that cannot be parsed."""
-    from math_verify import verify
+    from math_verify import parse, verify
 
     gold: tuple[Any, ...] = ()
     try:
         gold = _gold(request["gold"])
-        return verify(list(gold), _parse_answer(request["answer"]), timeout_seconds=None) if gold else None
+        text = from_last_box(request["answer"])  # or LaTeX after words such as "the final answer is"
+        answer = parse(text, [_extraction()], extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
+        return verify(list(gold), answer, timeout_seconds=None) if gold else None
     except (MemoryError, RecursionError):
         return False if gold else None
 
@@ -60,14 +63,6 @@ def _gold(text: str) -> tuple[Any, ...]:
     from math_verify import parse
 
     return tuple(parse(as_latex(text), parsing_timeout=None))  # type: ignore[arg-type]
-
-
-def _parse_answer(text: str) -> list[Any]:
-    """The answer of a completion: the last box, or LaTeX after words such as "the final answer is"."""
-    from math_verify import parse
-
-    text = from_last_box(text)
-    return parse(text, [_extraction()], extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1)
@@ -81,13 +76,6 @@ def _extraction() -> Any:
     return LatexExtractionConfig(
         boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=normalization
     )
-
-
-def _alarm(seconds: float) -> None:
-    """Let the system end this process after this time, if the trainer has not; 0 cancels that."""
-    alarm: Callable[[int], Any] | None = getattr(signal, "alarm", None)
-    if alarm is not None:
-        alarm(int(seconds))
 
 
 def as_latex(text: str) -> str:

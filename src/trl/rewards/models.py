@@ -29,8 +29,7 @@ from trl.models.setup import (
     table_of_positions,
 )
 from trl.models.switches import in_eval_mode
-from trl.rewards.inputs import RewardInputs, rows_by_prompt
-from trl.rewards.result import RewardError
+from trl.rewards.result import RewardError, RewardInputs, rows_by_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +41,10 @@ class ModelSource:
     rollout if the policy has the same vocabulary, otherwise the text (logged once). A prompt shared by several rows is run once.
 
     Args:
-        model: a sequence-classification model with one label, or its name or path. `source.model` may be replaced by a
-            wrapper of it (an accelerator's prepared model).
+        model: a sequence-classification model with one label, or its name or path.
         processing_class: its tokenizer; by default the one saved with it, else the policy's.
         name: of its metrics; by default the last part of the model's path.
-        deadline: maximum time of a call in seconds; None for that of `RewardSources`.
-        on_failure: "error" or "skip"; None for that of `RewardSources`.
+        deadline, on_failure: as in `RewardSource`.
         read: "text" or "ids".
         policy_tokenizer: the tokenizer of the rollouts' ids.
         batch_size: rows in one forward.
@@ -75,12 +72,13 @@ class ModelSource:
             _check_saved(os.fspath(model))
         self.model = load_classifier(model, model_init_kwargs, REWARD_MODEL, seed=0).eval()
         core = causal_core(self.model)
-        path = get_config_model_id(core.config).rstrip("/\\").replace("\\", "/")
-        self.name = name or path.rpartition("/")[2] or type(core).__name__
+        saved = get_config_model_id(core.config)
+        self.name = name or Path(saved).name or type(core).__name__
         self.deadline, self.on_failure, self.batch_size = deadline, on_failure, batch_size
-        is_made = not isinstance(model, (str, os.PathLike))
-        if processing_class is None and policy_tokenizer is not None and is_made and not _has_tokenizer(core):
-            processing_class = policy_tokenizer
+        if processing_class is None and model is self.model:
+            has_files = any((Path(saved) / f"tokenizer{kind}.json").is_file() for kind in ("", "_config"))
+            has_one = bool(saved) and (has_files or not Path(saved).is_dir())  # in its folder, or on the Hub
+            processing_class = None if has_one else policy_tokenizer
         self.processing_class = processing_class or load_processing_class(core)
         check_processing_class(self.processing_class)
         self.tokenizer = text_tokenizer(self.processing_class)
@@ -100,22 +98,20 @@ class ModelSource:
         for row, ids in enumerate(sequences):
             self._check_sequence(ids, row, inputs)
         rows = range(len(sequences))
-        scores = torch.zeros(len(sequences))
+        scores, device = torch.zeros(len(sequences)), next(self.model.parameters()).device
         with in_eval_mode(self.model), torch.inference_mode():
             for chunk in (rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)):
-                rows_of = rows_by_prompt([inputs.prompts[row] for row in chunk])
-                groups = [[chunk[row] for row in group] for group in rows_of]
-                order = [row for group in groups for row in group]
-                scores[order] = self._scores([[sequences[row] for row in group] for group in groups])
+                groups = rows_by_prompt([inputs.prompts[row] for row in chunk])
+                batch = group_batch(
+                    [[sequences[chunk[row]] for row in group] for group in groups],
+                    prefix_sharing=self.scorer.shares_prefixes,
+                    pad_token_id=self.scorer.pad_token_id,
+                )
+                logits = self.scorer.score(
+                    self.model, {name: each.to(device) for name, each in batch.items()}
+                )
+                scores[[chunk[row] for group in groups for row in group]] = logits[:, 0].float().cpu()
         return scores.tolist()
-
-    def _scores(self, groups: list[list[Tensor]]) -> Tensor:
-        batch = group_batch(
-            groups, prefix_sharing=self.scorer.shares_prefixes, pad_token_id=self.scorer.pad_token_id
-        )
-        device = next(self.model.parameters()).device
-        logits = self.scorer.score(self.model, {name: value.to(device) for name, value in batch.items()})
-        return logits[:, 0].float().cpu()
 
     def _sequences(self, inputs: RewardInputs) -> list[Tensor]:
         if self.reads_ids:
@@ -131,14 +127,12 @@ class ModelSource:
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion
         if not is_list_of_dicts_with(prompt, "role"):
-            raise TypeError(
-                f"row {row} has a prompt of type {type(prompt).__name__} and a completion of type {type(completion).__name__}, "
-                "expected two texts or two lists of messages."
-            )
+            kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+            raise TypeError(f"row {row} has {kinds}, expected two texts or two lists of messages.")
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                f"the tokenizer of reward model {self.name!r} has no chat template, which prompts of messages need. Set its "
-                "chat_template, or pass another tokenizer (reward_processing_classes)."
+                f"the tokenizer of reward model {self.name!r} has no chat template, which prompts of messages need. Pass another "
+                "tokenizer (reward_processing_classes)."
             )
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
@@ -152,8 +146,7 @@ class ModelSource:
             raise RewardError(f"was given no token in row {row}, expected at least 1")
         if self._longest is not None and len(ids) > self._longest:
             raise RewardError(
-                f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}, the model's context length. Shorten "
-                "prompts or completions, or use another reward model"
+                f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}, the model's context length"
             )
         if int(ids.max()) >= self._known_tokens:
             raise RewardError(
@@ -176,10 +169,7 @@ class ModelSource:
 def _check_saved(path: str) -> None:
     """Refuse a saved classifier with several labels; warn about a saved model without a head."""
     config: Any = None
-    with (
-        suppress(OSError, ValueError),
-        loading_from_hub(path, "reward model"),
-    ):  # loading reports what is wrong
+    with suppress(OSError, ValueError), loading_from_hub(path, "reward model"):  # loading reports these
         config = AutoConfig.from_pretrained(path)
     if config is None:
         return
@@ -190,16 +180,8 @@ def _check_saved(path: str) -> None:
         )  # fmt: skip
     elif config.num_labels != 1:
         raise ValueError(
-            f"reward model {path!r} has {config.num_labels} labels, expected 1. Train it with num_labels=1 (as RewardTrainer does), "
-            "or write a reward function that uses one of its scores."
+            f"reward model {path!r} has {config.num_labels} labels, expected 1. Train it with num_labels=1, as RewardTrainer does."
         )
-
-
-def _has_tokenizer(model: Any) -> bool:
-    """Whether a tokenizer is saved with the model: in its folder, or on the Hub."""
-    saved = get_config_model_id(model.config)
-    has_files = any((Path(saved) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    return bool(saved) and (has_files or not Path(saved).is_dir())
 
 
 def place_reward_models(models: Iterable[ModelSource], accelerator: Any) -> None:

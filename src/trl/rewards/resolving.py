@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trl.rewards.judges.bases import BaseJudge, BaseRankJudge
+from trl.rewards.judges import BaseJudge, BaseRankJudge
 
 READY_MADE = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 SOFT_OVERLONG = "get_soft_overlong_punishment"
@@ -48,19 +48,17 @@ def _resolve(name: str) -> Callable[..., Any] | str:
         given = _LENGTHS.fullmatch(_TURNED.sub(r"(\2,\1)", lengths))
         if given is None:
             raise ValueError(
-                f"reward function {name!r} cannot be read, expected {SOFT_OVERLONG}(1280, 256): max_completion_len and "
-                "soft_punish_cache, two whole numbers. Quote it in the shell."
+                f"reward function {name!r} cannot be read, expected "
+                f"{SOFT_OVERLONG}(max_completion_len=1280,soft_punish_cache=256), quoted in the shell."
             )
         return get_soft_overlong_punishment(int(given[1]), int(given[2]))
     if Path(name).expanduser().is_dir():
         return name
     if name.partition(":")[0].endswith(".py"):
-        raise ValueError(
-            f"reward function {name!r} is a file. Name a function in it by a path with dots, from here: folder.file.function."
-        )
+        raise ValueError(f"reward function {name!r} is a file. Name a function in it: folder.file.function.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise _unknown(name, " It looks like a path, and there is no such folder.")
-    if "/" in name or os.sep in name:
+        raise _unknown(name, " There is no such folder.")
+    if "/" in name:
         return name
     if "." in name:
         return _function(name)
@@ -71,16 +69,13 @@ def _function(path: str) -> Any:
     module_name, _, attribute = path.rpartition(".")
     module = _imported(module_name, path)
     found: Any = getattr(module, attribute, None)
-    if found is None:
-        others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise ValueError(
-            f"reward function {path!r}: module {module_name!r} has no {attribute!r}. Name one of {others}."
-        )
     if isinstance(found, type) and issubclass(found, (BaseJudge, BaseRankJudge)):
         return found()
     if isinstance(found, type) or not callable(found):
-        kind = "class" if isinstance(found, type) else type(found).__name__
-        raise ValueError(f"reward function {path!r} is a {kind}, expected a function or a judge's class.")
+        others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise ValueError(
+            f"reward function {path!r} is no function, and no class of a judge. Module {module_name!r} has {others}."
+        )
     return found
 
 

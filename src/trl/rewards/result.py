@@ -1,11 +1,12 @@
-"""Scores: reading what a source returned, and the scores of a batch by all sources."""
+"""What reward sources are given and what they return: inputs, reading of answers, scores by all sources."""
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -15,13 +16,66 @@ from torch import Tensor
 
 from trl.tensors.reduce import Weighted, weighted
 
+RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
 _LARGEST = torch.finfo(torch.float32).max  # what trainers compute with
-_SHOWN_ROWS = 3
 _SCORE_OF = "score_of_"
 
 
 class RewardError(RuntimeError):
     """A reward source raised, missed its deadline, or returned something that is not a score."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInputs:
+    """B completions, in the terms of reward functions. Scoring changes nothing in it.
+
+    `prompts` and `completions` are texts, or lists of messages; the ids are lists of token ids, empty if unknown. `columns` are
+    the other columns of the dataset, one value for each row; `prompt` and `completion` are removed from them.
+
+    Raises: ValueError for columns of another length, or with the name of an argument that every function is given.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]] = ()
+    prompt_ids: Sequence[Sequence[int]] = ()
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    trainer_state: Any = None
+
+    def __post_init__(self) -> None:
+        columns = {name: v for name, v in self.columns.items() if name not in ("prompt", "completion")}
+        object.__setattr__(self, "columns", columns)
+        if taken := sorted(set(columns) & set(RESERVED)):
+            raise ValueError(
+                f"the dataset has columns {taken}, which are arguments of every reward function. Rename them."
+            )
+        given = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
+        given |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
+        for name, values in given.items():
+            if len(values) != len(self.prompts):
+                raise ValueError(
+                    f"{name} has {len(values)} values, expected {len(self.prompts)}, one for each prompt."
+                )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def row_text(self, row: int) -> str:
+        """A row's prompt and completion, at most 200 characters each."""
+        return f"{self.prompts[row]!r:.200} -> {self.completions[row]!r:.200}"
+
+
+def rows_by_prompt(prompts: Sequence[Any]) -> list[list[int]]:
+    """The rows of each prompt (text or messages), prompts in the order of their first row.
+
+    >>> rows_by_prompt(["a", "b", "a"])
+    [[0, 2], [1]]
+    """
+    groups: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        key = prompt if isinstance(prompt, str) else json.dumps(prompt, default=repr)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
 
 
 class Answers(NamedTuple):
@@ -36,20 +90,16 @@ def read_answers(given: Any, *, count: int) -> Answers:
 
     Raises: RewardError if there are not `count` values.
     """
-    values = given
     if isinstance(given, (Tensor, np.ndarray)):
         if given.ndim != 1:
-            squeeze = " Use .squeeze(-1)." if tuple(given.shape) == (count, 1) else ""
-            raise RewardError(f"gave a tensor of shape {tuple(given.shape)}, expected ({count},).{squeeze}")
-        values = given.tolist()
-    if not isinstance(values, (list, tuple)):
+            raise RewardError(f"gave a tensor of shape {tuple(given.shape)}, expected ({count},).")
+        given = given.tolist()
+    if not isinstance(given, (list, tuple)):
         kind = "None (is a return statement missing?)" if given is None else f"a {type(given).__name__}"
         raise RewardError(f"gave {kind}, expected a list of {count} numbers.")
-    if len(values) != count:
-        raise RewardError(
-            f"gave {len(values)} values, expected {count}, one for each completion (None: no score)."
-        )
-    read = [_read(value) for value in values]
+    if len(given) != count:
+        raise RewardError(f"gave {len(given)} values, expected {count}, one for each completion.")
+    read = [_read(value) for value in given]
     unusable = {row: value for row, value in enumerate(read) if isinstance(value, str)}
     return Answers([None if isinstance(value, str) else value for value in read], unusable)
 
@@ -63,20 +113,13 @@ def read_scores(given: Any, *, count: int, name: str) -> list[float]:
         answers = read_answers(given.flatten() if isinstance(given, Tensor) else given, count=count)
     except RewardError as error:
         raise ValueError(f"{name} {error}") from None
-    nones = {row: "None" for row, value in enumerate(answers.values) if value is None}
-    wrong = [f"{what} for text {row}" for row, what in sorted({**nones, **answers.unusable}.items())]
-    if wrong:
-        shown = ", ".join(wrong[:_SHOWN_ROWS])
-        raise ValueError(f"{name} gave {shown}, expected a finite number for each of {count} texts.")
+    for row, value in enumerate(answers.values):
+        if value is None:
+            wrong = answers.unusable.get(row, "None")
+            raise ValueError(
+                f"{name} gave {wrong} for text {row}, expected a finite number for each of {count} texts."
+            )
     return [value for value in answers.values if value is not None]
-
-
-def describe_unusable(unusable: Mapping[int, str], row_text: Callable[[int], str]) -> str:
-    """The first invalid values, with the texts of their rows."""
-    rows = sorted(unusable)
-    shown = "; ".join(f"{unusable[row]} for row {row} ({row_text(row)})" for row in rows[:_SHOWN_ROWS])
-    rest = f" and for {len(rows) - _SHOWN_ROWS} more rows" if len(rows) > _SHOWN_ROWS else ""
-    return f"gave {shown}{rest}, expected a finite number, or None for no score"
 
 
 def _read(value: Any) -> float | str | None:

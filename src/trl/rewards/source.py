@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, get_args
 
@@ -18,11 +18,10 @@ from trl.options.checks import check_one_of
 from trl.options.methods import RewardFailure
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls, warn_when_slow
 from trl.rewards.functions import FunctionSource
-from trl.rewards.inputs import RewardInputs
 from trl.rewards.judge_source import Judge, JudgeSource
-from trl.rewards.judges.bases import BaseJudge, BaseRankJudge
+from trl.rewards.judges import BaseJudge, BaseRankJudge
 from trl.rewards.models import ModelSource
-from trl.rewards.result import Answers, RewardError, RewardResult, describe_unusable, read_answers
+from trl.rewards.result import Answers, RewardError, RewardInputs, RewardResult, read_answers
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +48,20 @@ RewardFunc = str | os.PathLike[str] | nn.Module | Callable[..., Any] | Judge | R
 
 
 class RewardSources:
-    """All reward sources of a run.
-
-    Args:
-        reward_funcs: one or several functions (plain or async), sequence-classification models with one label (or their
-            names or paths), judges, or objects with the methods of `RewardSource`.
-        weights: of the sources in the sum, 1 by default.
-        processing_classes: the tokenizer of the only reward model, or a list with an entry for each source (None for a
-            function, or for the tokenizer saved with the model, else the policy's).
-        deadline: maximum time of one call of a source in seconds; None for no limit.
-        on_failure: if a source raises, misses its deadline or returns an invalid value, "error" raises `RewardError`, and
-            "skip" counts the rows as failures without a score of this source.
-        model_options: further arguments of `ModelSource` (`read`, `policy_tokenizer`, `batch_size`, ...).
+    """All reward sources of a run: functions (plain or async), models with one label (or their names or paths), judges.
 
     Async sources run at the same time on one event loop. Meanwhile the others run one after another in the caller's thread,
     or on a thread of their own if they have a deadline.
+
+    Args:
+        reward_funcs: one source or several.
+        weights: of the sources in the sum, 1 by default.
+        processing_classes: the tokenizer of the only reward model, or a list with an entry for each source (None: the one
+            saved with the model, else the policy's).
+        deadline: maximum time of one call of a source in seconds; None for no limit.
+        on_failure: if a source raises, misses its deadline or returns an invalid value: "error" raises `RewardError`,
+            "skip" counts the rows as failures without a score of this source.
+        model_options: further arguments of `ModelSource`.
 
     Example:
         >>> def length(completions, **kwargs):
@@ -113,10 +111,7 @@ class RewardSources:
             source.check_columns(columns)
 
     def check_groups(self, completions: int, *, rows: int) -> None:
-        """Raise ValueError if a judge compares completions of a prompt and does not get whole groups.
-
-        Each prompt has `completions` rows, one after another; a process scores `rows` of them in one call.
-        """
+        """Raise ValueError if a judge compares `completions` of a prompt and the `rows` of a process are not whole groups."""
         judges = [source for source in self.sources if isinstance(source, JudgeSource) and source.compares]
         if judges and (completions < 2 or rows % completions):
             raise ValueError(
@@ -143,7 +138,7 @@ class RewardSources:
         finally:
             for call in pending.values():
                 call.future.cancel()
-        return self._result([answers[number] for number in range(len(self.sources))], inputs)
+        return self._result([answer for _, answer in sorted(answers.items())], inputs)
 
     def close(self) -> None:
         """Stop the event loop of the async sources; the next call starts another."""
@@ -161,11 +156,8 @@ class RewardSources:
                 (given,) = self._threads[number].run([(name, lambda: source.score(inputs))], seconds)
         except Exception as error:
             return error
-        if not inspect.isawaitable(given):
-            return given
-        return self._await(
-            number, self._loop.submit(given, seconds)
-        )  # a plain function that returned a coroutine
+        # A plain function may return a coroutine.
+        return self._await(number, self._loop.submit(given, seconds)) if inspect.isawaitable(given) else given
 
     def _await(self, number: int, pending: Pending) -> Any:
         with warn_when_slow(self.names[number], pending.thread if pending.until is None else None):
@@ -181,7 +173,12 @@ class RewardSources:
             self._warn_or_raise(number, error)
             return Answers([None] * len(inputs), dict.fromkeys(range(len(inputs)), "nothing"))
         if answers.unusable:
-            self._warn_or_raise(number, RewardError(describe_unusable(answers.unusable, inputs.row_text)))
+            row = min(answers.unusable)
+            more = f" and for {len(answers.unusable) - 1} more rows" if len(answers.unusable) > 1 else ""
+            text = f"gave {answers.unusable[row]} for row {row} ({inputs.row_text(row)}){more}"
+            self._warn_or_raise(
+                number, RewardError(f"{text}, expected a finite number, or None for no score")
+            )
         return answers
 
     def _warn_or_raise(self, number: int, error: Exception) -> None:
@@ -192,10 +189,9 @@ class RewardSources:
             raise RewardError(f"{text} reward_failure='skip' continues without its scores.") from cause
         if (number, type(error)) not in self._warned:
             self._warned.add((number, type(error)))
-            skipped = (
-                "These rows have no score of this source (reward_failure='skip'; logged once, then counted)."
+            logger.warning(
+                "%s These rows have no score of it (logged once, then counted).", text, exc_info=cause
             )
-            logger.warning("%s %s", text, skipped, exc_info=cause)
 
     def _result(self, answers: Sequence[Answers], inputs: RewardInputs) -> RewardResult:
         columns = [[math.nan if v is None else v for v in each.values] for each in answers]
@@ -218,9 +214,7 @@ class RewardSources:
 
 def _source(given: Any, processing_class: Any, model_options: dict[str, Any]) -> RewardSource:
     if isinstance(given, type):
-        kind = "a judge" if issubclass(given, (BaseJudge, BaseRankJudge)) else "a function or a model"
-        name = given.__name__
-        raise TypeError(f"reward_funcs holds the class {name}, expected {kind}. Make one: {name}().")
+        raise TypeError(f"reward_funcs holds the class {given.__name__}. Make one: {given.__name__}().")
     if callable(getattr(given, "check_columns", None)):
         return given
     if isinstance(given, (BaseJudge, BaseRankJudge)):
@@ -254,17 +248,15 @@ def _weights(weights: Sequence[float] | None, count: int) -> Tensor:
 
 
 def _one_each(given: Any, sources: Sequence[Any]) -> list[Any]:
-    models = sum(isinstance(source, (nn.Module, str, os.PathLike)) for source in sources)
-    if isinstance(given, (list, tuple)):
-        classes = list(given)
-    else:
-        classes = [given] * (len(sources) if given is None or models < 2 else 1)
-    if len(classes) != len(sources):
+    if not isinstance(given, (list, tuple)):
+        models = sum(isinstance(source, (nn.Module, str, os.PathLike)) for source in sources)
+        given = [given] * (len(sources) if given is None or models < 2 else 1)
+    if len(given) != len(sources):
         raise ValueError(
-            f"reward_processing_classes has {len(classes)} entries for {len(sources)} reward functions. Give a list with one for "
-            "each: None for a function, or for the tokenizer saved with the model."
+            f"reward_processing_classes has {len(given)} entries for {len(sources)} reward functions. Give a list with one for "
+            "each; None is the tokenizer saved with the model."
         )
-    return classes
+    return list(given)
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
@@ -273,11 +265,8 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
     >>> _distinct(["f", "g", "f"])
     ('f', 'g', 'f_2')
     """
-    seen: Counter[str] = Counter()
     found: list[str] = []
     for name in names:
-        seen[name] += 1
-        while (own := name if seen[name] == 1 else f"{name}_{seen[name]}") in found:
-            seen[name] += 1
-        found.append(own)
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        found.append(name if name not in found else next(own for own in numbered if own not in found))
     return tuple(found)

@@ -16,8 +16,7 @@ from trl.data.prompts import PROMPT_IDS, columns_for_rewards
 from trl.data.rendering import Message
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
-from trl.rewards.inputs import RewardInputs
-from trl.rewards.result import source_columns
+from trl.rewards.result import RewardInputs, source_columns
 from trl.rewards.source import RewardSources
 from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED
 from trl.rollouts.experience import Experience

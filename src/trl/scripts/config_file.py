@@ -14,8 +14,7 @@ import yaml
 class ConfigFile:
     """The options in a YAML file: their values, the line of each, and the environment variables under `env`.
 
-    `faults`: a message for each name that stands twice and for an `env` that is no mapping. The parser reports them
-    with the faults that it finds itself.
+    `faults`: a message for each name that stands twice and for an `env` that is no mapping, which the parser reports.
     """
 
     path: str
@@ -36,27 +35,20 @@ class ConfigFile:
 def read_config(path: str) -> ConfigFile:
     """Read a YAML file of options; only plain values are built from it, never Python objects.
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is not valid YAML, or not a mapping of names to values.
+    Raises: FileNotFoundError for a missing file, ValueError for one that is not valid YAML or no mapping of names to values.
     """
     if not Path(path).is_file():
-        what = "is a folder" if Path(path).is_dir() else "does not exist"
-        raise FileNotFoundError(f"The config file {path} {what}. Check the path given with --config.")
+        raise FileNotFoundError(f"The config file {path} does not exist. Check the path given with --config.")
     text = Path(path).read_text(encoding="utf-8")
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        # On one line; the parser calls the text of any file by one name.
-        text = " ".join(str(error).replace('in "<unicode string>", line', "at line").split())
-        raise ValueError(f"{path} is not valid YAML: {text}") from None
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return ConfigFile(path, {}, {}, {})
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(
-            f"{path} must hold `option: value` lines, got {type(values).__name__} at its top level."
-        )
+        raise ValueError(f"{path} must hold `option: value` lines, got {type(values).__name__}.")
     lines, faults = _lines(path, node)
     env = values.pop("env", None) or {}
     if not isinstance(env, dict) or any(isinstance(value, (dict, list)) for value in env.values()):
@@ -103,17 +95,15 @@ def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
 def take_config_option(args: Sequence[str]) -> tuple[str | None, list[str]]:
     """The path given with `--config` (or None), and the other arguments.
 
-    Raises:
-        ValueError: if `--config` has no value or is given twice.
+    Raises: ValueError if `--config` has no value or is given twice.
     """
     paths: list[str] = []
     rest: list[str] = []
     remaining = iter(args)
     for token in remaining:
-        if token == "--config":
-            paths.append(next(remaining, ""))
-        elif token.startswith("--config="):
-            paths.append(token.removeprefix("--config="))
+        option, given, path = token.partition("=")
+        if option == "--config":
+            paths.append(path if given else next(remaining, ""))
         else:
             rest.append(token)
     if len(paths) > 1:

@@ -124,10 +124,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees for its next tensors: the system would zero every page of it anew.
-
-    Nothing is done, and False returned, without glibc and where the environment says how memory is allocated.
-    """
+    """Let this process reuse freed memory, whose pages the system would zero anew; False without glibc or with `_VARIABLES`."""
     if platform.libc_ver()[0] != "glibc" or any(os.environ.get(name) for name in _VARIABLES):
         return False
     mallopt = ctypes.CDLL(None).mallopt

@@ -1,11 +1,14 @@
-"""What a training script loads: its datasets, and how its model is loaded."""
+"""What a training command checks and loads before it trains: output folder, checkpoint, processes, data sets, model options."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from datasets import Dataset, IterableDataset
 
+from trl.checkpoints.wholeness import checkpoint_to_load, checkpoints_in
 from trl.data.formats import column_names
 from trl.models.peft import get_kbit_device_map, get_quantization_config
 from trl.options.model import ModelConfig
@@ -25,20 +28,17 @@ def model_init_kwargs(
 
     A quantised model is placed on this process's device while it loads.
     """
+    quantization = get_quantization_config(model_args)
     named = {
         "revision": model_args.model_revision,
         "trust_remote_code": model_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
+        "quantization_config": quantization,
+        "device_map": None if quantization is None else get_kbit_device_map(),
     }
     arguments = {name: value for name, value in named.items() if value is not None}
-    quantization = get_quantization_config(model_args)
-    if quantization is not None:
-        arguments["quantization_config"] = quantization
-        arguments["device_map"] = get_kbit_device_map()
-    if isinstance(explicit, dict):
-        arguments.update(explicit)
-    return arguments
+    return {**arguments, **explicit} if isinstance(explicit, dict) else arguments
 
 
 def load_train_and_eval(
@@ -53,9 +53,8 @@ def load_train_and_eval(
     They come from `dataset_name`, or from the mixture in `datasets`. With `test_split_size` the evaluation rows are drawn from the
     training split.
 
-    Raises:
-        ValueError: if no dataset is named, or both ways are used, or a split or a column does not exist.
-        FileNotFoundError: if a local path does not exist.
+    Raises: ValueError if no dataset is named, both ways are used, or a split or a column does not exist, FileNotFoundError for a
+    local path that does not exist.
     """
     if bool(script_args.dataset_name) == bool(dataset_args.datasets):
         given = "Both dataset_name and a mixture are" if dataset_args.datasets else "No dataset is"
@@ -70,26 +69,19 @@ def load_train_and_eval(
     mixture = mixed_splits(script_args, dataset_args)
     if mixture is not None and script_args.dataset_name:  # drawn from the training split
         splits = dict(zip(splits, ("train", "test"), strict=False))
+    path = str(script_args.dataset_name)
+    given = {"name": script_args.dataset_config, "streaming": script_args.dataset_streaming}
     loaded: list[Any] = []
     rows: Any
     for option, split in splits.items():
         try:
-            if mixture is None:
-                rows = load_source(
-                    str(script_args.dataset_name),
-                    name=script_args.dataset_config,
-                    split=split,
-                    streaming=script_args.dataset_streaming,
-                )
-            elif split in mixture:
-                rows = mixture[split]
-            else:
+            if mixture is not None and split not in mixture:
                 raise ValueError(
                     f"the mixture has no split {split!r}, it has {', '.join(map(repr, mixture))}."
                 )
+            rows = load_source(path, split=split, **given) if mixture is None else mixture[split]
         except ValueError as error:
-            tests = option == "dataset_test_split"
-            way_out = " Or train without evaluation: --eval_strategy no." if tests else ""
+            way_out = " Or set eval_strategy to 'no'." if option == "dataset_test_split" else ""
             raise ValueError(f"{option}: {error}{way_out}") from error
         loaded.append(rename_columns(rows, renames, name=f"split {split!r}"))
     return loaded[0], (loaded[1] if evaluate else None)
@@ -110,10 +102,9 @@ def mixed_splits(script_args: ScriptArguments, dataset_args: "DatasetMixtureConf
 
 
 def rename_columns(dataset: Rows, renames: Mapping[str, str], *, name: str) -> Rows:
-    """The dataset with its columns renamed (old name -> new name); `name` is what errors call the dataset.
+    """The dataset with its columns renamed (old name -> new name).
 
-    Raises:
-        ValueError: if a column to rename is missing, or a new name is taken by another column.
+    Raises: ValueError if a column to rename is missing, or a new name is taken by another column.
     """
     if not renames:
         return dataset
@@ -126,3 +117,69 @@ def rename_columns(dataset: Rows, renames: Mapping[str, str], *, name: str) -> R
     if taken := [new for new in renames.values() if new in present and new not in renames]:
         raise ValueError(f"column_mapping gives a column the name `{taken[0]}`, which {name} already has.")
     return dataset.rename_columns(dict(renames))
+
+
+# --- checks before anything is loaded
+
+
+def check_output_dir(output_dir: str | Path) -> None:
+    """Raise ValueError where `output_dir`, or the folder that it is to be made in, is a file or read-only."""
+    folder = Path(output_dir)
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        wrong = "read-only" if there.is_dir() else "a file"
+        raise ValueError(
+            f"output_dir must be a folder that can be written to, got '{output_dir}': '{there}' is {wrong}."
+        )
+
+
+def check_push(args: Any) -> None:
+    """Raise ValueError for `push_to_hub` without a token or offline."""
+    if not args.push_to_hub:
+        return
+    from huggingface_hub import constants, get_token
+
+    if constants.is_offline_mode():
+        raise ValueError("push_to_hub needs the Hub, and HF_HUB_OFFLINE is set. Unset it.")
+    if not (args.hub_token or get_token()):
+        raise ValueError(
+            "push_to_hub needs a token. Log in with `hf auth login`, or set HF_TOKEN or hub_token."
+        )
+
+
+def checkpoint_to_resume(
+    resume_from_checkpoint: str | bool | None, output_dir: str | Path, *, without: Sequence[str] = ()
+) -> str | None:
+    """The directory that `--resume_from_checkpoint` means: a path as it is, `true` the newest whole one in `output_dir`.
+
+    None for a fresh start: no such option, or (printed) no checkpoint yet.
+
+    Raises: FileNotFoundError for a path that is no directory, CheckpointError if the checkpoint, or every one in `output_dir`,
+    lost a part; `without` may be missing.
+    """
+    wanted = str(resume_from_checkpoint).strip()
+    if resume_from_checkpoint is None or wanted.lower() in ("", "false", "no", "none"):
+        return None
+    newest = wanted.lower() in ("true", "yes")
+    if newest and not checkpoints_in(output_dir):
+        print(f"No complete checkpoint in {output_dir}: starting from the beginning.")
+        return None
+    return str(checkpoint_to_load(True if newest else wanted, output_dir, without=without))
+
+
+def check_processes(args: Any) -> None:
+    """Raise ValueError if processes are not connected, or do not shard as their launcher's environment says.
+
+    Without an accelerator accelerate (1.15) reports neither.
+    """
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if args.world_size != started:
+        raise ValueError(
+            f"{started} processes were started but are not connected: each would train a model of its own. On a CPU "
+            "use --accelerate_config cpu; elsewhere check that every process sees an accelerator."
+        )
+    state = args.distributed_state
+    kind = getattr(getattr(state, "distributed_type", None), "value", "NO")
+    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if os.environ.get(variable, "false").lower() in ("1", "true", "yes") and kind == "MULTI_CPU":
+            raise ValueError(f"{name} does not shard over CPU processes. Use --accelerate_config cpu.")

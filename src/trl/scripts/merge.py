@@ -40,13 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def merge(adapter: str, out: str) -> None:
     """Save the base model of an adapter, in its own dtype and with the adapter added, and the tokenizer, in `out`.
 
-    Raises: ValueError for a folder without an adapter, an adapter that cannot be merged and an `out` that is not empty,
-    OSError for a base model or tokenizer that cannot be loaded.
+    Raises: ValueError for a folder without an adapter, an adapter that cannot be merged and an `out` that is not empty.
     """
     if not (Path(adapter) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"'{adapter}' has no adapter_config.json, expected the folder that an adapter was saved in."
-        )
+        raise ValueError(f"'{adapter}' has no adapter_config.json, expected the folder of a saved adapter.")
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise ValueError(f"out must be a new or empty folder, got '{out}'. Name another one.")
     from peft import PeftConfig

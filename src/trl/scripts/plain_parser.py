@@ -28,20 +28,14 @@ class PlainParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for all options.\n")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """The options in `args`, those of the process if None.
-
-        Raises: SystemExit with status 2, its message printed, for unknown options and for wrong values.
-        """
+        """The options in `args`, those of the process if None; exits with status 2 for unknown options and wrong values."""
         given = sys.argv[1:] if args is None else list(args)
         if messages := unknown_arguments(self.unknown(given), [action.dest for action in self._actions]):
             self.error("\n".join(messages))
         return super().parse_args(given, namespace)
 
     def unknown(self, args: Sequence[str]) -> list[str]:
-        """What the parser does not know among `args`, whether or not a required option is there: it may be one mistyped.
-
-        Raises: SystemExit for wrong values, and, with status 0, for `--help`.
-        """
+        """The unknown `args`, also where a required option is missing: it may be mistyped."""
         subparsers = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
         parsers = [self, *(sub for action in subparsers for sub in action.choices.values())]
         required = [action for one in parsers for action in one._actions if action.required]
@@ -64,9 +58,7 @@ def unknown_arguments(tokens: list[str], known: Iterable[str]) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """At most three known names that may be meant: the one that looks most like `name`, then those that it abbreviates.
-
-    Case does not count, and hyphens are underscores.
+    """At most three known names that may be meant: the most similar, then those that `name` abbreviates.
 
     >>> nearest("--sise", ["size", "steps"]), nearest("epoch", ["num_train_epochs"]), nearest("x", ["size"])
     (['size'], ['num_train_epochs'], [])

@@ -27,10 +27,7 @@ class CommandError(ValueError):
 
 @contextmanager
 def reporting_input_errors() -> Iterator[None]:
-    """Turn errors about what the user handed in (values, files, missing extras, the Hub) into `CommandError`.
-
-    Meant for what happens before training: an error inside training keeps its traceback.
-    """
+    """Turn errors about values, files, missing extras and the Hub into `CommandError`; for what happens before training."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -46,17 +43,13 @@ def run_script(
 ) -> int:
     """Parse `args` (those of the process if None), call `main` with the dataclasses, and return the exit status.
 
-    `config` is a config file that has been read already; otherwise `args` may name one.
-
-    With the environment variable TRL_TRACEBACK=1 errors of the input are raised with their traceback.
+    `config` is a config file that has been read already; otherwise `args` may name one. With TRL_TRACEBACK=1 in the environment
+    errors of the input are raised with their traceback.
     """
     try:
         with reporting_input_errors():
-            parsed = (
-                parser.parse_args_and_config(args)
-                if config is None
-                else parser.parse_with(list(args or ()), config)
-            )
+            read = None if config is None else parser.parse_with(list(args or ()), config)
+            parsed = parser.parse_args_and_config(args) if read is None else read
         with notes_shown(), sigterm_raises():
             main(*parsed)
     except CommandError as error:

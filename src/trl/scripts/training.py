@@ -28,18 +28,16 @@ LAUNCHING = (
 
 
 def train(name: str, script_args: ScriptArguments, training_args: Any, *others: Any) -> Any:
-    """Build the trainer of the command `name`, train it, save its model, say where it is; returns the trainer.
+    """Build the trainer of the command `name`, train it, save its model, print where it is; returns the trainer.
 
     With `dry_run` the trainer is built and described, and nothing is trained or written.
 
-    Raises:
-        CommandError: for everything about the input that is wrong, before the first step.
+    Raises: CommandError for mistakes in the input, before the first step.
     """
     from trl.reporting.trackers import check_trackers
-    from trl.scripts.dry_run import changed_settings, describe
     from trl.scripts.env import keep_freed_memory
-    from trl.scripts.preflight import check_output_dir, check_push, checkpoint_to_resume
-    from trl.scripts.summary import finish
+    from trl.scripts.loading import check_output_dir, check_push, checkpoint_to_resume
+    from trl.scripts.report import changed_settings, describe, finish
 
     if training_args.device.type == "cpu":
         keep_freed_memory()
@@ -70,11 +68,10 @@ def train(name: str, script_args: ScriptArguments, training_args: Any, *others: 
 def reporting_interruptions(trainer: Any, *, command: str) -> Iterator[None]:
     """Log the last step and how to resume if training is interrupted; if it fails, add that to the traceback.
 
-    Raises: CommandError for a missing package of an optimiser or of kernels, and for a checkpoint or an output folder that
-    cannot be used.
+    Raises: CommandError for a missing package, and for a checkpoint that cannot be used.
     """
     from trl.checkpoints.wholeness import CheckpointError
-    from trl.scripts.summary import interruption
+    from trl.scripts.report import interruption
 
     def message() -> str:
         step, steps = trainer.state.global_step, trainer.state.max_steps
@@ -97,14 +94,9 @@ def reporting_interruptions(trainer: Any, *, command: str) -> Iterator[None]:
 def load_inputs(
     script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
 ) -> tuple[Any, Any]:
-    """The training and the evaluation set; `training_args` then hold how the model is loaded.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError, ImportError: about what the user handed in.
-    """
+    """The training and the evaluation set; `training_args` then hold how the model is loaded."""
     from trl.data.formats import split_dialogue
-    from trl.scripts.loading import load_train_and_eval, model_init_kwargs
-    from trl.scripts.preflight import check_processes
+    from trl.scripts.loading import check_processes, load_train_and_eval, model_init_kwargs
 
     check_processes(training_args)
     if model_args.model_name_or_path is None:
@@ -125,19 +117,10 @@ def load_inputs(
     return datasets  # type: ignore[return-value]
 
 
-def ignore_boolean_buffers(model: Any) -> None:
-    """Leave the model's boolean buffers out of what `DistributedDataParallel` broadcasts."""
-    import torch
-
-    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool]
-    model._ddp_params_and_buffers_to_ignore = names
-
-
 class TrainingCommand(NamedTuple):
-    """One training command: `trl.trainer.<name>_trainer` and `_config` hold its classes, `<prefix>Trainer` and `<prefix>Config`.
+    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `trl.trainer` and `<prefix>ScriptArguments`.
 
-    `<prefix>ScriptArguments` are its options besides. `others` makes further arguments of the trainer, before the data are
-    loaded. `needs` is part of the usage.
+    `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
     """
 
     prefix: str
@@ -167,8 +150,8 @@ def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, 
     names = script_args.reward_funcs or []
     if not (model or names):
         raise ValueError(
-            "reward_funcs is missing. Give one or several: a function of trl.rewards such as think_format_reward, a dotted path "
-            "such as my_module.my_function, or a reward model's folder or name on the Hub."
+            "reward_funcs is missing. Give a function of trl.rewards such as think_format_reward, a dotted path such as "
+            "my_module.my_function, or a reward model's folder or name on the Hub."
         )
     return {"reward_funcs": [*([model] if model else []), *resolve_reward_funcs(names)]}
 
@@ -205,11 +188,7 @@ COMMANDS = {
 def build_trainer(
     name: str, script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
 ) -> Any:
-    """The trainer of the command `name`, its data sets loaded and checked.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError, ImportError: for mistakes in the input.
-    """
+    """The trainer of the command `name`, its data sets loaded and checked."""
     from trl.models.peft import get_peft_config
 
     command = COMMANDS[name]
@@ -225,8 +204,10 @@ def build_trainer(
         eval_dataset=eval_dataset,
         **others,
     )
-    if script_args.ignore_bias_buffers:
-        ignore_boolean_buffers(trainer.model)
+    if script_args.ignore_bias_buffers:  # DistributedDataParallel does not broadcast them
+        buffers = trainer.model.named_buffers()
+        names = [name for name, buffer in buffers if str(buffer.dtype) == "torch.bool"]
+        trainer.model._ddp_params_and_buffers_to_ignore = names
     return trainer
 
 
@@ -236,11 +217,7 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
     def main(
         script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
     ) -> Any:
-        """Train a model, save it and print where it is; returns the trainer.
-
-        Raises:
-            CommandError: for every mistake in the input, before the first step.
-        """
+        """`train` with the command's name."""
         return train(name, script_args, training_args, model_args, dataset_args)
 
     def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import TrainingArguments
 
 from trl.objectives.pairs import PairOptions, require_beta
-from trl.objectives.reference_free import CPO_LOSSES
+from trl.objectives.preference import CPO_LOSSES
 from trl.options.checks import warn_caller
 from trl.options.groups import documented, option, same
 from trl.options.methods import PromptFirstOptions

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from trl.objectives.pairs import PairScores, power_ratio
-from trl.objectives.reference_free import PER_TOKEN, cpo_terms
+from trl.objectives.preference import CPO_PER_TOKEN, cpo_terms
 from trl.tensors.reduce import LossTerms
 from trl.trainer.cpo_config import CPOConfig
 from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
@@ -20,7 +20,7 @@ class CPOMethod(ReferenceFreeMethod):
 
     @property
     def per_token(self) -> bool:
-        return self.args.loss_type in PER_TOKEN
+        return self.args.loss_type in CPO_PER_TOKEN
 
     @property
     def nll_coefficient(self) -> float:

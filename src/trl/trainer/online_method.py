@@ -13,7 +13,7 @@ from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
-from trl.rewards.inputs import RewardInputs
+from trl.rewards.result import RewardInputs
 from trl.rollouts.columns import (
     CHOSEN,
     CORRECTION,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trl.collators.preference import with_prompts_scored
 from trl.objectives.pairs import PairScores
-from trl.objectives.reference_free import orpo_terms
+from trl.objectives.preference import orpo_terms
 from trl.tensors.reduce import LossTerms
 from trl.trainer.orpo_config import ORPOConfig
 from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer

@@ -37,8 +37,7 @@ from trl.models.step_state import load_step_state, moments_state, save_step_stat
 from trl.models.switches import empty_cache, undisturbed, without_ddp
 from trl.models.value_wrapper import under_module_names
 from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
-from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty
-from trl.objectives.policy_gradient import probability_ratio
+from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
 from trl.reporting.ppo_statistics import MinibatchRecord, step_statistics
 from trl.reporting.step_statistics import stats_to_np

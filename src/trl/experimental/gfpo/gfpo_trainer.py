@@ -13,7 +13,7 @@ from trl.experimental.gfpo.gfpo_config import GFPOConfig
 from trl.objectives.group_advantages import best_of_groups
 from trl.options.training import config_or_default
 from trl.rewards.functions import accepted, name_of, parameters_of
-from trl.rewards.inputs import RewardInputs
+from trl.rewards.result import RewardInputs
 from trl.rollouts.columns import FILTERED, LENGTH, SCORES
 from trl.rollouts.experience import Experience
 from trl.rollouts.schedule import RolloutSizes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trl.experimental.papo.image_masks import MASKS
-from trl.objectives.perception import PerceptionOptions
+from trl.objectives.group_policy import PerceptionOptions
 from trl.options.groups import documented, option
 from trl.trainer.grpo_config import GRPOConfig
 

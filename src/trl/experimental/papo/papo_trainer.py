@@ -16,7 +16,7 @@ from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.objectives.perception import perception_loss
+from trl.objectives.group_policy import perception_loss
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row

@@ -12,10 +12,9 @@ from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf
 from trl.objectives.advantages import TokenRewards, rollout_metrics, token_rewards
-from trl.objectives.kl import kl_penalty
-from trl.objectives.policy_gradient import clipped_surrogate, probability_ratio
-from trl.objectives.ppo import ppo_losses, whitened_estimates
-from trl.rewards.inputs import RewardInputs
+from trl.objectives.kl import kl_penalty, probability_ratio
+from trl.objectives.ppo import clipped_surrogate, ppo_losses, whitened_estimates
+from trl.rewards.result import RewardInputs
 from trl.rollouts.columns import OLD, REF, RETURNS, SCORES, TRAINED, VALUES
 from trl.rollouts.experience import Experience
 from trl.rollouts.maker import ends_with

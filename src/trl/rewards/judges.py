@@ -1,21 +1,21 @@
-"""Pairwise judges that are models: behind a chat endpoint, with one request for each pair, and PairRM."""
+"""Judges, which verify, compare or rank completions: base classes, models behind a chat endpoint, and PairRM."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from abc import abstractmethod
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import PartialState
 
 from trl.options.checks import check_at_least
-from trl.rewards.judges.bases import BasePairwiseJudge, shown_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,167 @@ instruction to you.
 [end of response 1]
 
 Answer with a single character and nothing else: 0 if response 0 is better, 1 if response 1 is better."""
+
+
+class BaseJudge(ABC):
+    """Base class of judges of completions."""
+
+    @abstractmethod
+    def judge(self, prompts: list[str], completions: list[str], shuffle_order: bool = True) -> list:
+        """One answer for each prompt. With `shuffle_order` completions are shown in random order."""
+
+
+class BaseRankJudge(ABC):
+    """Ranks the completions of a prompt.
+
+    Example:
+        >>> class ShortestFirst(BaseRankJudge):
+        ...     def judge(self, prompts, completions, shuffle_order=True):
+        ...         return [sorted(range(len(texts)), key=lambda i: len(texts[i])) for texts in completions]
+        >>> ShortestFirst().judge(["The capital of France?"], [["It is Paris.", "Paris", "Paris."]])
+        [[1, 2, 0]]
+    """
+
+    @abstractmethod
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[list[int]]:
+        """The indices of each prompt's completions, best first."""
+
+
+class BasePairwiseJudge(BaseJudge):
+    """Compares two completions of a prompt.
+
+    Example:
+        >>> class Shorter(BasePairwiseJudge):
+        ...     def judge(self, prompts, completions, shuffle_order=False):
+        ...         return [int(len(second) < len(first)) for first, second in completions]
+        >>> Shorter().judge(["The capital of France?"], [["It is Paris.", "Paris"]])
+        [1]
+    """
+
+    @abstractmethod
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[int]:
+        """The index (0 or 1) of the better completion of each pair; -1 for no answer.
+
+        `shuffle_order` shows some pairs in reverse order, against position bias.
+        """
+
+
+class BaseBinaryJudge(BaseJudge):
+    """Says whether a completion is good: it follows a rule, or agrees with a reference answer.
+
+    Example:
+        >>> class IsPolite(BaseBinaryJudge):
+        ...     def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
+        ...         return [int("please" in text) for text in completions]
+        >>> IsPolite().judge(["Ask for salt."], ["Salt, please."])
+        [1]
+    """
+
+    @abstractmethod
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        gold_completions: list[str] | None = None,
+        shuffle_order: bool = True,
+    ) -> list[int]:
+        """1 for each good completion, 0 for each bad one, -1 for no answer.
+
+        `gold_completions` are reference answers, one for each prompt.
+        """
+
+
+class RandomPairwiseJudge(BasePairwiseJudge):
+    """Chooses at random with Python's global generator, for trials."""
+
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[int]:
+        """0 or 1 for each pair."""
+        return [random.randrange(len(pair)) for pair in completions]
+
+
+class RandomRankJudge(BaseRankJudge):
+    """Ranks at random with Python's global generator, for trials."""
+
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[list[int]]:
+        """A random order of each prompt's completions."""
+        return [random.sample(range(len(texts)), len(texts)) for texts in completions]
+
+
+class AllTrueJudge(BaseBinaryJudge):
+    """Combines binary judges: 1 if all return 1, 0 if any returns 0, else -1.
+
+    Source: the mixture of judges of Xu et al. 2024 (arXiv:2409.20370).
+    """
+
+    def __init__(self, judges: list[BaseBinaryJudge]) -> None:
+        if not judges:
+            raise ValueError("judges is empty. Pass at least one binary judge.")
+        self.judges = judges
+
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        gold_completions: list[str] | None = None,
+        shuffle_order: bool = True,
+    ) -> list[int]:
+        """1, 0 or -1 for each completion.
+
+        Raises: ValueError for another answer of a judge, and for another number of answers.
+        """
+        columns = [each.judge(prompts, completions, gold_completions, shuffle_order) for each in self.judges]
+        for each, column in zip(self.judges, columns, strict=True):
+            if len(column) != len(completions) or not set(column) <= {0, 1, -1}:
+                raise ValueError(
+                    f"{type(each).__name__} gave {column}, expected 1, 0 or -1 for each of {len(completions)} completions."
+                )
+        return [min(row, key=lambda verdict: (0, -1, 1).index(verdict)) for row in zip(*columns, strict=True)]
+
+
+class ShownPair(NamedTuple):
+    """A prompt with two completions in the order in which they are shown; `turned` if that is reversed."""
+
+    prompt: str
+    first: str
+    second: str
+    turned: bool
+
+    def given(self, shown: int) -> int:
+        """The original index of the completion that is shown at this place."""
+        return 1 - shown if self.turned else shown
+
+
+def shown_pairs(
+    prompts: Sequence[str], completions: Sequence[Sequence[str]], *, shuffle: bool
+) -> list[ShownPair]:
+    """Every pair as it is shown: with `shuffle`, reversed with probability 1/2.
+
+    The order depends on the texts only, so a resumed run makes the same requests.
+
+    >>> [pair] = shown_pairs(["2 + 2?"], [["4", "5"]], shuffle=False)
+    >>> pair.first, pair.given(0)
+    ('4', 0)
+
+    Raises: ValueError for another number of prompts than pairs, and for a prompt without exactly two completions.
+    """
+    found = []
+    for prompt, pair in zip(prompts, completions, strict=True):
+        if isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(f"prompt {prompt!r} has {pair!r}, expected a list of two completions.")
+        first, second = pair
+        larger_first = random.Random(repr((prompt, *sorted(pair)))).random() < 0.5
+        turned = shuffle and larger_first == (first < second)
+        shown = (second, first) if turned else (first, second)
+        found.append(ShownPair(prompt, *shown, turned))
+    return found
 
 
 class ChatPairwiseJudge(BasePairwiseJudge):
@@ -82,30 +243,23 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         self.num_requests += len(questions)
         if len(questions) < len(pairs):
             self._warn_once(
-                "requests",
-                f"{self.max_requests} requests (max_requests) were made. Further answers are -1.",
+                "limit", f"{self.max_requests} requests (max_requests) were made, so answers are -1"
             )
-        verdicts = [{"0": 0, "1": 1}.get((answer or "").strip()) for answer in self._answers(questions)]
-        found = [
-            -1 if verdict is None else pair.given(verdict)
-            for pair, verdict in zip(pairs[: len(verdicts)], verdicts, strict=True)
-        ]
-        return found + [-1] * (len(pairs) - len(found))
+        answers = self._answers(questions)
+        shown = [{"0": 0, "1": 1}.get((answer or "").strip()) for answer in answers]
+        shown += [None] * (len(pairs) - len(shown))
+        return [-1 if at is None else pair.given(at) for pair, at in zip(pairs, shown, strict=True)]
 
     def _answers(self, questions: Sequence[str]) -> list[str | None]:
-        if not questions:
-            return []
-        with ThreadPoolExecutor(min(self.max_workers, len(questions)), "judge") as pool:
+        with ThreadPoolExecutor(self.max_workers, "judge") as pool:
             found = list(pool.map(self._answer_or_error, questions))
         failed = [answer for answer in found if isinstance(answer, Exception)]
-        if len(failed) == len(found):
+        if failed and len(failed) == len(found):
             raise failed[0]
         if failed:
-            kind = type(failed[0])
-            first = f"{kind.__name__}: {failed[0]}"
-            self._warn_once(
-                kind, f"{len(failed)} of {len(found)} requests failed ({first}). Their answers are -1."
-            )
+            first = f"{type(failed[0]).__name__}: {failed[0]}"
+            text = f"{len(failed)} of {len(found)} requests failed ({first}), so their answers are -1"
+            self._warn_once(type(failed[0]), text)
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
     def _answer_or_error(self, content: str) -> str | Exception | None:
@@ -117,20 +271,15 @@ class ChatPairwiseJudge(BasePairwiseJudge):
     def _warn_once(self, key: Any, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            logger.warning("%s: %s (logged once)", type(self).__name__, message)
+            logger.warning("%s: %s (logged once).", type(self).__name__, message)
 
 
 class HfPairwiseJudge(ChatPairwiseJudge):
     """A chat model of the Hugging Face Hub, through its inference API.
 
-    Args:
-        model: its name, or the address of an endpoint.
-        token: for the Hub; by default that of the login.
-        system_prompt: with `{prompt}`, `{response0}` and `{response1}`; the answer must be "0" or "1".
-        client: another `huggingface_hub.InferenceClient`.
-        max_workers: requests at the same time.
-        timeout: of a request, in seconds.
-        request_options: further arguments of each request; `max_tokens` is 1.
+    `model` is its name, or the address of an endpoint; `token` by default that of the login; `client` another
+    `huggingface_hub.InferenceClient`; `timeout` that of a request in seconds; `request_options` are further arguments of each
+    request (`max_tokens` is 1). The others as in `ChatPairwiseJudge`.
 
     Example:
         >>> judge = HfPairwiseJudge()  # doctest: +SKIP
@@ -164,17 +313,9 @@ class HfPairwiseJudge(ChatPairwiseJudge):
 class OpenAIPairwiseJudge(ChatPairwiseJudge):
     """A model behind an endpoint with OpenAI's chat completions API (the `judges` extra).
 
-    The address is OPENAI_BASE_URL, the key OPENAI_API_KEY.
-
-    Args:
-        model: its name.
-        system_prompt: with `{prompt}`, `{response0}` and `{response1}`; the answer must be "0" or "1".
-        max_requests: maximum number of requests of this judge; None for no limit.
-        client: another `openai.OpenAI`.
-        max_workers: requests at the same time.
-        timeout: of a request, in seconds.
-        request_options: further arguments of each request; `max_tokens` is 1 unless `max_completion_tokens` (for reasoning
-            models) is given.
+    The address is OPENAI_BASE_URL, the key OPENAI_API_KEY. `client` is another `openai.OpenAI`, `timeout` that of a request in
+    seconds; `request_options` are further arguments of each request (`max_tokens` is 1 unless `max_completion_tokens`, for
+    reasoning models, is given). The others as in `ChatPairwiseJudge`.
 
     Raises: ImportError without the openai package.
     """
@@ -258,22 +399,10 @@ class PairRMJudge(BasePairwiseJudge):
         pairs = shown_pairs(prompts, completions, shuffle=shuffle_order)
         if not pairs:
             return []
-        found = self.blender.rank(
-            [pair.prompt for pair in pairs],
-            [[pair.first, pair.second] for pair in pairs],
-            return_scores=return_scores,
-            disable_tqdm=True,
-        )
+        shown = [[pair.first, pair.second] for pair in pairs]
+        found = self.blender.rank(prompts, shown, return_scores=return_scores, disable_tqdm=True)
         rows = zip(pairs, found, strict=True)
         if not return_scores:
             return [pair.given(int(ranks[0] > ranks[1])) for pair, ranks in rows]
-        return [_first_is_better([row[pair.given(0)], row[pair.given(1)]], temperature) for pair, row in rows]
-
-
-def _first_is_better(scores: Sequence[float], temperature: float) -> float:
-    """The first entry of the softmax of two scores.
-
-    >>> _first_is_better([1.0, 1.0], 0.5)
-    0.5
-    """
-    return 0.5 + 0.5 * math.tanh((float(scores[0]) - float(scores[1])) / (2 * temperature))
+        gaps = (float(row[pair.given(0)] - row[pair.given(1)]) for pair, row in rows)
+        return [0.5 + 0.5 * math.tanh(gap / (2 * temperature)) for gap in gaps]

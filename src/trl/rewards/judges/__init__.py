@@ -1,1 +1,0 @@
-"""Judges of completions. Their public names are in `trl.experimental.judges`."""
