@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from trl.trainer.callbacks.weave import WeaveCallback as WeaveCallback
     from trl.trainer.cpo_config import CPOConfig as CPOConfig
     from trl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
+    from trl.trainer.distillation_config import DistillationConfig as DistillationConfig
+    from trl.trainer.distillation_trainer import DistillationTrainer as DistillationTrainer
     from trl.trainer.dpo_config import DPOConfig as DPOConfig
     from trl.trainer.dpo_config import FDivergenceConstants as FDivergenceConstants
     from trl.trainer.dpo_config import FDivergenceType as FDivergenceType

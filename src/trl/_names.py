@@ -16,7 +16,8 @@ _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.sync_ref_model": "SyncRefModelCallback",
     "trl.trainer.callbacks.weave": "WeaveCallback"}
 _UPPER = ("bco", "cpo", "dpo", "gkd", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
-_METHODS = {**{name: name.upper() for name in _UPPER}, "iterative_sft": "IterativeSFT", "reward": "Reward"}
+_METHODS = {**{name: name.upper() for name in _UPPER}, "distillation": "Distillation", "iterative_sft": "IterativeSFT",
+    "reward": "Reward"}
 _TRAINERS: Row = {**{f"trl.trainer.{name}_config": f"{method}Config" for name, method in _METHODS.items()},
     **{f"trl.trainer.{name}_trainer": f"{method}Trainer" for name, method in _METHODS.items()},
     "trl.trainer.dpo_config": "DPOConfig FDivergenceConstants FDivergenceType",
@@ -93,6 +94,8 @@ NAMES: dict[str, Row] = {
     "trl.experimental.gspo_token.grpo_trainer": {"trl.trainer.grpo_trainer": "GRPOTrainer"},
     "trl.experimental.judges": _JUDGES,
     "trl.experimental.judges.judges": _JUDGE_PATHS,
+    "trl.experimental.minillm": {"trl.experimental.minillm.minillm_config": "MiniLLMConfig",
+        "trl.experimental.minillm.minillm_trainer": "MiniLLMTrainer"},
     "trl.experimental.papo": {"trl.experimental.papo.papo_config": "PAPOConfig",
         "trl.experimental.papo.papo_trainer": "PAPOTrainer"},
     "trl.experimental.ppo": {"trl.experimental.ppo.ppo_config": "PPOConfig",
@@ -222,8 +225,8 @@ NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMomen
 
 # Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
 NOT_YET: dict[str, str] = {
-    "distillation": "GOLDConfig GOLDTrainer GOLDVLLMSyncCallback MiniLLMConfig MiniLLMTrainer ULDLoss "
-    "build_teacher_inputs_from_texts dummy_reward_func print_prompt_completions_sample_uld gold minillm",
+    "distillation": "GOLDConfig GOLDTrainer GOLDVLLMSyncCallback ULDLoss "
+    "build_teacher_inputs_from_texts print_prompt_completions_sample_uld gold",
     "online preference optimisation": "NashMDConfig NashMDTrainer OnlineDPOConfig OnlineDPOTrainer WinRateCallback XPOConfig "
     "XPOTrainer nash_md nash_md_config nash_md_trainer online_dpo online_dpo_config online_dpo_trainer winrate_callback xpo "
     "xpo_config xpo_trainer",

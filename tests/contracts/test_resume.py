@@ -29,6 +29,12 @@ WINDOW = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
     "dynamic_sampling": True, "max_resampling_rounds": 2,
 }  # fmt: skip
+SIZES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_iterations",
+)
 
 
 def of_rows(out: str, make: Any, settings: dict[str, Any]) -> Any:
@@ -64,8 +70,12 @@ METHODS: dict[str, Any] = {
     "dpo, by length": lambda out: of_rows(out, dpo, {"train_sampling_strategy": "group_by_length"}),
     "reward, adapter": lambda out: of_rows(out, reward, {"peft_config": lora()}),
     **{
-        name: lambda out, name=name: of_groups(out, GROUPS[name]) for name in ("grpo", "dapo-entropy", "rloo")
+        name: lambda out, name=name: of_groups(out, GROUPS[name])
+        for name in ("grpo", "dapo-entropy", "rloo", "minillm")
     },
+    "distillation": lambda out: grpo_runs.make(
+        **{**GROUPS["distillation"], **STEPS, **{name: WINDOW[name] for name in SIZES}}, folder=out
+    )[0],
     "ppo": lambda out: ppo_runs.make(
         folder=out, **{**STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     )[0],

@@ -23,6 +23,7 @@ ROWS = {
     "reward": (PAIR, ">>Q: How many? Next.<|im_end|><<"),
     "kto": ({"prompt": "Q: How many?", "completion": " Seven.", "label": True}, ">> Seven.<|im_end|><<"),
     "gkd": ({"prompt": "Q: How many?", "completion": " Seven."}, ">> Seven.<|im_end|><<"),
+    "distillation": (QUESTION, "0 trained): How many apples are left?"),
     "grpo": (QUESTION, "0 trained): How many apples are left?"),
     "rloo": (QUESTION, "0 trained): How many apples are left?"),
 }
@@ -44,7 +45,7 @@ def run(tmp_path, model_path, monkeypatch, capsys):
             "grpo": ["--reward_funcs", "think_format_reward"],
             "gkd": ["--teacher_model_name_or_path", str(model_path)],
         }
-        rewards = needs.get("grpo" if name == "rloo" else name, [])
+        rewards = needs.get({"rloo": "grpo", "distillation": "gkd"}.get(name, name), [])
         assert run_script(module.make_parser(), module.main, [*fixed.split(), *rewards, *line]) == 0
         return capsys.readouterr().out
 

@@ -19,10 +19,26 @@ METHODS: dict[str, dict[str, Any]] = {
     "dapo-entropy": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "beta": 0.0},
     "corrected": {"loss_type": "grpo", "repetition_penalty": 1.2, "scale_rewards": "batch"},
     "gspo": {"loss_type": "grpo", **SEQUENCE, "top_entropy_quantile": 0.4},
+    "dapo-teacher": {"loss_type": "dapo", "teacher": "llama", "teacher_kl_coef": 0.5, "beta": 0.0},
+    "minillm": {
+        "method": "minillm",
+        "loss_type": "grpo",
+        "teacher": "llama",
+        "gamma": 0.9,
+        "kd_temperature": 1.3,
+        "beta": 0.0,
+        "length_normalization": False,
+    },
+    "distillation": {
+        "method": "distillation",
+        "teacher": "llama",
+        "beta": 0.3,
+        "mask_truncated_completions": True,
+    },
     # RLOO's ratio is that of whole completions: soon all of them are clipped
     "rloo": {"method": "rloo", "normalize_advantages": True, "learning_rate": 0.001},
 }
-EVALUATED = ("grpo", "dapo", "corrected", "rloo")
+EVALUATED = ("grpo", "dapo", "corrected", "rloo", "minillm", "distillation")
 
 
 def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[str, Any]:

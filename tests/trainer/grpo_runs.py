@@ -11,6 +11,9 @@ from datasets import Dataset
 from tests.tiny import tiny_model
 from tests.trainer.one_step import KeepGradients
 from tests.trainer.resume_worker import tokenizer
+from trl.experimental.minillm import MiniLLMConfig, MiniLLMTrainer
+from trl.trainer.distillation_config import DistillationConfig
+from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
@@ -22,7 +25,12 @@ SETTINGS = {
     "disable_tqdm": True, "save_strategy": "no", "gradient_checkpointing": False, "seed": 11, "max_completion_length": 7,
     "beta": 0.1, "per_device_eval_batch_size": 4,
 }  # fmt: skip
-TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "rloo": (RLOOConfig, RLOOTrainer),
+    "minillm": (MiniLLMConfig, MiniLLMTrainer),
+    "distillation": (DistillationConfig, DistillationTrainer),
+}
 END = "w16"  # one that these models often say
 CLOCKS = ("step_time", "runtime", "per_second", "flos")
 
@@ -51,18 +59,22 @@ REWARDS = {"even_tokens": even_tokens, "first_is_rare": first_is_rare}
 def make(
     method: str = "grpo", *, reward_funcs: Any = even_tokens, **settings: Any
 ) -> tuple[Any, KeepGradients]:
-    """A trainer, and what will hold the gradients of its steps; `given` are further arguments of its constructor."""
+    """A trainer, and what will hold the gradients of its steps; `given` are further arguments of its constructor, `teacher` is the
+    architecture of a teacher."""
     keep, (config, trainer) = KeepGradients(), TRAINERS[method]
     dtype, given = getattr(torch, settings.pop("dtype", "float64")), settings.pop("given", {})
     reward_funcs = REWARDS[settings.pop("reward")] if "reward" in settings else reward_funcs
     data, architecture = settings.pop("data", None), settings.pop("architecture", "gpt2")
+    if method != "distillation":
+        given = {"reward_funcs": reward_funcs, **given}
+    if "teacher" in settings:
+        given["teacher_model"] = tiny_model(settings.pop("teacher"), dtype=dtype)
     args = config(settings.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **settings})
     words = given.pop("processing_class", None) or tokenizer()
     words.eos_token = END
     made = trainer(
         given.pop("model", None) or tiny_model(architecture, dtype=dtype),
-        reward_funcs,
-        args,
+        args=args,
         train_dataset=prompts() if data is None else data,
         processing_class=words,
         callbacks=[keep, *given.pop("callbacks", [])],

@@ -25,6 +25,7 @@ _TRAINING = {
     "dpo": "train a model on preferred and rejected answers (DPO and its family)",
     "kto": "train a model on answers that are marked good or bad",
     "gkd": "train a student on a teacher's distributions (distillation)",
+    "distillation": "train a student on a teacher's distributions, on its own completions of prompts",
     "grpo": "train a model on rewards of its own answers, group by group (GRPO)",
     "rloo": "train a model on rewards of its own answers (REINFORCE leave-one-out)",
 }

@@ -53,6 +53,10 @@ class SharedFields:
     label_smoothing: float = option(
         0.0, "Probability that a pair's label is wrong (cDPO, robust DPO). 0: clean labels.", "[0, 0.5)"
     )
+    teacher_model_name_or_path: str | None = option(None, "Teacher, if none is passed to the trainer.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = option(
+        None, "Arguments of from_pretrained for the teacher, as a dict or JSON object."
+    )
     temperature: float = option(1.0, "Divides the logits, in sampling and in all log-probabilities.", "> 0")
     ds3_gather_for_generation: bool = option(
         True, "Under ZeRO-3, gather the weights once for a rollout: faster, but they must fit on a device."

@@ -46,23 +46,28 @@ def measured_groups(
 
     Means are over rows; minima, maxima and deviations are averaged over batches. This process logs a `share` of them.
     """
-    found = _lengths(rows[LENGTH], rows[STOPPED] != 0)
-    found |= source_means(rows, sources)
+    found = source_means(rows, sources)
     for name, value in reward_metrics(sources, torch.stack(source_table(rows, sources), dim=1)).items():
         if name.endswith("/std") and not math.isnan(value):
             found[name] = _once(value)
     found |= reward_statistics(rows[REWARD], group_size, scale=scale)
+    return {**measured_lengths(rows, share=share), **_shared(found, share)}
+
+
+def _shared(found: Mapping[str, Weighted], share: float) -> dict[str, Weighted]:
     return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}
 
 
-def _lengths(lengths: Tensor, stopped: Tensor) -> dict[str, Weighted]:
+def measured_lengths(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
+    """`completions/*` of rows of all processes, of which this process logs a `share`."""
+    lengths, stopped = rows[LENGTH], rows[STOPPED] != 0
     found = {"completions/clipped_ratio": weighted((~stopped).double())}
     for name, own in (("", lengths), ("_terminated", lengths[stopped])):
         if len(own):
             found[f"completions/mean{name}_length"] = weighted(own)
             found[f"completions/min{name}_length"] = _once(own.min())
             found[f"completions/max{name}_length"] = _once(own.max())
-    return found
+    return _shared(found, share)
 
 
 def _once(value: Any) -> Weighted:

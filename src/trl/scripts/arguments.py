@@ -98,6 +98,11 @@ class GKDScriptArguments(ColumnMapping, ScriptArguments):
 
 
 @dataclass
+class DistillationScriptArguments(ColumnMapping, ScriptArguments):
+    """What `trl distillation` reads besides `DistillationConfig` and `ModelConfig`."""
+
+
+@dataclass
 class DPOScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
 

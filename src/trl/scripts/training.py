@@ -170,6 +170,11 @@ COMMANDS = {
         "Knowledge distillation: a student learns a teacher's distributions, on data or on its own completions.",
         needs="--teacher_model_name_or_path TEACHER",
     ),
+    "distillation": TrainingCommand(
+        "Distillation",
+        "On-policy distillation: a student completes prompts and learns a teacher's distributions at its tokens.",
+        needs="--teacher_model_name_or_path TEACHER",
+    ),
     "grpo": TrainingCommand(
         "GRPO",
         "Group relative policy optimisation: rewards of sampled completions, compared within the group of a prompt.",

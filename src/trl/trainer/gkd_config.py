@@ -33,10 +33,8 @@ class GKDConfig(SFTConfig):
     max_new_tokens: int = option(
         128, "Longest completion that student or teacher generate, in tokens.", ">= 1"
     )
-    teacher_model_name_or_path: str | None = option(None, "Teacher, if none is passed to the trainer.")
-    teacher_model_init_kwargs: dict[str, Any] | str | None = option(
-        None, "Arguments of from_pretrained for the teacher, as a dict or JSON object."
-    )
+    teacher_model_name_or_path: str | None = shared("teacher_model_name_or_path")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = shared("teacher_model_init_kwargs")
     disable_dropout: bool = shared("disable_dropout")
     seq_kd: bool = option(
         False, "Sequence-level distillation: the teacher generates the completions that the student does not."

@@ -19,17 +19,18 @@ from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_se
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference, make_reference
+from trl.models.teacher import make_teacher
 from trl.options.checks import warn_unread
 from trl.options.generation import TOOL_SETTINGS
 from trl.rewards.source import RewardSources
 from trl.rollouts.tool_loop import ToolLoop
 from trl.rollouts.tools import tools_of
 from trl.trainer.group_images import ImagePromptSets
-from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 
 
 def prompt_sets(
-    args: GroupTraining, policy: Policy, *datasets: Any, tools: Any = None, own: bool = True
+    args: RolloutTraining, policy: Policy, *datasets: Any, tools: Any = None, own: bool = True
 ) -> PromptSets:
     """The preparation of data sets; with images where one of `datasets` (or of dicts of them) has some.
 
@@ -55,15 +56,16 @@ def prompt_sets(
     return PromptSets(policy.processing_class, settings, **limits)
 
 
-def training_prompts(sets: PromptSets, dataset: Any, args: GroupTraining) -> Dataset | RowStream:
+def training_prompts(sets: PromptSets, dataset: Any, args: RolloutTraining) -> Dataset | RowStream:
     """The rows that a trainer of groups draws its prompts from.
 
     Raises: TypeError or ValueError for no data set of prompts, and for a stream with settings that need its length.
     """
     if not isinstance(dataset, IterableDataset):
         return sets(dataset, "train")
-    if args.max_steps <= 0 or args.dynamic_sampling:
-        given = "dynamic_sampling=True" if args.dynamic_sampling else f"max_steps={args.max_steps}"
+    resamples = isinstance(args, GroupTraining) and args.dynamic_sampling
+    if args.max_steps <= 0 or resamples:
+        given = "dynamic_sampling=True" if resamples else f"max_steps={args.max_steps}"
         raise ValueError(
             f"train dataset is a stream, which needs max_steps > 0 and dynamic_sampling=False, got {given}. Change it, or load "
             "the data set without streaming."
@@ -72,14 +74,14 @@ def training_prompts(sets: PromptSets, dataset: Any, args: GroupTraining) -> Dat
     return sets.stream(dataset, shuffle_seed=seed if args.shuffle_dataset else None)
 
 
-def rollout_window(args: GroupTraining, policy: Policy) -> int | None:
+def rollout_window(args: RolloutTraining, policy: Policy) -> int | None:
     """The most tokens of prompt and completion, of the model and vLLM; None for no limit."""
     given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
     found = given, policy.context_length
     return context_length_of(policy.model, min((each for each in found if each is not None), default=None))
 
 
-def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
+def sampling_of(args: RolloutTraining, policy: Policy) -> Sampling:
     """The sampling of completions, which end with the tokenizer's end token or one of the model's own.
 
     Raises: ValueError for greedy sampling.
@@ -105,7 +107,7 @@ def sampling_of(args: GroupTraining, policy: Policy) -> Sampling:
     return sampling
 
 
-def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
+def check_engine(args: RolloutTraining, *, own: bool = True) -> Served | None:
     """The running vLLM server of a run; None without one, and with a rollout_func (not `own`).
 
     Raises: ImportError for vLLM in this process that is not installed, and the errors of `served_of`.
@@ -118,7 +120,7 @@ def check_engine(args: GroupTraining, *, own: bool = True) -> Served | None:
     return None
 
 
-def with_served_window(policy: Policy, args: GroupTraining, served: Served) -> Policy:
+def with_served_window(policy: Policy, args: RolloutTraining, served: Served) -> Policy:
     """The policy with the context length of the server that generates for it.
 
     Raises: ValueError where that server does not fit the policy.
@@ -128,7 +130,7 @@ def with_served_window(policy: Policy, args: GroupTraining, served: Served) -> P
 
 
 def engine_of(
-    args: GroupTraining,
+    args: RolloutTraining,
     model: Any,
     policy: Policy,
     accelerator: Any,
@@ -160,21 +162,23 @@ def engine_of(
     return VLLMEngine(model, settings=settings, **parts)
 
 
-def reference_of(args: GroupTraining, policy: Policy, model: Any) -> Reference | None:
+def reference_of(args: RolloutTraining, policy: Policy, model: Any) -> Reference | None:
     """The reference: a copy of the policy, or the base of its adapter; None for beta = 0."""
-    if args.beta == 0:
+    if not isinstance(args, GroupTraining) or args.beta == 0:
         return None
     path = model if isinstance(model, str) else None
     return make_reference(policy.model, policy.scorer, args=args, path=path)
 
 
 def reward_sources(
-    reward_funcs: Any, processing_classes: Any, args: GroupTraining, policy: Policy
+    reward_funcs: Any, processing_classes: Any, args: RolloutTraining, policy: Policy
 ) -> RewardSources:
-    """The reward sources.
+    """The reward sources; a method without rewards has one that returns 0.
 
     Raises: ValueError without any, and for a judge that would not see all completions of a prompt.
     """
+    if not isinstance(args, GroupTraining):
+        return RewardSources([no_reward])
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     if not given or any(each is None for each in given):
         raise ValueError(
@@ -196,9 +200,31 @@ def reward_sources(
     return sources
 
 
+def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """0 for each completion."""
+    return [0.0] * len(completions)
+
+
+def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: bool) -> Any:
+    """The teacher that was passed, or that the config names, or the base of the policy's adapter; None where none is needed.
+
+    Raises: ValueError without a teacher, or with one that would have no effect.
+    """
+    given = teacher or getattr(args, "teacher_model_name_or_path", None)
+    if needed:
+        kwargs: Any = getattr(args, "teacher_model_init_kwargs", None)
+        return make_teacher(given, kwargs, policy.model, policy.tokenizer, scorer=policy.scorer)
+    if given is not None:
+        raise ValueError(
+            "teacher_model was given with teacher_kl_coef=0, which learns nothing from it. Set teacher_kl_coef (1.0, say), or "
+            "leave the teacher out."
+        )
+    return None
+
+
 def tool_completer(
     tools: Sequence[Callable[..., Any]] | None,
-    args: GroupTraining,
+    args: RolloutTraining,
     policy: Policy,
     *datasets: Any,
     rollout_func: Any = None,

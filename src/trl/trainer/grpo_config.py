@@ -1,7 +1,7 @@
 """Configuration of group relative policy optimisation."""
 
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from transformers import TrainingArguments
 
@@ -21,8 +21,8 @@ from trl.rollouts.schedule import RolloutSizes
 
 
 @dataclass
-class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
-    """Settings of all trainers that learn from groups of completions."""
+class RolloutTraining(Generation, TrainingDefaults):
+    """Settings of all trainers that learn from completions of their own policy."""
 
     learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
     remove_unused_columns: bool | None = same(TrainingArguments, "remove_unused_columns", False)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -45,32 +45,9 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
         ">= 1",
     )
     num_iterations: int = option(1, "How often each completion is learned from (mu in the paper).", ">= 1")
-    dynamic_sampling: bool = option(
-        False, "Replace prompts whose completions all have the same reward by others of the data set (DAPO)."
-    )
-    max_resampling_rounds: int = option(
-        10,
-        "How often that is tried for a batch of completions; the groups that are left are kept.",
-        ">= 1",
-        needs="dynamic_sampling",
-    )
-    epsilon: float = option(
-        0.2, "How far the ratio of new to old probability may leave 1 before the loss clips it.", "> 0"
-    )
-    epsilon_high: float | None = option(
-        None,
-        "How far it may rise above 1 (DAPO: 0.28); cispo: the largest weight itself (5.0). None: epsilon.",
-        "(0, inf]",
-    )
-    beta: float = option(
-        0.04, "KL penalty against the reference, per nat, >= 0. 0 trains without a reference policy."
-    )
     mask_truncated_completions: bool = option(
         False, "Do not train on completions that reached their length limit without an end token."
     )
-    reward_weights: list[float] | None = same(RewardPolicy, "reward_weights")
-    reward_deadline: float | None = same(RewardPolicy, "reward_deadline")
-    reward_failure: RewardFailure = same(RewardPolicy, "reward_failure")
     prefix_sharing: PrefixSharingMode = shared("prefix_sharing")
     disable_dropout: bool = shared("disable_dropout", False)
     shuffle_dataset: bool | None = shared(
@@ -94,18 +71,7 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
             )
         if self.eval_strategy != "no":
             rows = self.per_device_eval_batch_size * self.world_size
-            check_evaluation(rows, self.num_generations_eval or self.num_generations or 2)
-
-    def check(self) -> None:
-        super().check()
-        hint = "A completion is judged against the others of its prompt: 2 is the least, 8 is usual."
-        check_at_least("num_generations", self.num_generations, minimum=2, optional=False, hint=hint)
-        if self.sync_ref_model and self.beta == 0:
-            warn_caller(
-                "sync_ref_model=True has no effect with beta=0.0, which needs no reference. Set beta > 0, or leave it "
-                "out."
-            )
-            self.sync_ref_model = False
+            check_evaluation(rows, self.num_generations_eval or self.num_generations or 1)
 
     def rollout_sizes(self) -> RolloutSizes:
         """The sizes of a rollout batch and its optimiser steps."""
@@ -122,6 +88,48 @@ class GroupTraining(Generation, ReferenceSync, TrainingDefaults):
             self.steps_per_generation,
             self.num_iterations,
         )
+
+
+@dataclass
+class GroupTraining(ReferenceSync, RolloutTraining):
+    """Settings of the trainers that compare the rewards of the completions of a prompt."""
+
+    least_generations: ClassVar[int] = 2
+    dynamic_sampling: bool = option(
+        False, "Replace prompts whose completions all have the same reward by others of the data set (DAPO)."
+    )
+    max_resampling_rounds: int = option(
+        10,
+        "How often that is tried for a batch of completions; the groups that are left are kept.",
+        ">= 1",
+        needs="dynamic_sampling",
+    )
+    epsilon: float = option(
+        0.2, "How far the ratio of new to old probability may leave 1 before the loss clips it.", "> 0"
+    )
+    epsilon_high: float | None = option(
+        None,
+        "How far it may rise above 1 (DAPO: 0.28); cispo: the largest weight itself (5.0). None: epsilon.",
+        "(0, inf]",
+    )
+    beta: float = option(
+        0.04, "KL penalty against the reference, per nat, >= 0. 0 trains without a reference policy."
+    )
+    reward_weights: list[float] | None = same(RewardPolicy, "reward_weights")
+    reward_deadline: float | None = same(RewardPolicy, "reward_deadline")
+    reward_failure: RewardFailure = same(RewardPolicy, "reward_failure")
+
+    def check(self) -> None:
+        super().check()
+        hint = "A completion is judged against the others of its prompt: 2 is the least, 8 is usual."
+        least = self.least_generations
+        check_at_least("num_generations", self.num_generations, minimum=least, optional=False, hint=hint)
+        if self.sync_ref_model and self.beta == 0:
+            warn_caller(
+                "sync_ref_model=True has no effect with beta=0.0, which needs no reference. Set beta > 0, or leave it "
+                "out."
+            )
+            self.sync_ref_model = False
 
     def group_options(self) -> GroupOptions:
         """The settings that the loss takes."""
@@ -184,6 +192,13 @@ class GRPOConfig(GroupTraining):
     use_bias_correction_kl: bool = option(
         False, "Multiply the KL estimate by the ratio, so that it is unbiased off-policy (DeepSeek-V3.2)."
     )
+    teacher_kl_coef: float = option(
+        0.0,
+        "Weight of the reverse KL divergence from a teacher beside the reward, as an advantage of each token, per nat. 0: "
+        "no teacher.",
+    )
+    teacher_model_name_or_path: str | None = shared("teacher_model_name_or_path")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = shared("teacher_model_init_kwargs")
     cast_lm_head_to_fp32: bool = option(False, "Compute the logits in float32, whatever the model's dtype.")
     vllm_max_model_length: int | None = option(
         None,

@@ -12,6 +12,7 @@ from trl._lazy import attach
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.switches import undisturbed
+from trl.objectives.distillation import reverse_kl_advantages
 from trl.objectives.group_advantages import group_relative
 from trl.objectives.group_policy import (
     LOSS_TYPES,
@@ -23,6 +24,7 @@ from trl.objectives.group_policy import (
 )
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
 from trl.rollouts.columns import (
+    ADVANTAGE,
     CHOSEN,
     CORRECTION,
     MEAN_LENGTH,
@@ -30,10 +32,13 @@ from trl.rollouts.columns import (
     SAMPLING_KEPT,
     SAMPLING_LOGPS,
     SCORES,
+    STUDENT,
+    TEACHER,
     TRAINED,
 )
 from trl.rollouts.experience import Experience, concatenate
-from trl.tensors.reduce import LossTerms
+from trl.rollouts.token_counts import token_advantages
+from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.trainer.grpo_config import GroupTraining, GRPOConfig
 from trl.trainer.online_method import Corrected, GroupMethod, StepContext
 from trl.trainer.online_trainer import OnlineTrainer
@@ -50,6 +55,7 @@ class GRPOMethod(GroupMethod):
     def __init__(self, args: GRPOConfig) -> None:
         super().__init__(args)
         self.reward_scale = args.scale_rewards  # type: ignore[assignment]
+        self.needs_teacher = self.scores_teacher = args.teacher_kl_coef != 0
 
     @property
     def has_sequence_weights(self) -> bool:
@@ -59,8 +65,26 @@ class GRPOMethod(GroupMethod):
     def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
         return rows[SCORES], group_relative(rows[SCORES], group_size, scale=self.reward_scale)
 
+    def with_teacher(self, experience: Experience) -> Experience:
+        """With an advantage of each token, to which the teacher's and the policy's log-probs add."""
+        if not self.scores_teacher:
+            return experience
+        gaps = from_teacher(experience)
+        advantages = token_advantages(experience) + self.teacher_advantages(experience, gaps)
+        return experience.with_tokens(**{ADVANTAGE: advantages})
+
+    def teacher_advantages(self, experience: Experience, gaps: Tensor) -> Tensor:
+        """Of `gaps (K,)`, log q - log p, which are 0 where nothing is trained."""
+        return self.args.teacher_kl_coef * gaps
+
+    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
+        """With a teacher, `teacher_kl`: the estimate of the policy's divergence from it, in nats per token."""
+        if not self.scores_teacher:
+            return {}
+        return {"teacher_kl": weighted(-from_teacher(experience), experience.per_token[TRAINED])}
+
     def needs_old(self, experience: Experience) -> bool:
-        return self._corrects(experience)
+        return self.scores_teacher or self._corrects(experience)
 
     def _corrects(self, experience: Experience) -> bool:
         return self.args.vllm_importance_sampling_correction and SAMPLING_LOGPS in experience.per_token
@@ -102,6 +126,13 @@ class GRPOMethod(GroupMethod):
         )
 
 
+def from_teacher(experience: Experience) -> Tensor:
+    """How much more likely the teacher finds each sampled token, `log q - log p`, `(K,)`; 0 where nothing is trained."""
+    columns = experience.per_token
+    gaps = reverse_kl_advantages(columns.get(STUDENT, columns[OLD]), columns[TEACHER])
+    return where_counted(gaps, columns[TRAINED])
+
+
 class GRPOTrainer(OnlineTrainer):
     """Trainer of group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and what came of it.
 
@@ -121,6 +152,7 @@ class GRPOTrainer(OnlineTrainer):
         tools: functions, sync or async, with type hints and docstrings, that the policy may call in its completions.
         rollout_func: `func(prompts, trainer)` that generates instead of the policy: a dict with `prompt_ids`,
             `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
+        teacher_model: a model of the same tokenizer, or its name or path, for `teacher_kl_coef`; None with an adapter: its base.
 
     Example:
         >>> def brevity(completions, **columns):

@@ -30,7 +30,7 @@ from trl.rollouts.measures import measured_groups
 from trl.rollouts.token_counts import token_advantages
 from trl.rollouts.tool_loop import tool_metrics
 from trl.tensors.reduce import LossTerms, Unit, Weighted
-from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.method import Method
 
 EQUAL_REWARDS = "frac_given_reward_zero_std"
@@ -53,6 +53,11 @@ class OnlineMethod(Method):
     units: ClassVar[tuple[Unit, ...]] = ("token",)
     repeats_metrics: ClassVar[bool] = False
     needs_values: ClassVar[bool] = False
+    needs_teacher: bool = False
+    scores_teacher: bool = False
+    """Whether it needs the teacher's log-probs of the sampled tokens."""
+    teacher_temperature: float | None = None
+    """Of these log-probs; None: that of sampling."""
 
     def apply_rewards(
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
@@ -109,13 +114,14 @@ class GroupMethod(OnlineMethod):
 
     reward_scale: Scale = "group"
 
-    def __init__(self, args: GroupTraining) -> None:
+    def __init__(self, args: RolloutTraining) -> None:
         self.args = args
-        self.has_reference = args.beta != 0
+        self.has_reference = isinstance(args, GroupTraining) and args.beta != 0
 
     @property
     def settings(self) -> GroupOptions:
         """The settings of the loss, as the config has them now."""
+        assert isinstance(self.args, GroupTraining)
         return self.args.group_options()
 
     def apply_rewards(
@@ -144,6 +150,14 @@ class GroupMethod(OnlineMethod):
     def lacks_variance(self, rows: Mapping[str, Tensor], group_size: int) -> Tensor:
         """Groups with equal rewards, bool `(N / G,)`: they have no gradient."""
         return has_no_variance(self.given_rewards(rows), group_size)
+
+    def with_teacher(self, experience: Experience) -> Experience:
+        """With what the teacher's log-probs add to the advantages."""
+        return experience
+
+    def signals(self, experience: Experience) -> Tensor:
+        """What each token of a rollout batch is learned from, `(K,)`: not at all where it is 0."""
+        return token_advantages(experience)
 
     def mean_length(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Mean number of tokens of the completions that are trained on, 0-dim."""

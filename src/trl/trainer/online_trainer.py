@@ -33,7 +33,17 @@ from trl.models.switches import undisturbed, without_ddp
 from trl.options.training import config_or_default
 from trl.rewards.models import place_reward_models
 from trl.rewards.source import RewardSources
-from trl.rollouts.columns import ADVANTAGE, MEAN_LENGTH, OLD, REF, REWARD, SAMPLING_LOGPS, VALUES
+from trl.rollouts.columns import (
+    ADVANTAGE,
+    MEAN_LENGTH,
+    OLD,
+    REF,
+    REWARD,
+    SAMPLING_LOGPS,
+    STUDENT,
+    TEACHER,
+    VALUES,
+)
 from trl.rollouts.experience import Experience, load_rollout_batch, save_rollout_batch
 from trl.rollouts.group_sizes import check_evaluation
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker
@@ -47,7 +57,7 @@ from trl.trainer import group_setup
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.evaluation_samples import ShownCompletions
 from trl.trainer.group_images import PromptImages
-from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited_settings import settle_inherited
 from trl.trainer.method import Outcome
 from trl.trainer.online_method import EQUAL_REWARDS, GroupMethod, StepContext
@@ -73,8 +83,8 @@ class OnlineTrainer(BaseTrainer):
 
     _not_called = NOT_CALLED_OF_GROUPS
     method_type: ClassVar[type[GroupMethod]]
-    config_type: ClassVar[type[GroupTraining]]
-    args: GroupTraining
+    config_type: ClassVar[type[RolloutTraining]]
+    args: RolloutTraining
     method: GroupMethod
     rollouts: RolloutMaker
     engine: Engine  # these three are those of `rollouts`
@@ -82,6 +92,7 @@ class OnlineTrainer(BaseTrainer):
     rewards: RewardSources
     sizes: RolloutSizes
     reference: Reference | None = None
+    teacher: Any = None
     images: PromptImages | None = None
     shares_prefix: bool = False
     evaluation_group: int = 1  # completions of each evaluation prompt
@@ -97,7 +108,7 @@ class OnlineTrainer(BaseTrainer):
         self,
         model: str | nn.Module | PreTrainedModel,
         reward_funcs: Any | Sequence[Any],
-        args: GroupTraining | None = None,
+        args: RolloutTraining | None = None,
         train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
@@ -107,6 +118,7 @@ class OnlineTrainer(BaseTrainer):
         peft_config: Any | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
+        teacher_model: str | nn.Module | PreTrainedModel | None = None,
     ) -> None:
         args = config_or_default(args, self.config_type, self._tag_names[-1])
         settle_inherited(args, "rollouts")
@@ -133,6 +145,7 @@ class OnlineTrainer(BaseTrainer):
         self._shown = ShownCompletions()
         self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
         self.method, self.rows_at_once = self.method_type(args), args.per_device_train_batch_size
+        self.teacher = group_setup.teacher_of(teacher_model, args, policy, needed=self.method.needs_teacher)
         super().__init__(
             model=policy.model,
             args=args,
@@ -149,20 +162,24 @@ class OnlineTrainer(BaseTrainer):
             completer = RolloutFunction(
                 rollout_func, self, vocabulary=self._sets.settings.vocabulary, **limits
             )
-        refill = Refill(
-            args.max_resampling_rounds,
-            lacks_variance=partial(self.method.lacks_variance, group_size=self.sizes.group),
-            discard=partial(self._count_sampled, is_discarded=True),
-        )
+        refill = None
+        if isinstance(args, GroupTraining) and args.dynamic_sampling:
+            refill = Refill(
+                args.max_resampling_rounds,
+                lacks_variance=partial(self.method.lacks_variance, group_size=self.sizes.group),
+                discard=partial(self._count_sampled, is_discarded=True),
+            )
         self.begin_rollouts(
             group_setup.engine_of(args, self.model, policy, self.accelerator, own=own, served=served),
             sampling,
             rewards,
             shuffle=bool(args.shuffle_dataset),
             completer=completer,
-            refill=refill if args.dynamic_sampling else None,
+            refill=refill,
         )
         self.settle_reference()
+        if self.teacher is not None:
+            self.teacher.prepare(self.accelerator)
 
     def begin_rollouts(
         self,
@@ -218,7 +235,7 @@ class OnlineTrainer(BaseTrainer):
         own = torch.arange(first, first + count).clamp(max=len(rewards) - 1)
         length = self.method.mean_length(rows).expand(count).clone()
         columns = {REWARD: rewards[own], ADVANTAGE: advantages[own], MEAN_LENGTH: length}
-        experience = experience.with_rows(**columns)
+        experience = self.method.with_teacher(experience.with_rows(**columns))
         counted = torch.arange(count) < (count if group_size is None else self.own_rows())
         found = self.method.corrected(experience, is_exact=self.sampler_is_exact, counted=counted)
         if found is None:
@@ -262,7 +279,7 @@ class OnlineTrainer(BaseTrainer):
         rows = self._rows_of_all(experience, is_evaluation=False)
         found |= self.method.metrics(rows, self.rewards.names, self.sizes.group, share=share)
         if self._token_counts is not None and EQUAL_REWARDS in found and found[EQUAL_REWARDS].mean == 1:
-            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)
+            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)  # type: ignore[attr-defined]
         return found
 
     # ---- a rollout batch
@@ -294,8 +311,9 @@ class OnlineTrainer(BaseTrainer):
         """
         assert self._token_counts is not None
         self._tokens_seen = self._tokens_seen + sampled_tokens(experience).to(self.args.device)
-        advantages = torch.zeros(len(experience.completions.values)) if is_discarded else None
-        return self._token_counts.add(experience, self.accelerator, advantages)
+        empty = torch.zeros(len(experience.completions.values))
+        signals = empty if is_discarded else self.method.signals(experience)
+        return self._token_counts.add(experience, self.accelerator, signals)
 
     def count_seen(self, batch: Mapping[str, Any]) -> None:
         """Count a batch's tokens, unless they were counted when they were sampled."""
@@ -310,6 +328,8 @@ class OnlineTrainer(BaseTrainer):
         wanted = {
             REF: self.reference is not None,
             OLD: not is_exact and (self.sizes.steps > 1 or self.method.needs_old(experience)),
+            TEACHER: self.method.scores_teacher,
+            STUDENT: self.method.scores_teacher and self._teacher_temperature != self.sampling.temperature,
             VALUES: learning and self.method.needs_values,
         }
         columns = [name for name, is_wanted in wanted.items() if is_wanted and name not in known]
@@ -324,7 +344,8 @@ class OnlineTrainer(BaseTrainer):
         return experience.with_tokens(**found)
 
     def score_rollout(self, batch: dict[str, Any], columns: Sequence[str]) -> dict[str, Tensor]:
-        """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the reference."""
+        """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the reference,
+        `teacher_logps` of the teacher."""
         options, found = ScoreOptions(temperature=self.sampling.temperature), dict[str, Tensor]()
         policy = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
         with self.accelerator.autocast():
@@ -342,7 +363,20 @@ class OnlineTrainer(BaseTrainer):
                     batch,
                     lambda scorer, ref, rows: scorer.score(ref, rows, options).logps,
                 )
+            if TEACHER in columns:
+                options = replace(options, temperature=self._teacher_temperature)
+                found[TEACHER] = self.teacher.reference.score(
+                    self.model_wrapped,
+                    batch,
+                    lambda scorer, own, rows: scorer.score(own, rows, options).logps,
+                )
+            if STUDENT in columns:
+                found[STUDENT] = self.scorer.score(policy, batch, options).logps
         return found
+
+    @property
+    def _teacher_temperature(self) -> float:
+        return self.method.teacher_temperature or self.sampling.temperature
 
     @property
     def sampler_is_exact(self) -> bool:
@@ -531,9 +565,10 @@ class OnlineTrainer(BaseTrainer):
 
         Token counts and clipped shares start at 0.
         """
-        if getattr(self.args, "beta", 0) and self.reference is None:
+        beta = self.args.beta if isinstance(self.args, GroupTraining) else 0
+        if beta and self.reference is None:
             raise ValueError(
-                f"beta={self.args.beta} needs a reference policy, and the trainer was built with beta=0. Set beta in the config "
+                f"beta={beta} needs a reference policy, and the trainer was built with beta=0. Set beta in the config "
                 "before the trainer is built."
             )
         self._rollout_batch, self._batch_number = None, -1

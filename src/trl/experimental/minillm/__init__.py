@@ -1,0 +1,5 @@
+"""MiniLLM: policy gradient on a teacher's reverse KL divergence. Public names are lazy."""
+
+from trl._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,0 +1,134 @@
+"""MiniLLM: policy gradient on the reverse KL divergence from a teacher, split into this token's part and the later ones'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from trl.experimental.minillm.minillm_config import MiniLLMConfig
+from trl.objectives.distillation import Divergence, discounted_advantages
+from trl.objectives.group_policy import LOSS_TYPES
+from trl.rollouts.columns import MEAN_LENGTH, TRAINED
+from trl.rollouts.experience import Experience
+from trl.tensors.reduce import LossTerms, weighted
+from trl.trainer.grpo_config import RolloutTraining
+from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
+from trl.trainer.method import Outcome
+from trl.trainer.online_method import GroupMethod
+from trl.trainer.online_trainer import AnyDataset, RolloutFunc
+
+
+def dummy_reward_func(completions: list, **kwargs: Any) -> list[float]:
+    """A reward of 0 for each completion: pure distillation."""
+    return [0.0] * len(completions)
+
+
+class MiniLLMMethod(GRPOMethod):
+    """GRPO with the log-ratios of the later tokens as advantages, and the exact divergence at each token."""
+
+    args: MiniLLMConfig
+
+    def __init__(self, args: MiniLLMConfig) -> None:
+        super().__init__(args)
+        self.teacher_temperature = args.kd_temperature
+        self.single_step = args.single_step_decomposition
+        self.needs_teacher = args.rkl_advantage or self.single_step
+        self.scores_teacher = args.rkl_advantage and (args.gamma > 0 or not self.single_step)
+
+    def teacher_advantages(self, experience: Experience, gaps: Tensor) -> Tensor:
+        """The discounted log-ratios of a token and the later ones, or of these alone, beside the exact part."""
+        trained, found = experience.per_token[TRAINED], torch.zeros_like(gaps)
+        found[trained] = discounted_advantages(
+            gaps[trained],
+            experience.completions.row_index[trained],
+            len(experience),
+            gamma=self.args.gamma,
+            normalize=self.args.length_normalization,
+            skip=self.single_step,
+        )
+        return super().teacher_advantages(experience, found)
+
+    def signals(self, experience: Experience) -> Tensor:
+        found = super().signals(experience)
+        return torch.ones_like(found) if self.single_step else found
+
+    def token_weight(self, experience: Experience) -> Tensor:
+        """What a token of the exact part counts, 0-dim, so that the loss has its mean over the tokens of a rollout batch,
+        whatever the loss type divides by."""
+        share = self.divisor(experience)
+        if LOSS_TYPES[self.settings.loss_type].over == "tokens":
+            return torch.ones_like(share)
+        return share / (len(experience) * experience.per_row[MEAN_LENGTH][0])
+
+
+class MiniLLMTrainer(GRPOTrainer):
+    """Trainer of MiniLLM (Gu et al. 2024, arXiv:2306.08543).
+
+    Takes what `GRPOTrainer` takes, and a `teacher_model`: a model of the same tokenizer, or its name or path.
+    `reward_funcs=None` is pure distillation. Advantages have no gradient.
+
+    Example:
+        >>> trainer = MiniLLMTrainer(
+        ...     "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", args=MiniLLMConfig("student"), train_dataset=dataset
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "minillm"]
+    _name: ClassVar[str] = "MiniLLM"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "MiniLLM: Knowledge Distillation of Large Language Models",
+        "id": "2306.08543",
+    }
+    args: MiniLLMConfig
+    method: MiniLLMMethod
+    method_type: ClassVar[type[GroupMethod]] = MiniLLMMethod
+    config_type: ClassVar[type[RolloutTraining]] = MiniLLMConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        teacher_model: str | nn.Module | PreTrainedModel | None = None,
+        reward_funcs: Any | Sequence[Any] | None = None,
+        args: MiniLLMConfig | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+        rollout_func: RolloutFunc | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+    ) -> None:
+        super().__init__(
+            model, dummy_reward_func if reward_funcs is None else reward_funcs, args, train_dataset, eval_dataset,
+            processing_class, reward_processing_classes, callbacks, optimizers, peft_config, tools, rollout_func, teacher_model,
+        )  # fmt: skip
+
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+        """GRPO's terms, and the exact divergence at each token."""
+        found = super().outcome(model, batch)
+        if not self.method.single_step:
+            return found
+        inputs = dict(batch)
+        experience: Experience = inputs.pop("experience").to(self.args.device)
+        trained = experience.per_token[TRAINED]
+        weight = self.args.teacher_kl_coef * self.method.token_weight(experience)
+        with self.accelerator.autocast():
+            exact = self.teacher.divergence(
+                self.scorer,
+                model,
+                inputs,
+                Divergence(beta=1.0),
+                temperature=self.args.kd_temperature,
+                weights=trained * weight,
+            )
+        measured = {"teacher_kl": weighted(exact.values / weight, trained)}
+        terms = LossTerms(exact.values, trained.to(exact.values.dtype), found.terms[0].per, measured)
+        local = exact.total if found.local is None else found.local + exact.total
+        return found._replace(terms=[*found.terms, terms], local=local if torch.is_grad_enabled() else None)
