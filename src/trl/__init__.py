@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from trl.data.formats import prepare_multimodal_messages as prepare_multimodal_messages
     from trl.data.formats import prepare_multimodal_messages_vllm as prepare_multimodal_messages_vllm
     from trl.data.formats import unpair_preference_dataset as unpair_preference_dataset
-    from trl.data.mixtures import DatasetMixtureConfig as DatasetMixtureConfig
-    from trl.data.mixtures import get_dataset as get_dataset
     from trl.data.packing import pack_dataset as pack_dataset
     from trl.data.ragged import truncate_dataset as truncate_dataset
+    from trl.data.sources import DatasetMixtureConfig as DatasetMixtureConfig
+    from trl.data.sources import get_dataset as get_dataset
     from trl.data.templates import apply_chat_template as apply_chat_template
     from trl.data.templates import maybe_apply_chat_template as maybe_apply_chat_template
     from trl.experimental.ppo.ppo_config import PPOConfig as PPOv2Config  # noqa: F401

@@ -35,7 +35,7 @@ _ROWS: Row = {"trl.data.formats": "extract_prompt is_conversational is_conversat
     "prepare_multimodal_messages_vllm unpair_preference_dataset",
     "trl.data.packing": "pack_dataset", "trl.data.templates": "apply_chat_template maybe_apply_chat_template",
     "trl.data.ragged": "truncate_dataset"}
-_SCRIPTS: Row = {"trl.data.mixtures": "DatasetMixtureConfig get_dataset",
+_SCRIPTS: Row = {"trl.data.sources": "DatasetMixtureConfig get_dataset",
     "trl.scripts.arguments": "ScriptArguments", "trl.scripts.parser": "TrlParser",
     "trl.scripts.running": "init_zero_verbose"}
 _COMMANDS: Row = {"trl.scripts.arguments": "DPOScriptArguments RewardScriptArguments SFTScriptArguments",
@@ -50,7 +50,7 @@ NAMES: dict[str, Row] = {
     "trl": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_VALUE_HEADS,
         "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES", **_ROWS,
         **_MODEL_OPTIONS, "trl.models.chat_setup": "clone_chat_template setup_chat_format",
-        "trl.data.mixtures": "DatasetMixtureConfig get_dataset",
+        "trl.data.sources": "DatasetMixtureConfig get_dataset",
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
         "trl.scripts.parser": "TrlParser", "trl.scripts.running": "init_zero_verbose",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
@@ -147,7 +147,7 @@ NAMES: dict[str, Row] = {
     "trl.scripts.vllm_serve": {"trl.generation.vllm.backend": "chunk_list sanitize_logprob",
         "trl.generation.vllm.worker": "WeightSyncWorkerExtension", "trl.models.distributed": "get_open_port",
         "trl.scripts.vllm_serve": "ScriptArguments=ServeArguments"},
-    "trl.scripts.utils": {**_SCRIPTS, "trl.data.mixtures": "DatasetConfig DatasetMixtureConfig get_dataset",
+    "trl.scripts.utils": {**_SCRIPTS, "trl.data.sources": "DatasetConfig DatasetMixtureConfig get_dataset",
         "trl.scripts.env": "get_git_commit_hash"},
     "trl.trainer": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_MODEL_OPTIONS,
         "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",

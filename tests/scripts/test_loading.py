@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from trl.data.mixtures import DatasetConfig, DatasetMixtureConfig
+from trl.data.sources import DatasetConfig, DatasetMixtureConfig
 from trl.scripts.arguments import ScriptArguments
 from trl.scripts.loading import load_train_and_eval
 

@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from trl.data.mixtures import DatasetConfig, DatasetMixtureConfig
+from trl.data.sources import DatasetConfig, DatasetMixtureConfig
 from trl.scripts.arguments import SFTScriptArguments
 from trl.scripts.parser import TrlParser
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from tests.tiny import tiny_model
-from trl.data.mixtures import DatasetMixtureConfig
+from trl.data.sources import DatasetMixtureConfig
 from trl.options.model import ModelConfig
 from trl.scripts import training
 from trl.scripts.arguments import SFTScriptArguments

@@ -1,31 +1,36 @@
-"""Where rows come from: files, folders, data sets saved to disk, and the hub, under one call."""
+"""Sources of rows: files, folders, data sets saved to disk, the hub, and mixtures of them."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 from datasets.exceptions import (
     DataFilesNotFoundError,
     DatasetGenerationError,
     DatasetNotFoundError,
 )
 
+from trl.data.formats import column_names
 from trl.data.hub import HubUnreachable, loading_from_hub, may_be_on_hub
+from trl.options.checks import read_text_values
+from trl.options.groups import option
 
 AnyDataset = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
 DataFiles = str | Sequence[str] | Mapping[str, Any] | None
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 STREAM_CHECKED = 1 << 24  # characters of a streamed file that are looked at in advance
-_MOST_FAULTS = 20
 _SAVED_MARKS = ("dataset_dict.json", "state.json")
+SPLIT_SEED = 0  # every process must draw the same test rows
 
 
 def load_source(
@@ -45,7 +50,7 @@ def load_source(
     and renames, so that two processes may load the same files.
 
     Raises: FileNotFoundError for what does not exist; ValueError for an unknown kind of file, a file without rows, a
-    broken line (all of them, with file and number) or an unknown split (naming those there are).
+    broken line (the first one, with file and number) or an unknown split (naming those there are).
     """
     place = Path(path).expanduser()
     if any((place / mark).is_file() for mark in _SAVED_MARKS):
@@ -127,46 +132,159 @@ def _is_utf8(file: Path, *, most: int | None) -> bool:
         return True
     try:
         with file.open(encoding="utf-8") as text:
-            left = most
-            while (left is None or left > 0) and (chunk := text.read(1 << 20)):
-                left = None if left is None else left - len(chunk)
+            read = 0
+            while (most is None or read < most) and (chunk := text.read(1 << 20)):
+                read += len(chunk)
     except UnicodeDecodeError:
         return False
     return True
 
 
 def _refuse_broken_lines(files: list[Path]) -> None:
-    """Raise ValueError naming the broken lines of some files."""
-    faults = [f"{str(file)!r}, line {line}: {fault}" for file in files for line, fault in _faults(file)]
-    if len(faults) > _MOST_FAULTS:
-        faults[_MOST_FAULTS:] = [f"... and {len(faults) - _MOST_FAULTS} more lines."]
-    if faults:
-        raise ValueError("\n".join(faults))
+    """Raise ValueError naming the first broken line of some files."""
+    for file in files:
+        if fault := _fault(file):
+            raise ValueError(f"{str(file)!r}, line {fault[0]}: {fault[1]}")
 
 
-def _faults(file: Path) -> Iterator[tuple[int, str]]:
-    """The number of each broken line of a file of text, and what is wrong with it."""
+def _fault(file: Path) -> tuple[int, str] | None:
+    """The number of the first broken line of a file of text, and what is wrong with it."""
     kind = BUILDERS.get(file.suffix.lower())
     if kind not in ("json", "csv"):
-        return
-    with file.open("rb") as stream:
-        is_list = kind == "json" and stream.read(1024).lstrip().startswith(b"[")
-        stream.seek(0)
-        for number, line in enumerate(stream, start=1):
-            try:
+        return None
+    number, line = 0, b""
+    try:
+        with file.open("rb") as stream:
+            is_list = kind == "json" and stream.read(1024).lstrip().startswith(b"[")
+            stream.seek(0)
+            for number, line in enumerate(stream, start=1):
                 text = line.decode("utf-8-sig")
                 row = json.loads(text) if kind == "json" and not is_list and text.strip() else {}
-            except UnicodeDecodeError as error:
-                remedy = "Convert the file, from Latin-1 with `iconv -f latin1 -t utf-8`."
-                place = f"byte 0x{line[error.start]:02x} (column {error.start + 1})"
-                yield number, f"not UTF-8, {place}. {remedy}"
-            except json.JSONDecodeError as error:
-                yield number, f"broken JSON, {error.msg} (column {error.colno}). Repair or remove the line."
-            else:
                 if not isinstance(row, dict):
                     expected = "expected an object with the columns of a row. Repair or remove the line."
-                    yield number, f"a JSON {type(row).__name__}, {expected}"
-    try:
-        json.loads(file.read_text(encoding="utf-8", errors="replace")) if is_list else None
+                    return number, f"a JSON {type(row).__name__}, {expected}"
+        if is_list:
+            number = 0
+            json.loads(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        place = f"byte 0x{line[error.start]:02x} (column {error.start + 1})"
+        remedy = "Convert the file, from Latin-1 with `iconv -f latin1 -t utf-8`."
+        return number, f"not UTF-8, {place}. {remedy}"
     except json.JSONDecodeError as error:
-        yield error.lineno, f"broken JSON, {error.msg} (column {error.colno}). Repair the file."
+        return (
+            number or error.lineno,
+            f"broken JSON, {error.msg} (column {error.colno}). Repair the line or the file.",
+        )
+    return None
+
+
+# ---- mixtures
+
+
+@dataclass
+class DatasetConfig:
+    """One source of a mixture: what `datasets.load_dataset` takes, and the columns to keep."""
+
+    path: str = field(
+        metadata={"help": "File (.json, .jsonl, .parquet, .csv), folder, or name of a data set on the hub."}
+    )
+    name: str | None = option(None, "Configuration of the data set, where it has several.")
+    data_dir: str | None = option(None, "Folder within the data set to read from.")
+    data_files: str | list[str] | dict[str, str] | None = option(
+        None, "Files within the data set to read: one, several, or several by split."
+    )
+    split: str = option("train", "Split to take; slices such as train[:10%] are understood.")
+    columns: list[str] | None = option(
+        None, "Columns to keep, all of them by default. All sources must end with the same."
+    )
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """The sources of a mixture and what is done with all of them together.
+
+    Raises: ValueError for a source with unknown keys or without a path, and for a `test_split_size` that is neither a
+        share in (0, 1) nor a number of rows.
+    """
+
+    datasets: list[DatasetConfig] = option(
+        [], "Sources, laid one after another. In a config file each is a mapping with at least `path`."
+    )
+    streaming: bool = option(False, "Whether to read rows as they are needed instead of all at once.")
+    test_split_size: float | None = option(
+        None,
+        "Share of all rows, in (0, 1), or number of rows, drawn into a `test` split. None makes no such split.",
+    )
+
+    def __post_init__(self) -> None:
+        read_text_values(self)
+        self.datasets = [_read_config(index, source) for index, source in enumerate(self.datasets or [])]
+        size = self.test_split_size
+        if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
+            raise ValueError(
+                f"test_split_size must be a share in (0, 1) or a whole number of rows, got {size}. Use None for no split."
+            )
+        if self.test_split_size is not None and self.streaming:
+            raise ValueError(
+                f"test_split_size is {self.test_split_size} with streaming=True, but a stream has no known length to share "
+                "out. Give a source with its own test split, or set streaming=False."
+            )
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
+    """All sources of a mixture one after another as the split "train", and with `test_split_size` a split "test".
+
+    Rows of "test" are drawn with a fixed seed, the same in every process. A streaming mixture comes as an
+    `IterableDatasetDict`.
+
+    Raises: ValueError where there is no source, a column is missing, or sources differ in their columns.
+    """
+    sources, size = mixture_config.datasets, mixture_config.test_split_size
+    if not sources:
+        raise ValueError("a mixture needs at least 1 data set, got 0. List them under `datasets:`.")
+    parts = [_load_part(source, mixture_config.streaming) for source in sources]
+    columns = [sorted(column_names(part)) for part in parts]
+    for source, own in zip(sources, columns, strict=True):
+        if own != columns[0]:
+            raise ValueError(
+                f"{sources[0].path!r} has the columns {columns[0]}, but {source.path!r} has {own}: a mixture needs the same in "
+                "all. Choose common ones with `columns`, or rename."
+            )
+    combined = concatenate_datasets(parts)
+    if mixture_config.streaming:
+        return cast(DatasetDict, IterableDatasetDict({"train": combined}))
+    if size is None:
+        return DatasetDict({"train": combined})
+    if size >= len(combined):
+        raise ValueError(
+            f"test_split_size is {int(size)} rows and the mixture has {len(combined)}, expected fewer. Lower it, or give a share."
+        )
+    return combined.train_test_split(test_size=int(size) if size >= 1 else size, seed=SPLIT_SEED)
+
+
+def _read_config(index: int, source: DatasetConfig | Mapping[str, Any]) -> DatasetConfig:
+    if isinstance(source, DatasetConfig):
+        return source
+    place, known = f"datasets[{index}]", [item.name for item in fields(DatasetConfig)]
+    if not isinstance(source, Mapping):
+        raise TypeError(
+            f"{place} is {source!r}, expected a mapping with at least `path`. Write `- path: ...`."
+        )
+    for key in (key for key in source if key not in known):
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
+        raise ValueError(f"{place} has the unknown key {key!r}, known are {known}. {hint}")
+    if "path" not in source:
+        raise ValueError(f"{place} has no `path`, only {sorted(source)}. Add the file, folder or name.")
+    return DatasetConfig(**source)
+
+
+def _load_part(source: DatasetConfig, streaming: bool) -> Any:
+    options = {name: value for name, value in vars(source).items() if name not in ("path", "columns")}
+    part: Any = load_source(source.path, streaming=streaming, **options)
+    if source.columns is None:
+        return part
+    known = column_names(part)
+    if missing := [name for name in source.columns if name not in known]:
+        raise ValueError(f"{source.path!r} has no columns {missing}, there are {known}. Correct `columns`.")
+    return part.select_columns(source.columns)

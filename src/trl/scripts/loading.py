@@ -16,7 +16,7 @@ from trl.scripts.arguments import ScriptArguments
 from trl.scripts.plain_parser import did_you_mean
 
 if TYPE_CHECKING:
-    from trl.data.mixtures import DatasetMixtureConfig
+    from trl.data.sources import DatasetMixtureConfig
 
 Rows = TypeVar("Rows", Dataset, IterableDataset)
 
@@ -91,7 +91,7 @@ def mixed_splits(script_args: ScriptArguments, dataset_args: "DatasetMixtureConf
     """The splits of a mixture, or of `dataset_name` where evaluation rows are drawn from it; None where neither is asked for."""
     if not dataset_args.datasets and dataset_args.test_split_size is None:
         return None
-    from trl.data.mixtures import DatasetConfig, get_dataset
+    from trl.data.sources import DatasetConfig, get_dataset
 
     if script_args.dataset_name:
         path, config = script_args.dataset_name, script_args.dataset_config

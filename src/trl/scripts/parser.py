@@ -263,7 +263,7 @@ _ORDER = ("essential", MODEL, DATA, TRAINING, METHOD, GENERATION, LOGGING, HARDW
 _OF_MODULE = {
     "trl.options.model": MODEL,
     "trl.options.training": DATA,
-    "trl.data.mixtures": DATA,
+    "trl.data.sources": DATA,
     "trl.scripts.arguments": DATA,
     "transformers.training_args": TRAINING,
     "trl.options.generation": GENERATION,

@@ -227,7 +227,7 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
 
     def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
-        from trl.data.mixtures import DatasetMixtureConfig
+        from trl.data.sources import DatasetMixtureConfig
 
         prefix, description, _, needs = COMMANDS[name]
         config = getattr(import_module(f"trl.trainer.{name}_config"), f"{prefix}Config")
