@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from trl.data.preference import (
@@ -306,20 +306,6 @@ def test_reference_log_probs_and_named_columns_are_kept() -> None:
     assert "other" not in rows.column_names
 
 
-def without_nones(rows: Any) -> list[dict]:
-    return [{key: value for key, value in row.items() if value is not None} for row in rows]
-
-
-def test_streams_that_do_not_know_their_columns() -> None:
-    stream: Any = IterableDataset.from_generator(lambda: iter([SKY, SKY]))
-    prepared, _ = prepare_preference_dataset(stream, tiny_tokenizer(), PreferencePreparation())
-    assert without_nones(prepared) == without_nones(prepare([SKY, SKY])[0])
-    rewards, _ = prepare_reward_dataset(
-        IterableDataset.from_generator(lambda: iter([SKY])), tiny_tokenizer(), RewardPreparation()
-    )
-    assert list(rewards) == list(prepare_reward([SKY])[0])
-
-
 def test_two_processes_count_and_number_rows_as_one() -> None:
     rows = [{**SKY, "chosen": f" blue {number}"} for number in range(20)] + [{**SKY, "rejected": " blue"}]
     alone, counted = prepare(rows, max_length=7)
@@ -412,13 +398,6 @@ def test_rows_longer_than_max_length_are_left_out_of_reward_data(caplog: pytest.
             prepare_reward([SKY, short], max_length=4, streaming=streaming)
         with pytest.raises(ValueError, match="row 0, column 'chosen_input_ids': this sequence or the one in"):
             prepare_reward([SKY, short], max_length=limit, streaming=streaming, untrained_rows="error")
-
-
-def test_another_eos_token_is_used_without_changing_the_tokenizer() -> None:
-    tokenizer = tiny_tokenizer()
-    rows, _ = prepare_reward([SKY], tokenizer, eos_token="<|stop|>")
-    assert rows[0]["chosen_input_ids"][-1] == tokenizer.convert_tokens_to_ids("<|stop|>")
-    assert tokenizer.eos_token == "<|im_end|>"
 
 
 def test_the_published_row_function() -> None:

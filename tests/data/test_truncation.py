@@ -1,10 +1,9 @@
 import numpy as np
-import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, LargeList, List, Value
 
 from trl.data.packing import pack_dataset
-from trl.data.ragged import truncate_dataset, truncate_table
+from trl.data.ragged import truncate_dataset
 
 ROWS = {
     "input_ids": [[1, 2, 3, 4], [5], [6, 7]],
@@ -24,7 +23,7 @@ def expected(max_length: int) -> dict[str, list]:
     }
 
 
-@pytest.mark.parametrize("max_length", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("max_length", [1, 3, 10])
 def test_token_columns_and_nothing_else(max_length: int):
     rows = Dataset.from_dict(ROWS)
     cut = truncate_dataset(rows, max_length)
@@ -36,20 +35,6 @@ def test_token_columns_and_nothing_else(max_length: int):
 def test_streaming(max_length: int):
     cut = truncate_dataset(Dataset.from_dict(ROWS).to_iterable_dataset(), max_length)
     assert Dataset.from_list(list(cut))[:] == expected(max_length)
-
-
-def test_streaming_from_a_generator_and_in_a_format():
-    source = IterableDataset.from_generator(lambda: ({"input_ids": ids} for ids in ROWS["input_ids"]))
-    assert [row["input_ids"] for row in truncate_dataset(source, 2)] == [[1, 2], [5], [6, 7]]
-    cut = truncate_dataset(source.with_format("numpy"), 2)
-    assert [row["input_ids"].tolist() for row in cut] == [[1, 2], [5], [6, 7]]
-
-
-def test_dict_and_empty_and_selected():
-    rows = Dataset.from_dict(ROWS)
-    cut = truncate_dataset(DatasetDict({"train": rows, "test": rows.select([2, 0])}), 1)
-    assert cut["test"]["input_ids"][:] == [[6], [1]]
-    assert len(truncate_dataset(rows.select([]), 1)) == 0
 
 
 @pytest.mark.parametrize("kind", [LargeList(Value("int64")), List(Value("int32")), List(Value("bool"))])
@@ -68,6 +53,20 @@ def test_lists_of_a_fixed_size():
     assert truncate_dataset(rows, 5, {"batch_size": 2})["ids"][:] == [[1, 2, 3]] * 3
 
 
+def test_formats_splits_and_streams_of_a_generator():
+    rows = Dataset.from_dict(ROWS)
+    cut = truncate_dataset(DatasetDict({"train": rows, "test": rows.select([2, 0])}), 1)
+    assert cut["test"]["input_ids"][:] == [[6], [1]]
+    assert len(truncate_dataset(rows.select([]), 1)) == 0
+    torch_rows = rows.with_format("torch", columns=["input_ids"])
+    assert truncate_dataset(torch_rows, 2).format == torch_rows.format
+    source = IterableDataset.from_generator(lambda: ({"input_ids": ids} for ids in ROWS["input_ids"]))
+    cut = truncate_dataset(source.with_format("numpy"), 2)
+    assert [row["input_ids"].tolist() for row in cut] == [[1, 2], [5], [6, 7]]
+    with pytest.raises(ValueError, match="max_length must be"):
+        truncate_dataset(rows, 0)
+
+
 def test_missing_rows_are_named():
     with pytest.raises(ValueError, match="column 'ids', row 1: None"):
         truncate_dataset(Dataset.from_dict({"ids": [[1, 2, 3], None]}), 2)
@@ -83,20 +82,6 @@ def test_images_are_not_touched():
     assert np.array_equal(np.asarray(cut[0]["image"]), pixels)
 
 
-def test_the_format_is_kept():
-    rows = Dataset.from_dict(ROWS).with_format("torch", columns=["input_ids"])
-    cut = truncate_dataset(rows, 2)
-    assert cut.format == rows.format
-    assert cut[0]["input_ids"].tolist() == [1, 2]
-
-
-def test_sliced_chunks():
-    table = pa.table({"ids": [[1, 2, 3], [4, 5, 6], [7], [8, 9, 10]]}).slice(1)
-    assert truncate_table(pa.concat_tables([table, table]), 2).to_pydict() == {
-        "ids": [[4, 5], [7], [8, 9]] * 2
-    }
-
-
 def test_packed_rows_are_not_cut_through():
     packed = pack_dataset(Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]}), 4)
     assert truncate_dataset(packed, 4)[:] == packed[:]
@@ -104,9 +89,3 @@ def test_packed_rows_are_not_cut_through():
         truncate_dataset(packed, 3)
     with pytest.raises(ValueError, match="Truncate before packing"):
         list(truncate_dataset(packed.to_iterable_dataset(), 3))
-
-
-@pytest.mark.parametrize("max_length", [0, -1])
-def test_max_length_must_be_positive(max_length: int):
-    with pytest.raises(ValueError, match=f"max_length must be .* >= 1, got {max_length}"):
-        truncate_dataset(Dataset.from_dict(ROWS), max_length)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -95,7 +95,7 @@ def test_mismatched_completions_of_pairs_come_from_other_pairs(
         assert other // group == row // group and other // 2 != row // 2
     assert "too few pairs" not in caplog.text
     prepare(pairs, mismatch_group=2)
-    assert "an optimiser step of 2 rows has too few pairs" in caplog.text
+    assert "steps of 2 rows have too few pairs" in caplog.text
 
 
 def test_mismatched_completions_come_from_the_row_before_in_the_batch() -> None:
@@ -109,10 +109,10 @@ def test_mismatched_completions_come_from_the_row_before_in_the_batch() -> None:
 
 def test_a_row_that_is_alone_in_its_batch_gets_its_own_completion(caplog: pytest.LogCaptureFixture) -> None:
     prepare(TEXT[:4], mismatch_group=4)
-    assert "alone in its batch" not in caplog.text
+    assert "alone in its step" not in caplog.text
     rows, _ = prepare(TEXT, mismatch_group=4)
     assert rows[4]["KL_completion_input_ids"] == rows[4]["completion_input_ids"]
-    assert "the last row is alone in its batch of 4" in caplog.text
+    assert "the last row is alone in its step of 4" in caplog.text
 
 
 def cut(prompt: list[int], completion: list[int], limit: int, prompt_limit: int, mode: str) -> tuple:
@@ -173,92 +173,18 @@ def test_reference_numbers_are_kept_to_the_bit() -> None:
 
 def test_one_kind_of_rows_is_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     prepare([row for row in TEXT if row["label"]])
-    assert "all 3 rows are desirable (label true). That can be trained on" in caplog.text
+    assert "all 3 rows are desirable (label true)" in caplog.text
     prepare([row for row in TEXT if not row["label"]])
     assert "all 2 rows are undesirable (label false)" in caplog.text
-    assert "keep the learning rate low" in caplog.text
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.5), (2 / 3, 1.0), (8 / 9, 1.0), (0.8, 1.0)])
-def test_weights_that_make_up_for_the_numbers_are_quiet(
-    weights: tuple[float, float], caplog: pytest.LogCaptureFixture
-) -> None:
-    prepare(TEXT, weights=weights)
+def test_weights_that_do_not_make_up_for_the_numbers_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    for weights in ((1.0, 1.5), (2 / 3, 1.0), (8 / 9, 1.0)):
+        prepare(TEXT, weights=weights)
     assert not caplog.text
-
-
-def test_weights_that_do_not_are_told_with_what_would(caplog: pytest.LogCaptureFixture) -> None:
     prepare(TEXT, weights=(1.0, 1.0))  # 3 rows to 2
     assert "Set desirable_weight to 0.6667 to 0.8889, or undesirable_weight to 1.125 to 1.5." in caplog.text
     assert "3 desirable rows of weight 1 and 2 undesirable ones of weight 1" in caplog.text
-
-
-def row(**changes: Any) -> dict[str, Any]:
-    return {**TEXT[0], **changes}
-
-
-TOKENS = {"prompt_input_ids": [5], "completion_input_ids": [6], "label": True}
-BAD: dict[str, tuple[list[dict], dict[str, Any], type[Exception], str]] = {
-    "label 1": ([row(label=1)], {}, TypeError, "row 0, column 'label': 1 is of type int, expected true or false. Convert the column with dataset.cast_column"),
-    "label 2": ([row(label=2)], {}, TypeError, "column 'label': 2 is of type int, expected true or false. Map it to True"),
-    "label good": ([row(label="good")], {}, TypeError, "column 'label': 'good' is of type str, expected true or false"),
-    "label missing in a row": ([row(), row(label=None)], {}, ValueError, "train dataset, row 1, column 'label': None, expected true or false"),
-    "no label": ([{"prompt": "a", "completion": "b"}], {}, ValueError, "add 'label'"),
-    "no completion": ([{"prompt": "a", "label": True}], {}, ValueError, "add 'completion'"),
-    "steps": ([{"prompt": "a", "completions": ["b"], "labels": [True]}], {}, ValueError, "train with PRMTrainer"),
-    "empty completion": ([row(), row(completion="")], {}, ValueError, "row 1, column 'completion': an empty string"),
-    "no rows": ([], {}, ValueError, "train dataset: no rows, expected at least one with 'prompt', 'completion' and 'label'"),
-    "an answer that begins with a question": (
-        [{"prompt": [SKY], "completion": [SKY, BLUE], "label": True}], {}, ValueError,
-        "row 0, column 'completion', message 0: role 'user'.*, expected the assistant's answer",
-    ),
-    "messages behind text": ([row(prompt="a", completion=[BLUE])], {}, TypeError, "row 0, column 'prompt': 'a' is of type str, expected a list of messages"),
-    "pairs that share no prompt": ([{"chosen": "a", "rejected": "b"}], {}, ValueError, "row 0, column 'chosen': .*begin differently"),
-    "tokens without label": ([{"prompt_input_ids": [5], "completion_input_ids": [6]}], {}, ValueError, "add 'label'"),
-    "tokens with a number as label": ([{**TOKENS, "label": 0}], {}, TypeError, "row 0, column 'label': 0 is of type int"),
-    "no tokens": ([TOKENS, {**TOKENS, "completion_input_ids": []}], {}, ValueError, "row 1, column 'completion_input_ids': an empty list"),
-    "token of another vocabulary": ([{**TOKENS, "prompt_input_ids": [9999]}], {}, ValueError, "row 0, column 'prompt_input_ids': token id 9999"),
-    "tokens to be embedded": ([TOKENS], {"embedding_tokenizer": tiny_tokenizer()}, ValueError, "add 'embedding_input_ids'"),
-    "a number that is none": ([row(reference_logps=float("nan"))], {}, ValueError, "row 0, column 'reference_logps': nan"),
-    "a prompt limit that leaves no room": (TEXT, {"max_length": 8, "max_prompt_length": 8}, ValueError, "max_prompt_length 8 leaves no token"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(("rows", "settings", "error", "says"), BAD.values(), ids=BAD)
-def test_bad_rows_are_refused(rows: list, settings: dict, error: type, says: str, streaming: bool) -> None:
-    dataset: Any = (
-        IterableDataset.from_generator(lambda: iter(rows)) if streaming else Dataset.from_list(rows)
-    )
-    with pytest.raises(error, match=says) as caught:
-        prepare_unpaired_dataset(dataset, tiny_tokenizer(), UnpairedPreparation(**settings))
-    assert type(caught.value) is error
-
-
-def test_mixed_formats_of_a_stream_are_refused() -> None:
-    for rows in ([TEXT[0], CHAT[0]], [CHAT[0], TEXT[0]]):
-        stream: Any = IterableDataset.from_generator(lambda rows=rows: iter(rows))
-        with pytest.raises(TypeError, match="row 1, column 'prompt'"):
-            prepare_unpaired_dataset(stream, tiny_tokenizer(), UnpairedPreparation())
-
-
-def test_tokenizers_that_lack_something_are_refused() -> None:
-    dataset = Dataset.from_list(TEXT)
-    with pytest.raises(ValueError, match="row 0, column 'completion': the tokenizer has no eos token"):
-        prepare_unpaired_dataset(dataset, tiny_tokenizer(eos_token=None), UnpairedPreparation())
-    with pytest.raises(
-        ValueError, match="row 0, column 'completion': conversational data, but the tokenizer"
-    ):
-        prepare(CHAT, template="none")
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="per_device_train_batch_size must be at least 2 for loss_type='kto', got 1"):  # fmt: skip
-        UnpairedPreparation(mismatch_group=1)
-    with pytest.raises(ValueError, match="max_length must be >= 3, got 2"):
-        UnpairedPreparation(max_length=2)
-    with pytest.raises(ValueError, match="untrained_rows must be one of 'drop', 'error', got 'report'"):
-        UnpairedPreparation(untrained_rows="report")  # type: ignore[arg-type]
 
 
 # The first optimiser step of the recorded runs whose pairs are taken apart: data set and what was logged.

@@ -1,4 +1,4 @@
-"""Tools that a chat template does not show are said once, with the number of rows, by every kind of preparation."""
+"""Tools that a chat template does not show are reported once by every kind of preparation."""
 
 import json
 import logging
@@ -70,7 +70,7 @@ def warnings_of(caplog, prepare, rows, template=SPOKEN):
 def test_rows_whose_tools_the_template_leaves_out(kind, caplog):
     columns, prepare = KINDS[kind]
     (warning,) = warnings_of(caplog, prepare, with_tools(**columns))
-    assert "train dataset: 2 of 4 rows have tools that their prompts do not show" in warning
+    assert "train dataset: rows have tools that their prompts do not show" in warning
     assert "the chat template reads none" in warning and "leave tools out" in warning
     assert not warnings_of(caplog, prepare, with_tools(**columns), SHOWING)
     assert not warnings_of(caplog, prepare, with_tools(**columns).remove_columns("tools"))
@@ -84,9 +84,7 @@ def test_tools_given_for_all_rows(caplog):
 
     rows = Dataset.from_list([PAIRS] * 2)
     (warning,) = warnings_of(caplog, prepare, rows)
-    assert (
-        "all rows have tools that their prompts do not show, because the chat template reads none" in warning
-    )
+    assert "rows have tools that their prompts do not show, because the chat template reads none" in warning
     assert not warnings_of(caplog, prepare, rows, SHOWING)
     text = Dataset.from_list([{"prompt": "the cat", "chosen": " sat", "rejected": " on"}])
     (warning,) = warnings_of(caplog, prepare, text, SHOWING)

@@ -113,9 +113,8 @@ class PreparationReport:
     warnings: Mapping[str, str] = field(default_factory=lambda: WARNINGS, repr=False)
     warned: list[str] = field(default_factory=list)  # counts that a warning was already given for
 
-    def add(self, numbers: Numbers, *, drops: bool) -> np.ndarray:
-        """Add the numbers of rows; the positions of the rows to keep, all unless `drops` leaves out untrained ones."""
-        kept = np.flatnonzero(numbers["untrained_rows"] == 0) if drops else np.arange(len(numbers["row"]))
+    def add(self, numbers: Numbers, kept: np.ndarray) -> None:
+        """Add the numbers of rows, of which those at the positions `kept` stay."""
         self.rows += len(numbers["row"])
         self.tokens += int(numbers["tokens"][kept].sum())
         self.dropped_rows += len(numbers["row"]) - len(kept)
@@ -126,7 +125,6 @@ class PreparationReport:
             if values.any():
                 rows = numbers["row"][values > 0][:SHOWN_ROWS].tolist()
                 self.first[name] = [*self.first.get(name, []), *rows][:SHOWN_ROWS]
-        return kept
 
     def summary(self) -> str:
         """Every count that is not zero, in one line."""
@@ -167,28 +165,26 @@ def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, given: b
     return Vocabulary(rows, f"the model embeds {rows} token ids, the tokenizer has {tokens} tokens")
 
 
-def check_ids(
-    rows: Sequence, vocabulary: Vocabulary | None, name: str, indices: Sequence[int], column: str
-) -> None:
-    """Raise for the first row whose token ids the model does not have; -100 in `labels` marks what is not trained."""
+def check_ids(row: Any, vocabulary: Vocabulary | None, place: Place, *, may_be_empty: bool = False) -> None:
+    """Raise for a row of token ids that the model does not have; -100 in `labels` marks what is not trained."""
     if vocabulary is None:
         return
-    is_label = column == "labels"
-    for index, row in zip(indices, rows, strict=True):
-        ids, place = np.asarray(row), Place(name, index, column)
-        if ids.size == 0:
-            raise place.error("an empty list", "token ids", "Filter the row out.")
-        if not np.issubdtype(ids.dtype, np.integer):
-            remedy = "Tokenize the text, or rename the column."
-            raise place.error(f"values of type {ids.dtype}", "lists of integers", remedy, TypeError)
-        wrong = ids[((ids < 0) & ~(is_label & (ids == -100))) | (ids >= vocabulary.size)]
-        if wrong.size:
-            allowed = f"0 to {vocabulary.size - 1}{' or -100' if is_label else ''} ({vocabulary.words})"
-            remedy = (
-                "Tokenize with the tokenizer that belongs to the model, or grow it with "
-                "model.resize_token_embeddings(len(tokenizer))."
-            )
-            raise place.error(f"token id {wrong[0]}", allowed, remedy)
+    ids, is_label = np.asarray(row), place.column == "labels"
+    if ids.size == 0:
+        if may_be_empty:
+            return
+        raise place.error("an empty list", "token ids", "Filter the row out.")
+    if not np.issubdtype(ids.dtype, np.integer):
+        remedy = "Tokenize the text, or rename the column."
+        raise place.error(f"values of type {ids.dtype}", "lists of integers", remedy, TypeError)
+    wrong = ids[((ids < 0) & ~(is_label & (ids == -100))) | (ids >= vocabulary.size)]
+    if wrong.size:
+        allowed = f"0 to {vocabulary.size - 1}{' or -100' if is_label else ''} ({vocabulary.words})"
+        remedy = (
+            "Tokenize with the tokenizer that belongs to the model, or grow it with "
+            "model.resize_token_embeddings(len(tokenizer))."
+        )
+        raise place.error(f"token id {wrong[0]}", allowed, remedy)
 
 
 class RowKind(ABC):
@@ -200,9 +196,15 @@ class RowKind(ABC):
     """The numbers that the policy "error" refuses."""
     warnings: ClassVar[Mapping[str, str]] = WARNINGS
 
-    @abstractmethod
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
         """The columns of `features` and `counts`."""
+        given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        made = self.rows(given, indices)
+        return {name: [row.get(name, 0) for row in made] for name in (*self.features, *self.counts)}
+
+    @abstractmethod
+    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        """The finished rows, with their counts (0 where one is missing)."""
 
     @property
     @abstractmethod
@@ -310,15 +312,15 @@ class Counting:
     policy: UntrainedPolicy
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        kept = self.tally(self.kind.numbers(batch, indices[0]), is_whole=False)
+        kept, counts = self.tally(self.kind.numbers(batch, indices[0]), is_whole=False), self.kind.counts
         self.report.warn()
-        counts = self.kind.counts
         return {name: [values[row] for row in kept] for name, values in batch.items() if name not in counts}
 
     def tally(self, numbers: Numbers, *, is_whole: bool) -> np.ndarray:
         """Positions of the rows to keep. `is_whole`: rows that are all untrained are an error under every policy."""
+        untrained = numbers["untrained_rows"] > 0
         bad = np.any([numbers[name] > 0 for name in self.kind.refused if name in numbers], axis=0)
-        is_all = is_whole and bool((numbers["untrained_rows"] > 0).all())
+        is_all = is_whole and bool(untrained.all())
         if is_all or (self.policy == "error" and bad.any()):
             index = int(np.flatnonzero(bad)[0])
             which = "The first {} rows are all" if self.report.is_streaming else "All {} rows are"
@@ -327,4 +329,6 @@ class Counting:
             column, given, expected, remedy = self.kind.complaint(row)
             place = Place(self.report.dataset_name, row["row"], column)
             raise place.error(given, expected, remedy + rest)
-        return self.report.add(numbers, drops=self.policy == "drop")
+        kept = np.flatnonzero(~untrained) if self.policy == "drop" else np.arange(len(untrained))
+        self.report.add(numbers, kept)
+        return kept

@@ -26,14 +26,12 @@ from trl.data.preference_rows import (
     PairLengths,
     PairReader,
     Side,
-    TruncationMode,
-    TruncationOrder,
     pair_row_type,
     with_context,
 )
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import shared_prompt
-from trl.data.tokenization import Ids, encode, rows_of, tokenize_split, with_eos
+from trl.data.tokenization import Ids, encode, tokenize_split, with_eos
 from trl.data.validation import check_number
 
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
@@ -64,22 +62,16 @@ class RewardPreparation(Preparation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferencePreparation(RewardPreparation):
+class PreferencePreparation(RewardPreparation, PairLengths):
     """How rows of preferences become prompts and completions; for the lengths see `PairLengths`.
 
     Rows that lose a whole completion to truncation are dropped, or an error; "error" also refuses rows that lose their
     whole prompt, which "drop" counts.
     """
 
-    max_prompt_length: int | None = None
-    max_completion_length: int | None = None
-    truncation_mode: TruncationMode = "keep_end"
-    truncation_order: TruncationOrder = "sequence"
-    is_encoder_decoder: bool = False
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.lengths  # whose constructor checks them
+        PairLengths.__post_init__(self)
 
     @property
     def sequences(self) -> tuple[tuple[str, ...], ...]:
@@ -201,30 +193,25 @@ class PairTokenizer(RowKind):
         ids: dict[str, Any] = dict.fromkeys(self.columns, List(Value("int32")))
         return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
 
-    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        row_type, name = self.reader.row_type, self.reader.dataset_name
-        if row_type.columns == OLDER_REWARD_COLUMNS:  # whole sequences, their prompt included
-            batch = {c: values for c, values in batch.items() if c not in (PAIR_COLUMNS[0], OWN_PROMPT)}
-        rows = rows_of(batch)
-        if row_type.kind == "tokens":
-            for column in (*row_type.columns, PAIR_COLUMNS[0]):
-                if column in batch:
-                    check_ids(batch[column], self.vocabulary, name, indices, column)
-            tokens = [self._given(row, index) for row, index in zip(rows, indices, strict=True)]
-        else:
-            tokens = self._tokenized(rows, indices)
-        finished = [self._cut(row) for row in tokens]
-        made = {column: [row.get(column, 0) for row in finished] for column in (*self.features, *self.counts)}
-        for column in self.kept_numbers:
-            each = zip(batch[column], indices, strict=True)
-            made[column] = [check_number(value, self.reader.place(index, column)) for value, index in each]
-        for column in self.columns:
-            if row_type.kind == "tokens" or column not in made:
-                continue
-            ids = [row or [0] for row in made[column]]  # empty ones are counted
-            given = column.removeprefix("whole_").removesuffix("_input_ids")
-            check_ids(ids, self.vocabulary, name, made["row"], given)
-        return made
+    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        each = dict(zip(indices, given, strict=True))
+        is_given = self.reader.row_type.kind == "tokens"
+        tokens = (
+            [self._given(row, index) for index, row in each.items()] if is_given else self._tokenized(each)
+        )
+        found = [self._cut(row) for row in tokens]
+        for row in found:
+            for column in self.columns if not is_given else ():
+                place = self.reader.place(
+                    row["row"], column.removeprefix("whole_").removesuffix("_input_ids")
+                )
+                check_ids(
+                    row.get(column) or [], self.vocabulary, place, may_be_empty=True
+                )  # empty ones are counted
+            for column in self.kept_numbers:
+                place = self.reader.place(row["row"], column)
+                row[column] = check_number(each[row["row"]][column], place)
+        return found
 
     def _answers(self, row: dict[str, Any], index: int) -> list[Answers]:
         """The texts of a row of text or messages, each prompt once."""
@@ -235,8 +222,8 @@ class PairTokenizer(RowKind):
         has_boundary = self.reader.row_type.is_chat or "prompt" in row
         return [Answers(index, shared, answers, has_boundary, {"repeated_prompts": int(is_repeated)})]
 
-    def _tokenized(self, rows: list[dict], indices: Sequence[int]) -> list[Tokens]:
-        read = [each for row, index in zip(rows, indices, strict=True) for each in self._answers(row, index)]
+    def _tokenized(self, rows: Mapping[int, dict[str, Any]]) -> list[Tokens]:
+        read = [each for index, row in rows.items() for each in self._answers(row, index)]
         splits = tokenize_split(
             text_tokenizer(self.reader.processing_class),
             [(each.prompt, each.answers) for each in read],
@@ -254,19 +241,25 @@ class PairTokenizer(RowKind):
             found.append(Tokens(each.row, split.prompt, split.completions, more={**counts, **each.more}))
         return found
 
+    def _check_given(self, row: dict[str, Any], index: int) -> None:
+        for column in (*self.reader.row_type.columns, PAIR_COLUMNS[0]):
+            if column in row:
+                check_ids(row[column], self.vocabulary, self.reader.place(index, column))
+
     def _given(self, row: dict[str, Any], index: int) -> Tokens:
+        if self.reader.row_type.columns == OLDER_REWARD_COLUMNS:  # whole sequences, their prompt included
+            row = {c: value for c, value in row.items() if c not in (PAIR_COLUMNS[0], OWN_PROMPT)}
+        self._check_given(row, index)
         completions = []
         for side, column in zip(SIDES, self.reader.row_type.columns[-2:], strict=True):
             ids, mask_column = row[column], f"attention_mask_{side}"
             mask = row.get(mask_column) or [1] * len(ids)
             if len(mask) != len(ids) or not any(mask):
-                count = f"{len(mask)} values ({sum(map(bool, mask))} not 0)"
-                place, remedy = self.reader.place(index, mask_column), "Give 1 for each token, 0 for padding."
-                raise place.error(
-                    f"{count} for {len(ids)} tokens in {column!r}",
-                    "as many, and at least one that is 1",
-                    remedy,
+                given = (
+                    f"{len(mask)} values ({sum(map(bool, mask))} not 0) for {len(ids)} tokens in {column!r}"
                 )
+                place, remedy = self.reader.place(index, mask_column), "Give 1 for each token, 0 for padding."
+                raise place.error(given, "as many, and at least one that is 1", remedy)
             completions.append([token for token, is_real in zip(ids, mask, strict=True) if is_real])
         return Tokens(index, list(row.get(PAIR_COLUMNS[0]) or []), completions, row.get(OWN_PROMPT))
 

@@ -15,7 +15,7 @@ from trl.data.image_rows import has_images, refuse_images
 from trl.data.pipeline import STREAM_BATCH, RowKind, first_row, map_rows
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
 from trl.data.streaming import RowStream
-from trl.data.tokenization import encode_open, read_chat, rows_of
+from trl.data.tokenization import encode_open, read_chat
 from trl.data.validation import Place, check_text, check_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -111,19 +111,19 @@ class PromptTokenizer(RowKind):
     def features(self) -> dict[str, Any]:
         return {PROMPT_IDS: List(Value("int32"))}
 
-    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        rows, column = rows_of(batch), PROMPT_IDS if self.is_given else "prompt"
+    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        column = PROMPT_IDS if self.is_given else "prompt"
         places = [Place(self.dataset_name, index, column) for index in indices]
         if self.is_given:
-            prompts = [_real_tokens(row) for row in rows]
+            prompts = [_real_tokens(row) for row in given]
         else:
-            texts = [self._text(row, place) for row, place in zip(rows, places, strict=True)]
+            texts = [self._text(row, place) for row, place in zip(given, places, strict=True)]
             tokenizer = text_tokenizer(self.processing_class)
             prompts = [ids for ids, _ in encode_open(tokenizer, texts, add_special_tokens=not self.is_chat)]
         prompts = [prompt[-(self.settings.keep or 0) :] for prompt in prompts]
         for prompt, place in zip(prompts, places, strict=True):
             check_prompt_ids(prompt, self.settings, place)
-        return {PROMPT_IDS: prompts}
+        return [{PROMPT_IDS: prompt} for prompt in prompts]
 
     def _text(self, row: dict[str, Any], place: Place) -> str:
         if not self.is_chat:
@@ -181,11 +181,6 @@ class PromptSets:
         if isinstance(dataset, IterableDataset) and name != "train":
             dataset = _stored(dataset)
         if isinstance(dataset, list):
-            kinds = ["messages" if isinstance(row.get("prompt"), list) else "text" for row in dataset]
-            if odd := [index for index, kind in enumerate(kinds) if kind != kinds[0]]:
-                remedy = "Do not mix the standard and the conversational format; convert one into the other."
-                place, expected = Place(name, odd[0], "prompt"), f"{kinds[0]} as in row 0"
-                raise place.error(kinds[odd[0]], expected, remedy, TypeError)
             dataset = Dataset.from_list(dataset)
         if not isinstance(dataset, Dataset):
             given = "None" if dataset is None else f"of type {type(dataset).__name__}"

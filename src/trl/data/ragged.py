@@ -200,12 +200,10 @@ def truncate_rows(
     is_stored = isinstance(dataset, Dataset)
     if is_stored and not len(dataset):
         return dataset
-    options = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
-    options |= {
-        "features": without_list_sizes(dataset.features),
-        "fn_kwargs": {"max_length": max_length, "keep_end": keep_end},
-    }
-    cut = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
+    given = {"max_length": max_length, "keep_end": keep_end}
+    options: dict[str, Any] = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
+    options |= {"features": without_list_sizes(dataset.features), "fn_kwargs": given}
+    cut: Any = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
     return restore_format(cut, dataset) if is_stored else restore_streaming_format(cut, dataset)
 
 

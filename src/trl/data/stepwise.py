@@ -21,7 +21,7 @@ from trl.data.pipeline import (
     prepare_rows,
 )
 from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.data.tokenization import Ids, encode, rows_of
+from trl.data.tokenization import Ids, encode
 from trl.data.validation import Place, check_label, check_text, wrong_columns
 from trl.tensors.padding import IGNORED
 
@@ -77,18 +77,13 @@ class StepwiseTokenizer(RowKind):
     def features(self) -> dict[str, Any]:
         return {"input_ids": List(Value("int32")), "labels": List(Value("int8"))}
 
-    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        given, ids = rows_of(batch), batch.get("input_ids")
-        if self.is_given:
-            check_ids(ids or [], self.vocabulary, self.dataset_name, indices, "input_ids")
-        rows = [
-            self._cut(*each) if self.is_given else self._tokenized(*each)
-            for each in zip(given, indices, strict=True)
-        ]
-        if not self.is_given:
-            ids = [row["input_ids"] for row in rows]
-            check_ids(ids, self.vocabulary, self.dataset_name, indices, "input_ids")
-        return {column: [row[column] for row in rows] for column in (*self.features, *self.counts)}
+    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        found = []
+        for row, index in zip(given, indices, strict=True):
+            made = row if self.is_given else self._tokenized(row, index)
+            check_ids(made["input_ids"], self.vocabulary, Place(self.dataset_name, index, "input_ids"))
+            found.append(self._cut(row, index) if self.is_given else made)
+        return found
 
     def _tokenized(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         _check_row(row, index, self.dataset_name)

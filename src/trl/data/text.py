@@ -33,7 +33,6 @@ from trl.data.tokenization import (
     encode_closed,
     read_chat,
     read_text,
-    rows_of,
     tokenize_split,
     with_eos,
 )
@@ -234,12 +233,9 @@ class SFTTokenizer(RowKind):
         made = {name: List(Value("int8")) for name, is_made in masks.items() if is_made}
         return {"input_ids": List(Value("int32")), **made}
 
-    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        tokenize = self._chats if self.row_type.is_chat else self._texts
-        rows = tokenize(
-            rows_of(batch), [Place(self.dataset_name, i, self.row_type.columns[-1]) for i in indices]
-        )
-        return {name: [row.get(name, 0) for row in rows] for name in (*self.features, *self.counts)}
+    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        places = [Place(self.dataset_name, index, self.row_type.columns[-1]) for index in indices]
+        return self._chats(given, places) if self.row_type.is_chat else self._texts(given, places)
 
     def _texts(self, rows: list[dict], places: list[Place]) -> list[dict[str, Any]]:
         columns: list[list[str]] = []
@@ -362,7 +358,6 @@ class SFTTokenizer(RowKind):
             raise first.error(f"values of type {kind}", "lists of integers", remedy, TypeError)
         found = read_ragged(column, first.column)
         if first.column in ("input_ids", "labels") and self.vocabulary:
-            rows = np.split(found.values, found.offsets[1:-1])
-            indices = range(first.row, first.row + len(rows))
-            check_ids(rows, self.vocabulary, first.dataset, indices, first.column)
+            for index, row in enumerate(np.split(found.values, found.offsets[1:-1]), start=first.row):
+                check_ids(row, self.vocabulary, first._replace(row=index))
         return found

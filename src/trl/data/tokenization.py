@@ -38,11 +38,6 @@ def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proces
     return changed
 
 
-def rows_of(batch: Mapping[str, Sequence]) -> list[dict[str, Any]]:
-    """The rows of a batch given as columns."""
-    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-
-
 def read_text(
     processing_class: ProcessingClass, row: Mapping[str, Any], place: Place, *, may_be_empty: bool = False
 ) -> str:

@@ -126,18 +126,14 @@ def prepare_unpaired_dataset(
         return rows, report
     if is_paired and group < 4:
         logger.warning(
-            "%s dataset: an optimiser step of %d rows has too few pairs for the KL estimate, which then uses the other "
-            "completion of the same pair. Raise per_device_train_batch_size: a step needs at least 4 rows.",
+            "%s dataset: steps of %d rows have too few pairs for the KL estimate, which then uses the other completion of the "
+            "same pair. Raise per_device_train_batch_size to at least 4.",
             name,
             group,
         )
     if isinstance(rows, Dataset) and len(rows) % group == 1:
-        logger.warning(
-            "%s dataset: the last row is alone in its batch of %d, and its own completion is used as the mismatched one. "
-            "Add or remove a row.",
-            name,
-            group,
-        )
+        text = "%s dataset: the last row is alone in its step of %d rows, so its KL estimate uses its own completion."
+        logger.warning(text, name, group)
     features = None
     if rows.features is not None:
         own = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
@@ -270,6 +266,7 @@ class UnpairedTokenizer(PairTokenizer):
         return {EMBEDDING_COLUMN: tokenizer(prompt, truncation=truncation, verbose=False)["input_ids"]}
 
     def _given(self, row: dict[str, Any], index: int) -> Tokens:
+        self._check_given(row, index)
         label = check_label(row["label"], self.reader.place(index, "label"))
         prompt, completion = (list(row[column]) for column in TOKEN_COLUMNS)
         return Tokens(index, prompt, [completion], more={"label": label})
@@ -356,19 +353,16 @@ def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -
     name, good, bad = report.dataset_name, report.desirable_rows, report.undesirable_rows
     if not good or not bad:
         kind = "undesirable (label false)" if bad else "desirable (label true)"
-        advice = " With these alone, keep the learning rate low." if bad else ""
-        text = "%s dataset: all %d rows are %s. That can be trained on, but both kinds teach more.%s"
-        logger.warning(text, name, good + bad, kind, advice)
-        return
-    if settings.weights is None:
-        return
-    weight, counterweight = settings.weights
-    low, high = (bound * bad / good for bound in BALANCED)
-    if low * counterweight <= weight <= high * counterweight:
-        return
-    logger.warning(
-        "%s dataset: %d desirable rows of weight %g and %d undesirable ones of weight %g; desirable_weight x rows over "
-        "undesirable_weight x rows should be 1 to 4/3 (KTO, arXiv:2402.01306). Set desirable_weight to %.4g to %.4g, or "
-        "undesirable_weight to %.4g to %.4g.",
-        name, good, weight, bad, counterweight, low * counterweight, high * counterweight, weight / high, weight / low,
-    )  # fmt: skip
+        logger.warning(
+            "%s dataset: all %d rows are %s; rows of both kinds teach more.", name, good + bad, kind
+        )
+    elif settings.weights is not None:
+        weight, counterweight = settings.weights
+        low, high = (bound * bad / good for bound in BALANCED)
+        if not low * counterweight <= weight <= high * counterweight:
+            logger.warning(
+                "%s dataset: %d desirable rows of weight %g and %d undesirable ones of weight %g; desirable_weight x rows over "
+                "undesirable_weight x rows should be 1 to 4/3 (KTO, arXiv:2402.01306). Set desirable_weight to %.4g to %.4g, or "
+                "undesirable_weight to %.4g to %.4g.",
+                name, good, weight, bad, counterweight, low * counterweight, high * counterweight, weight / high, weight / low,
+            )  # fmt: skip

@@ -22,8 +22,6 @@ from trl.data.rendering import Message, ProcessingClass, template_source, text_t
 
 logger = logging.getLogger(__name__)
 
-_READS_TOOLS = re.compile(r"\btools\b")
-
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 SFT_TYPES = (
@@ -282,19 +280,16 @@ def warn_of_unread_tools(
 
     Text and tokens may hold the tools of their own column already. Of a stream the first row is looked at.
     """
-    if is_chat and _READS_TOOLS.search(template_source(processing_class, tools=[{}])):
+    if is_chat and re.search(r"\btools\b", template_source(processing_class, tools=[{}])):
         return
-    rows = "all rows" if tools else ""
-    if not rows and is_chat and "tools" in column_names(dataset):
+    given = [tools]
+    if not tools and is_chat and "tools" in column_names(dataset):
         is_stored = isinstance(dataset, Dataset)
         given = dataset.with_format(None)["tools"] if is_stored else [next(iter(dataset)).get("tools")]
-        count = sum(bool(own) and own not in ("[]", "null") for own in given)
-        rows = (f"{count} of {len(dataset)} rows" if is_stored else "rows") if count else ""
-    if rows:
+    if any(own and own not in ("[]", "null") for own in given):
         logger.warning(
-            "%s dataset: %s have tools that their prompts do not show, because %s. Choose a chat template that renders "
+            "%s dataset: rows have tools that their prompts do not show, because %s. Choose a chat template that renders "
             "'tools', or leave tools out.",
             name,
-            rows,
             "the chat template reads none" if is_chat else "only conversations are rendered with tools",
         )
