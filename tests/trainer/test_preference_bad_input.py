@@ -182,9 +182,9 @@ TOLD: dict[str, Told] = {
         UNPAIRED, r"in 2 of \d+ rows \(first: \[1, 3\]\) the chosen and the rejected completion are equal",
         [CHAT, {**CHAT, "rejected": [UP]}, CHAT, {**CHAT, "rejected": [UP]}],
     ),
-    "desirable rows alone": Told(UNPAIRED, r"all 4 rows are desirable \(label true\)\. That can be trained on", [RATED] * 4),
+    "desirable rows alone": Told(UNPAIRED, r"all 4 rows are desirable \(label true\)", [RATED] * 4),
     "undesirable rows alone": Told(
-        UNPAIRED, r"all 4 rows are undesirable \(label false\)\. That can be trained on.* keep the learning rate low",
+        UNPAIRED, r"all 4 rows are undesirable \(label false\)",
         [{**RATED, "label": False}] * 4,
     ),
 }  # fmt: skip

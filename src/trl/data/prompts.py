@@ -181,6 +181,11 @@ class PromptSets:
         if isinstance(dataset, IterableDataset) and name != "train":
             dataset = _stored(dataset)
         if isinstance(dataset, list):
+            kinds = ["messages" if isinstance(row.get("prompt"), list) else "text" for row in dataset]
+            if odd := [index for index, kind in enumerate(kinds) if kind != kinds[0]]:
+                remedy = "Do not mix the standard and the conversational format; convert one into the other."
+                place, expected = Place(name, odd[0], "prompt"), f"{kinds[0]} as in row 0"
+                raise place.error(kinds[odd[0]], expected, remedy, TypeError)
             dataset = Dataset.from_list(dataset)
         if not isinstance(dataset, Dataset):
             given = "None" if dataset is None else f"of type {type(dataset).__name__}"
