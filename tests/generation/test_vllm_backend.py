@@ -188,13 +188,6 @@ def test_errors_of_vllm(backend):
         backend.complete([{"prompt_ids": [1]}])
 
 
-def test_an_engine_that_ended_while_idle_is_noticed(backend):
-    backend.check()
-    backend._llm.resources.engine_dead = True
-    with backend._lock, pytest.raises(BackendDied, match="has ended"):  # does not wait for what it is at
-        backend.check()
-
-
 def test_weights_need_a_channel_and_clear_the_cache(backend):
     with pytest.raises(NoChannel, match="init_communicator"):
         backend.load(WEIGHTS, whole=True)
@@ -253,11 +246,3 @@ def test_closing_ends_the_engine_and_removes_its_shared_memory(backend, tmp_path
     assert sorted(file.name for file in tmp_path.iterdir()) == ["shm-1-other", "shm-12-cpushm_0"]
     remove_shared_memory({"shm-12"}, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["shm-1-other"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"tensor_parallel_size": 0}, {"gpu_memory_utilization": 0.0}, {"max_model_len": 0}]
-)
-def test_options_that_cannot_be(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
-        ServedModel("m", **options)

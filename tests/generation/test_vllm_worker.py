@@ -117,14 +117,6 @@ def test_what_the_model_keeps_of_its_own_is_told():
         assert sent(worker, sender, WEIGHTS, whole=True) == ([], None)
 
 
-def test_what_the_model_leaves_is_taken_from_the_sender():
-    with joined() as (worker, sender):
-        worker.model.stops_after = 0
-        for _ in range(2):
-            assert sent(worker, sender, WEIGHTS, whole=True) == (["qkv"], None)
-        assert list(worker.model.loaded) == ["a"]
-
-
 def test_a_failure_is_told_and_the_channel_left():
     bad = {"bad": torch.ones(2, 2), "large": torch.zeros(20_000_000)}  # which the sender cannot get rid of
     with joined() as (worker, sender):
@@ -136,36 +128,6 @@ def test_a_failure_is_told_and_the_channel_left():
             worker.receive_weights([], True)
             == "no weight channel has been joined. Call init_communicator first."
         )
-
-
-def test_a_model_that_cannot_be_put_together_again_is_told_too(monkeypatch):
-    def fails(self):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(Worker, "_end_reload", fails)
-    with joined() as (worker, sender):
-        said, _ = sent(worker, sender, {"bad": torch.ones(2, 2)}, whole=True)
-        assert said.startswith("loading bad (float32, [2, 2]) failed with KeyError: 'bad'; restoring")
-        assert "RuntimeError: no" in said
-
-
-def test_a_sender_that_does_not_come_is_told():
-    said = Worker().join_weight_channel("127.0.0.1", 0, 2, "gloo", 0.5)
-    assert said is not None and "needs all 2 processes within 0.5 s" in said
-
-
-def test_names_do_not_collide_with_those_of_a_worker():
-    """vLLM refuses extensions with a name that its workers have; these are the ones to keep apart from them."""
-    names = {name for name in dir(WeightReceiver) if not name.startswith("__")}
-    assert names == {"join_weight_channel", "receive_weights", "leave_weight_channel", "end_with", "shared_memory_name", "weight_channel", "_end_reload", "_reload_and_compare"}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [None, "vllm_dist_7"])
-def test_the_name_of_shared_memory(name, monkeypatch):
-    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)
-    if name is not None:
-        monkeypatch.setenv("VLLM_DIST_IDENT", name)
-    assert Worker().shared_memory_name() == name
 
 
 def test_the_engine_ends_with_its_server(monkeypatch):

@@ -77,18 +77,6 @@ def test_clone_again_changes_nothing(source):
     assert torch.equal(model.get_input_embeddings().weight, before)
 
 
-def test_clone_into_a_classifier(source, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
-    from tests.tiny import tiny_config
-
-    model = AutoModelForSequenceClassification.from_config(tiny_config("llama", vocab_size=N, num_labels=1))
-    score = model.score.weight.detach().clone()
-    clone_chat_template(model, word_tokenizer(), source)
-    assert model.get_input_embeddings().num_embeddings == 64
-    assert torch.equal(model.score.weight, score)
-
-
 def test_clone_needs_a_template(tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no chat template"):
@@ -111,8 +99,3 @@ def test_setup_chat_format():
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == CHATML
     with pytest.raises(ValueError, match="chat template already"):
         setup_chat_format(model, tokenizer)
-
-
-def test_setup_chat_format_knows_its_formats():
-    with pytest.raises(ValueError, match=r"\['chatml'\], got 'alpaca'"):
-        setup_chat_format(tiny_model("llama"), word_tokenizer(), format="alpaca")

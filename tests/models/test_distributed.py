@@ -10,7 +10,6 @@ from tests.tiny import tiny_model
 from trl.models import unwrap_model_for_generation
 from trl.models.distributed import (
     add_hooks,
-    gathered_parameters,
     get_all_parameters,
     iter_params,
     prepare_deepspeed,
@@ -40,14 +39,6 @@ def test_generation_settings_and_checkpointing_are_put_back(accelerator):
     assert model.generation_config is config
     assert config.temperature != 0.25
     assert model.is_gradient_checkpointing
-
-
-def test_generation_inside_uses_the_settings(accelerator):
-    model = tiny_model("llama")
-    with unwrap_model_for_generation(
-        model, accelerator, generation_kwargs={"max_new_tokens": 3, "eos_token_id": None}
-    ) as unwrapped:
-        assert unwrapped.generate(torch.tensor([[4, 5]])).shape == (1, 5)
 
 
 @pytest.mark.parametrize(("prepare", "kind"), [(prepare_deepspeed, "DeepSpeed"), (prepare_fsdp, "FSDP")])
@@ -86,9 +77,3 @@ def test_hooks_come_off_and_go_back():
     assert calls == ["forward"]
     remove_hooks(SimpleNamespace(optimizer=None))
     add_hooks(SimpleNamespace(optimizer=None))
-
-
-def test_plain_parameters_need_no_gathering():
-    parameter = torch.nn.Parameter(torch.ones(2))
-    with gathered_parameters([parameter], modifier_rank=0):
-        assert parameter.sum() == 2

@@ -10,9 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
 )
 
 from tests.models.words import word_tokenizer
@@ -24,7 +22,7 @@ from trl.models.loading import (
     load_processing_class,
 )
 from trl.models.peft import resolve_dtype
-from trl.models.setup import check_processing_class, load_model
+from trl.models.setup import check_processing_class
 
 
 @pytest.fixture(scope="module")
@@ -69,30 +67,10 @@ def test_dtype_is_the_checkpoints_own_unless_given(saved, options, dtype):
     assert create_model_from_path(saved, **options).dtype == dtype
 
 
-def test_two_dtypes_that_disagree(saved):
-    with pytest.raises(ValueError, match="disagree"):
-        create_model_from_path(saved, dtype="float32", torch_dtype="float16")
-
-
 def test_device_map_over_all_devices_needs_one_process(saved, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="Leave device_map out"):
         create_model_from_path(saved, device_map="auto")
-
-
-def test_a_custom_model_with_a_loss_of_its_own_needs_no_known_head():
-    class Own(PreTrainedModel):
-        config_class = LlamaConfig
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.projection = torch.nn.Linear(2, 2)
-
-        def forward(self, input_ids, labels=None):
-            return self.projection(input_ids)
-
-    model = Own(LlamaConfig())
-    assert load_model(model, None) is model
 
 
 def test_class_comes_from_the_config_or_the_caller(saved):

@@ -13,8 +13,6 @@ from trl.models.peft import (
     get_peft_config,
     get_quantization_config,
     is_peft_model,
-    peft_module_casting_to_bf16,
-    prepare_model_for_kbit_training,
     prepare_peft_model,
 )
 
@@ -76,12 +74,6 @@ def test_missing_peft_names_the_extra(monkeypatch):
     assert not is_peft_model(tiny_model("llama"))
 
 
-def test_missing_bitsandbytes_names_the_extra(monkeypatch):
-    monkeypatch.setattr("trl.models.peft.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install trl\[quantization\]"):
-        get_quantization_config(model_args(load_in_4bit=True))
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("already_wrapped", [True, False])
 def test_gradients_reach_every_adapter_under_checkpointing(use_reentrant, already_wrapped):
@@ -122,13 +114,6 @@ def test_an_adapter_is_merged_before_a_new_one_is_added(dtype, caplog, recwarn):
     assert len(trainable(model)) == 8
     assert "merged into the base, and a new one" in caplog.text
     assert not [warning for warning in recwarn if "PEFT" in str(warning.message)]
-
-
-def test_adapters_that_are_not_active_are_named(caplog):
-    adapted = trained()
-    adapted.add_adapter("older", lora())
-    prepare_peft_model(adapted, lora(), trainer_args())
-    assert "not active are dropped: older." in caplog.text
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused():
@@ -208,11 +193,6 @@ def test_quantization_config_fields():
         get_quantization_config(model_args(load_in_4bit=True, load_in_8bit=True))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's answer")
-def test_no_device_map_on_a_cpu():
-    assert get_kbit_device_map() is None
-
-
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_four_bit_base_trains_its_adapter_only(four_bit, checkpointing):
     model = prepare_peft_model(four_bit(), lora(), trainer_args(gradient_checkpointing=checkpointing))
@@ -261,23 +241,6 @@ def test_bf16_training_holds_the_adapter_in_bfloat16(four_bit):
         loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
     assert torch.isfinite(loss)
-
-
-def test_casting_leaves_the_base_of_an_adapter_alone():
-    model = get_peft_model(tiny_model("llama"), lora())
-    peft_module_casting_to_bf16(model)
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    assert layer.base_layer.weight.dtype == torch.float32
-    assert layer.lora_A.default.weight.dtype == torch.bfloat16
-
-
-def test_kbit_preparation_freezes_and_upcasts():
-    model = prepare_model_for_kbit_training(
-        tiny_model("llama", dtype=torch.bfloat16), use_gradient_checkpointing=True
-    )
-    assert trainable(model) == set()
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.is_gradient_checkpointing
 
 
 def test_settings_that_are_no_config_of_peft(tmp_path):

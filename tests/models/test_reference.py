@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
@@ -281,13 +280,6 @@ def test_an_adapter_cannot_be_asked_before_it_is_gathered(monkeypatch):
     assert isinstance(reference_of(base(), precompute_ref_log_probs=True), FrozenModel)
     with pytest.raises(ValueError, match="precompute_ref_log_probs=False"):
         reference_of(adapted("default"), precompute_ref_log_probs=True)
-
-
-def test_preparing_moves_to_the_device():
-    accelerator = Accelerator(cpu=True)
-    for _, policy, reference, expected in kinds():
-        reference.prepare(accelerator)
-        torch.testing.assert_close(reference.score(policy, BATCH, logps), expected, atol=1e-12, rtol=0)
 
 
 # ---- fingerprints and files

@@ -50,14 +50,6 @@ def test_scores_are_the_reward_models_and_the_policy_is_untouched(folders):
     assert torch.equal(model.eval()(IDS)[0], before)
 
 
-def test_another_adapter_is_active_afterwards_on_request(folders):
-    base, adapter, _ = folders
-    model = policy(base, adapter, reward_adapter_name="rm")
-    model.pretrained_model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=2))
-    model.compute_reward_score(IDS, MASK, ppo_adapter_name="second")
-    assert model.pretrained_model.active_adapter == "second"
-
-
 def test_it_is_added_to_a_peft_model_too(folders):
     _, adapter, _ = folders
     model = get_peft_model(tiny_model("llama"), LoraConfig(task_type="CAUSAL_LM", r=4))

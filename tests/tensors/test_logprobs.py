@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl.tensors import heads, logprobs
+from trl.tensors import logprobs
 from trl.tensors.logprobs import token_scores
 from trl.tensors.softmax_rows import LogitRule, Statistics
 
@@ -126,46 +126,6 @@ def test_collisions_and_mean_logits_equal_plain_ones_and_change_nothing_else(nam
         assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
 
 
-def test_collisions_of_extreme_logits():
-    hidden = torch.tensor([[1e4], [0.0], [-3e4]])
-    weight = torch.tensor([[1.0], [1.0], [0.0], [0.0]])
-    scores = token_scores(hidden, weight, torch.zeros(3, dtype=torch.long), wanted=Statistics(collision=True))
-    expected = torch.tensor([0.5, 0.25, 0.5]).log()  # two tokens, four, two others
-    torch.testing.assert_close(scores.log_collision, expected)
-
-
-@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_gradcheck(monkeypatch, name, keep):
-    monkeypatch.setattr(logprobs, "KEEP_BYTES", 2**26 if keep else 0)
-    hidden, weight, targets, bias = inputs(5, 3, 7)
-
-    def scores(hidden, weight, bias):
-        return token_scores(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            rule=RULES[name],
-            wanted=Statistics(entropy=True),
-            chunk_size=2,
-        )[:2]
-
-    assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
-
-
-def test_gradient_of_entropies_alone():
-    hidden, weight, targets, _ = inputs(bias=False)
-    entropies = plain_scores(hidden, weight, targets, None, LogitRule())[1]
-    scores = token_scores(hidden, weight, targets, wanted=Statistics(entropy=True), chunk_size=4)
-    for ours, theirs in zip(
-        gradients(scores.entropies.sum(), hidden, weight),
-        gradients(entropies.sum(), hidden, weight),
-        strict=True,
-    ):
-        assert_close(ours, theirs, 1e-10)
-
-
 def test_no_rows():
     hidden, weight, targets, bias = inputs(0)
     scores = token_scores(hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True, correct=True))
@@ -187,14 +147,6 @@ def test_a_frozen_head_gets_no_gradient_and_costs_no_product_for_it(monkeypatch,
     assert ("addmm_" in seen.names) is False
     expected = plain_scores(hidden, weight, targets, bias, LogitRule())[0].sum()
     assert_close(hidden.grad, gradients(expected, hidden)[0], 1e-10)
-
-
-def test_no_grad():
-    hidden, weight, targets, bias = inputs()
-    with torch.no_grad():
-        scores = token_scores(hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True))
-    assert not scores.logps.requires_grad
-    assert not scores.entropies.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -313,21 +265,9 @@ def test_never_builds_tokens_times_vocabulary(monkeypatch, entropy, keep):
     assert seen.largest <= 10 * 50
 
 
-def test_default_chunks_are_bounded_in_bytes():
-    cpu = torch.device("cpu")
-    assert heads.default_chunk_size(152_000, itemsize=4, device=cpu) == 165
-    assert heads.default_chunk_size(5_000, itemsize=4, device=cpu) == 512
-    assert heads.default_chunk_size(10**7, itemsize=4, device=cpu) == 128
-
-
 def test_shapes_that_do_not_fit():
     hidden, weight, targets, bias = inputs()
     with pytest.raises(ValueError, match=r"got \(13, 8\), \(37, 8\), \(12,\)"):
         token_scores(hidden, weight, targets[:-1], bias=bias)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         token_scores(hidden, weight, targets, chunk_size=0)
-
-
-def test_a_temperature_that_makes_no_distribution():
-    with pytest.raises(ValueError, match="temperature must be > 0"):
-        LogitRule(temperature=0.0)

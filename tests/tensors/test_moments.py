@@ -97,28 +97,3 @@ def test_global_statistics():
         ALONE, torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0])
     )
     assert (mean.item(), variance.item(), count) == (2.0, 1.0, 2)
-
-
-def test_one_value_is_counted_and_has_no_deviation():
-    running = RunningMoments(SimpleNamespace(num_processes=1))
-    assert running.update(torch.tensor([2.0]))[0] == 2.0
-    assert (running.mean, running.std, running.count) == (2.0, 1, 1.0)
-    running.update(torch.tensor([4.0]))
-    assert (running.mean, running.var, running.count) == (3.0, 1.0, 2.0)
-    assert running.std == pytest.approx(2**0.5)
-
-
-def test_a_variance_below_the_added_constant():
-    """Variance 0.5e-8, to which 1e-8 is added: 5e-5 / sqrt(1.5e-8)."""
-    values = torch.tensor([0.0, 1e-4], dtype=torch.float64)
-    assert whiten_by(values, moments(values)).tolist() == pytest.approx(
-        [-0.408248290463863, 0.408248290463863]
-    )
-
-
-def test_statistics_of_nothing_are_zero_and_none_has_a_gradient():
-    mean, variance, count = get_global_statistics(
-        SimpleNamespace(num_processes=1), torch.ones(2, requires_grad=True), torch.zeros(2)
-    )
-    assert (mean.item(), variance.item(), count) == (0.0, 0.0, 0)
-    assert not mean.requires_grad

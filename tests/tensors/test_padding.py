@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from trl.tensors.padding import (
-    exact_div,
     flush_left,
     flush_right,
     pad,
@@ -100,9 +99,3 @@ def test_shuffle_keeps_rows_together():
     assert shuffled["none"] is None and isinstance(shuffled["y"], list)
     with pytest.raises(ValueError, match=r"one length, got \{'x': 2, 'y': 1\}"):
         shuffle_sequence_dict({"x": [1, 2], "y": [1]})
-
-
-def test_exact_div():
-    assert exact_div(12, 3) == 4
-    with pytest.raises(ValueError, match=r"^batches: 7 is not a multiple of 2 \(7 / 2 = 3.5\)"):
-        exact_div(7, 2, "batches")

@@ -8,7 +8,6 @@ from trl.tensors.sequences import (
     length_desensitized,
     mean_by_sequence,
     positions_in_sequence,
-    split_pairs,
     sum_by_sequence,
     tokens_by_sequence,
     wpo_weights,
@@ -58,11 +57,6 @@ def test_length_desensitized_by_hand():
     assert found.tolist() == [-2.5, -8.0, -0.5, -4.25]
 
 
-def test_length_desensitized_between_its_ends():
-    assert length_desensitized(logps(), SEQUENCE, 4, alpha=1.0).tolist() == [-7.0, -8.0, -0.5, -8.0]
-    assert length_desensitized(logps(), SEQUENCE, 4, alpha=0.0).tolist() == [-1.0, -8.0, -0.5, -3.0]
-
-
 def test_length_desensitized_scales_the_gradient_of_the_rest():
     leaf = logps()
     gradient = torch.autograd.grad(length_desensitized(leaf, SEQUENCE, 4, alpha=0.25).sum(), leaf)[0]
@@ -75,12 +69,6 @@ def test_length_desensitized_outside_its_range(alpha):
         length_desensitized(logps(), SEQUENCE, 4, alpha=alpha)
 
 
-def test_alignment_of_a_uniform_policy_is_zero_whatever_the_length():
-    """p = 1/V and sum p^2 = 1/V: each token, the last one included, adds log(1/V) - log(1/V) = 0."""
-    uniform = torch.full((7,), -math.log(50), dtype=torch.float64)
-    assert alignment_by_sequence(uniform, uniform, SEQUENCE, 4).tolist() == [0.0] * 4
-
-
 def test_weights_of_pairs_by_hand():
     """Two tokens of p = 1/2 and 1/4 under (1/2, 1/4, 1/4), whose sum of squares is 3/8: mean of log 4/3, log 2/3."""
     chosen = torch.tensor([0.5, 0.25], dtype=torch.float64, requires_grad=True)
@@ -89,15 +77,3 @@ def test_weights_of_pairs_by_hand():
     assert found.item() == pytest.approx((math.log(4 / 3) + math.log(2 / 3)) / 2) and not found.requires_grad
     assert wpo_weights(found, found).item() == pytest.approx(8 / 9)
     assert wpo_weights(-found, -found).item() == 1.0
-
-
-def test_errors():
-    with pytest.raises(ValueError, match=r"pairs need an even number of sequences .*, got 3"):
-        split_pairs(torch.zeros(3))
-
-
-def test_length_desensitized_of_each_pair_by_its_own_length():
-    """Pairs of 1 and 2, and of 3 and 2 tokens; every log-prob is -1 and what is longer counts for half."""
-    sequence = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3])
-    found = length_desensitized(-torch.ones(8), sequence, 4, alpha=0.5)
-    assert found.tolist() == [-1.0, -1.5, -2.5, -2.0]

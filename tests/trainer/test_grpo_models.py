@@ -111,9 +111,6 @@ def test_a_tied_head_in_float32_is_saved_and_resumed(tmp_path):
         return trainer
 
     start = trained(2)
-    start.save_model(tmp_path / "start")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
-    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight  # nothing was trained yet
     start.train()
     start.save_model(tmp_path / "end")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "end")

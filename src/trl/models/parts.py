@@ -1,9 +1,10 @@
-"""The parts of a causal language model that scoring needs, and a check that they give its logits."""
+"""The parts of a language model that scoring needs, a check that they give its logits, and output heads in float32."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.models.switches import in_eval_mode
 from trl.tensors.softmax_rows import LogitRule
 
+logger = logging.getLogger(__name__)
+
+_IN_FLOAT32, _UNTIED = "computes_in_float32", "head_was_untied"  # attributes
 _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
 
 
@@ -146,3 +150,50 @@ def share_parameters(first: nn.Module, second: nn.Module, *, trained: bool = Fal
     """Whether two models have a parameter in common; with `trained` one that requires a gradient in `first`."""
     own = {id(parameter) for parameter in first.parameters() if parameter.requires_grad or not trained}
     return any(id(parameter) in own for parameter in second.parameters())
+
+
+# ---- an output head in float32 on a model of lower precision
+
+
+def cast_head_to_float32(model: nn.Module) -> None:
+    """Cast a model's output head to float32, in place, and compute its products in float32.
+
+    Copies of the model keep this. A head tied to the input embedding is untied, with a warning. Raises ValueError for a model
+    without a head.
+    """
+    core: Any = causal_core(model)
+    head = core.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"cast_lm_head_to_fp32=True needs an output head, {type(core).__name__} has none.")
+    tied = {id(parameter) for parameter in core.get_input_embeddings().parameters()}
+    half = (torch.float16, torch.bfloat16)
+    for part in head.modules():
+        if not isinstance(part, nn.Linear) or part.weight.dtype not in half:
+            continue
+        if id(part.weight) in tied:
+            part.weight = nn.Parameter(part.weight.detach().clone(), part.weight.requires_grad)
+            for config in (core.config, core.config.get_text_config()):
+                config.tie_word_embeddings = False
+            core.all_tied_weights_keys = core.get_expanded_tied_weights_keys(all_submodels=True)
+            setattr(core, _UNTIED, True)
+            logger.warning(
+                "cast_lm_head_to_fp32=True unties the output head of %s from the input embedding, which stays in %s. The model "
+                "is saved with tie_word_embeddings=False.", type(core).__name__, core.dtype,
+            )  # fmt: skip
+        part.float()
+        part.register_forward_pre_hook(_in_float32)
+        setattr(part, _IN_FLOAT32, True)
+
+
+def was_untied(core: PreTrainedModel) -> bool:
+    """Whether `cast_head_to_float32` separated the output head from the input embedding."""
+    return getattr(core, _UNTIED, False)
+
+
+def as_the_head_wants(head: nn.Module | None, device: str) -> AbstractContextManager[Any]:
+    """A block for products with the head: without autocast for a head in float32."""
+    return torch.autocast(device, enabled=False) if getattr(head, _IN_FLOAT32, False) else nullcontext()
+
+
+def _in_float32(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (inputs[0].float(), *inputs[1:])

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
-from trl.models.head_precision import cast_head_to_float32
 from trl.models.loading import apply_special_tokens, load_processing_class
+from trl.models.parts import cast_head_to_float32
 from trl.models.peft import is_peft_model, prepare_peft_model
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer

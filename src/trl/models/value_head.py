@@ -13,7 +13,6 @@ from trl.models.parts import causal_core
 from trl.models.value_wrapper import PREFIX, PreTrainedModelWrapper, last_hidden
 
 INIT_STRATEGIES = (None, "normal")
-_WIDTHS = ("word_embed_proj_dim", "hidden_size", "d_model", "n_embd")
 
 
 class ValueHead(nn.Module):
@@ -23,25 +22,15 @@ class ValueHead(nn.Module):
         super().__init__()
         default = getattr(config, "summary_dropout_prob", 0.1)
         self.dropout = nn.Dropout(default if summary_dropout_prob is None else summary_dropout_prob)
-        self.summary = nn.Linear(hidden_width(config), 1)
+        config = config.get_text_config(decoder=True)
+        width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size  # the former of OPT
+        self.summary = nn.Linear(width, 1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The value at each position, in the head's dtype, also under autocast, and on the head's device."""
         states = hidden_states.to(self.summary.weight)
         with torch.autocast(states.device.type, enabled=False):
             return self.summary(self.dropout(states))
-
-
-def hidden_width(config: Any) -> int:
-    """The width of a language model's last hidden states, from its config.
-
-    Raises: ValueError where the config says none.
-    """
-    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    for name in _WIDTHS:
-        if width := getattr(config, name, None):
-            return width
-    raise ValueError(f"{type(config).__name__} has none of {', '.join(_WIDTHS)}. Set config.hidden_size.")
 
 
 class _WithValueHead(PreTrainedModelWrapper):
@@ -81,12 +70,12 @@ class _WithValueHead(PreTrainedModelWrapper):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """`(lm_logits (B, T, V) float32, loss or None, value (B, T))`, and with `return_past_key_values` the cache."""
-        tensors = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-        }
-        kwargs |= {name: value for name, value in tensors.items() if value is not None}
+        given = zip(
+            ("input_ids", "attention_mask", "past_key_values"),
+            (input_ids, attention_mask, past_key_values),
+            strict=True,
+        )
+        kwargs |= {name: value for name, value in given if value is not None}
         outputs = self.pretrained_model(**{**kwargs, "output_hidden_states": True})
         value = self.v_head(last_hidden(outputs)).squeeze(-1).to(outputs.logits.device)
         logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))

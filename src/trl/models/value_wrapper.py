@@ -135,7 +135,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             )
         model = _with_adapter(model, peft_config, trainable=is_trainable)
         if reward_adapter is not None:
-            score = add_reward_adapter(model, reward_adapter, name=reward_name, token=kwargs.get("token"))
+            score = cls.add_and_load_reward_modeling_adapter(
+                model, reward_adapter, reward_name, kwargs.get("token")
+            )
             own |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_name}
         wrapped = cls(model, *model_args, **own)
         wrapped.post_init(weights or {})
@@ -149,8 +151,47 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         adapter_name: str = "reward_model_adapter",
         token: str | bool | None = None,
     ) -> nn.Linear:
-        """Load a reward adapter into a `PeftModel`, frozen and not active, and return its score head."""
-        return add_reward_adapter(pretrained_model, adapter_model_id, name=adapter_name, token=token)
+        """Load a reward model's adapter into a `PeftModel`, frozen and not active, and return its score head, frozen.
+
+        `adapter_model_id` is a folder or Hub name that PEFT saved from a sequence classifier over the same base model.
+        Raises: TypeError for a model without adapters, ValueError if the name is taken or the adapter has no score head.
+        """
+        require_peft()
+        from peft import PeftConfig, set_peft_model_state_dict
+        from peft.utils.save_and_load import load_peft_weights
+
+        model, name = pretrained_model, adapter_name
+        if not is_peft_model(model):
+            raise TypeError(
+                f"a reward adapter needs a policy that is a PeftModel, got {type(model).__name__}. Give peft_config too."
+            )
+        if name in model.peft_config:
+            raise ValueError(
+                f"the model has an adapter named {name!r} already. Choose another reward_adapter_name."
+            )
+        options: dict[str, Any] = {} if token is None else {"token": token}
+        with loading_from_hub(adapter_model_id, "adapter"):
+            config: Any = PeftConfig.from_pretrained(adapter_model_id, **options)
+            weights = load_peft_weights(adapter_model_id, device="cpu", **options)
+        config.modules_to_save, config.inference_mode = None, True  # the head is not in a language model
+        parts = {key: key.rpartition(".")[2] for key in weights if ".score." in f".{key}"}
+        found = {part: weights.pop(key) for key, part in parts.items()}
+        if "weight" not in found:
+            raise ValueError(
+                f"'{adapter_model_id}' has no score head (score.weight). Train it with RewardTrainer and a LoRA config of "
+                "task_type='SEQ_CLS', which saves the head too."
+            )
+        active = model.active_adapter
+        with same_trainable(model):
+            model.add_adapter(name, config)
+            set_peft_model_state_dict(model, weights, adapter_name=name)
+            model.set_adapter(active)
+        for key, parameter in model.named_parameters():
+            if f".{name}." in key:
+                parameter.requires_grad_(False)
+        head = nn.Linear(found["weight"].shape[1], found["weight"].shape[0], bias="bias" in found)
+        head.load_state_dict(found)
+        return head.to(next(model.parameters()).device, found["weight"].dtype).requires_grad_(False).eval()
 
     @torch.no_grad()
     def compute_reward_score(
@@ -261,13 +302,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
 def last_hidden(outputs: Any) -> Tensor:
     """The last hidden states `(B, T, H)` of a language model's outputs; the decoder's, if it has an encoder too."""
-    states = getattr(outputs, "decoder_hidden_states", None) or getattr(outputs, "hidden_states", None)
-    if states is None:
-        raise ValueError(
-            f"the model must return hidden states, got {type(outputs).__name__} without any. Use one that takes "
-            "output_hidden_states=True."
-        )
-    return states[-1]
+    return (getattr(outputs, "decoder_hidden_states", None) or outputs.hidden_states)[-1]
 
 
 def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
@@ -303,59 +338,6 @@ def under_module_names(accelerator: Any) -> Iterator[None]:
             del model.state_dict
 
 
-# ---- the adapter of a reward model
-
-
-def add_reward_adapter(model: Any, adapter: str, *, name: str, token: str | bool | None = None) -> nn.Linear:
-    """Load a reward model's adapter into a `PeftModel` under `name`, frozen, and return its score head, frozen.
-
-    `adapter` is a folder or Hub name that PEFT saved from a sequence classifier over the same base model. The active adapter
-    stays active. Raises TypeError for a model without adapters, ValueError if the name is taken or the adapter has no score
-    head.
-    """
-    require_peft()
-    from peft import PeftConfig, set_peft_model_state_dict
-    from peft.utils.save_and_load import load_peft_weights
-
-    if not is_peft_model(model):
-        raise TypeError(
-            f"a reward adapter needs a policy that is a PeftModel, got {type(model).__name__}. Give peft_config too."
-        )
-    if name in model.peft_config:
-        raise ValueError(
-            f"the model has an adapter named {name!r} already. Choose another reward_adapter_name."
-        )
-    options: dict[str, Any] = {} if token is None else {"token": token}
-    with loading_from_hub(adapter, "adapter"):
-        config: Any = PeftConfig.from_pretrained(adapter, **options)
-        weights = load_peft_weights(adapter, device="cpu", **options)
-    config.modules_to_save, config.inference_mode = None, True  # the head is not in a language model
-    head, rest = _split_head(weights, adapter)
-    active = model.active_adapter
-    with same_trainable(model):
-        model.add_adapter(name, config)
-        set_peft_model_state_dict(model, rest, adapter_name=name)
-        model.set_adapter(active)
-    for key, parameter in model.named_parameters():
-        if f".{name}." in key:
-            parameter.requires_grad_(False)
-    return head.to(next(model.parameters()).device).requires_grad_(False).eval()
-
-
-def _split_head(weights: dict[str, Tensor], adapter: str) -> tuple[nn.Linear, dict[str, Tensor]]:
-    """The score head and the adapter's other weights."""
-    parts = {key: key.rpartition(".")[2] for key in weights if ".score." in f".{key}"}
-    found = {part: weights[key] for key, part in parts.items()}
-    if "weight" not in found:
-        raise ValueError(
-            f"'{adapter}' has no score head (score.weight). Train it with RewardTrainer and a LoRA config of "
-            "task_type='SEQ_CLS', which saves the head too."
-        )
-    head = nn.Linear(found["weight"].shape[1], found["weight"].shape[0], bias="bias" in found)
-    head.load_state_dict(found)
-    return head.to(found["weight"].dtype), {key: value for key, value in weights.items() if key not in parts}
-
-
 # ---- the value head's files
 
 
@@ -365,30 +347,32 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
     `model_id` is a folder or a Hub name; of `options` only those that locate files on the Hub are used. `pickled` also
     reads `pytorch_model.bin`, in which older TRL saves value heads, with `weights_only=True`.
     """
-    options = {name: value for name, value in options.items() if name in _HUB_OPTIONS}
+    causes = ("gated_repo", "missing_entries", "connection_errors")
+    quiet: Any = {f"_raise_exceptions_for_{each}": False for each in causes}
+    quiet |= {name: value for name, value in options.items() if name in _HUB_OPTIONS}
+
+    def found(name: str) -> str | None:
+        return cached_file(model_id, name, **quiet)
+
     for names in (_SAFE_FILES, _PICKLED_FILES) if pickled else (_SAFE_FILES,):
-        found = ((name, file) for name in names if (file := _find(model_id, name, options)))
-        name, file = next(found, ("", None))
-        files = [] if file is None else [file]
-        if file is not None and name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        file = next((file for name in names if (file := found(name))), None)
+        if file is None:
+            continue
+        files = [file]
+        if file.endswith(".index.json"):
             places = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"].items()
             shards = sorted({shard for key, shard in places if key.startswith(PREFIX)})
-            files = [_find(model_id, shard, options) for shard in shards]
-        weights = {key: weight for each in files if each for key, weight in _read(each).items()}
-        if weights or (file is not None and not pickled):
-            return weights or None
-    if not pickled and _find(model_id, WEIGHTS_NAME, options) is not None:
+            files = [each for shard in shards if (each := found(shard))]
+        if weights := {key: weight for each in files for key, weight in _read(each).items()}:
+            return weights
+        if not pickled:
+            return None
+    if not pickled and found(WEIGHTS_NAME) is not None:
         logger.warning(
             "'%s' has pickled weights: a value head in them is not loaded. If you trust it, pass pickled_value_head=True.",
             model_id,
         )
     return None
-
-
-def _find(model_id: str, name: str, options: dict[str, Any]) -> str | None:
-    causes = ("gated_repo", "missing_entries", "connection_errors")
-    quiet: Any = {f"_raise_exceptions_for_{each}": False for each in causes}
-    return cached_file(model_id, name, **quiet, **options)
 
 
 def _read(file: str) -> dict[str, Tensor]:
@@ -400,6 +384,6 @@ def _read(file: str) -> dict[str, Tensor]:
 
 
 def _lists_value_heads_alone(message: str) -> bool:
-    """Whether transformers' loading report lists nothing but the value head."""
+    """Whether transformers' loading report lists only the value head."""
     rows = re.findall(r"^(\S+)\s+\|.*(?:UNEXPECTED|MISSING|MISMATCH|CONVERSION)", message, re.MULTILINE)
     return bool(rows) and all(name.startswith(PREFIX) for name in rows)

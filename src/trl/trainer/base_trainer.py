@@ -40,7 +40,6 @@ from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
 from trl.legacy import move_onto_config
 from trl.legacy.interface import GIVEN, LegacyInterface
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
-from trl.models.head_precision import tied_where_equal
 from trl.models.loading import load_saved_weights
 from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, is_packed
 from trl.models.policy import Policy, set_up_policy
@@ -762,12 +761,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             self._push_from_checkpoint(str(final))
 
     _checkpoint_writer: CheckpointWriter | None = None
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model; checkpoints keep a head that was untied apart, so that resuming is exact."""
-        is_checkpoint = self._checkpoint_writer is not None or state_dict is not None
-        with nullcontext() if is_checkpoint else tied_where_equal(self.model):
-            super()._save(output_dir, state_dict)
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._checkpoint_writer is not None:

@@ -6,9 +6,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_model
 from trl.models.packed.attention import (
-    PACKED_ATTENTION,
     PACKED_MODEL_TYPES,
-    is_segment_table,
     packed_attention,
     packed_unsupported,
     use_packed_attention,
@@ -137,14 +135,6 @@ def test_gradient_checkpointing_runs_a_layer_again_over_the_same_segments():
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_acts_in_training():
-    model = tiny_model("llama", attention_dropout=0.5).train()
-    use_packed_attention(model)
-    segments = SHAPES["plain"]
-    ids = torch.randint(3, 60, (1, segments.total))
-    assert not torch.equal(packed_logits(model, ids, segments), packed_logits(model, ids, segments))
-
-
 @pytest.mark.parametrize(
     "copies", [{"layer_replication": [[0, 2], [1, 2]]}, {"modules_to_save": ["self_attn"]}]
 )
@@ -163,33 +153,12 @@ def test_layers_that_peft_copied_take_packed_rows(copies):
     torch.testing.assert_close(packed.score(model, batch).logps, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_reason_is_given_for_unsupported_models():
-    assert packed_unsupported(tiny_model("llama")) is None
-    assert "bloom" in packed_unsupported(tiny_model("bloom"))
-    falcon = tiny_model("falcon")
-    assert "not among those checked" in packed_unsupported(falcon)
-
-
 def test_flash_attention_chosen_by_the_user_stays():
     model = tiny_model("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     assert packed_unsupported(model) is None
     assert use_packed_attention(model) is False
     assert model.config._attn_implementation == "flash_attention_2"
-
-
-def test_the_implementation_is_not_written_into_a_saved_config(tmp_path):
-    model = tiny_model("llama")
-    use_packed_attention(model)
-    model.save_pretrained(tmp_path)
-    assert PACKED_ATTENTION not in (tmp_path / "config.json").read_text()
-
-
-def test_a_segment_table_is_told_from_a_mask():
-    assert is_segment_table(Segments.from_lengths([2, 3]).to_table())
-    assert not is_segment_table(torch.ones(1, 1, 4, 4, dtype=torch.bool))
-    assert not is_segment_table(torch.ones(2, 4, dtype=torch.int64))
-    assert not is_segment_table(None)
 
 
 def test_the_function_alone_on_hand_worked_values():

@@ -8,7 +8,6 @@ from trl.models.packed.layout import (
     count_scored,
     count_tokens,
     first_rows,
-    is_packed,
     packed_batch,
     padded_batch,
     padded_rows,
@@ -27,11 +26,6 @@ PACKED = {
 }
 
 
-def test_layouts_are_told_apart():
-    assert is_packed(PACKED)
-    assert not is_packed(PADDED)
-
-
 def test_padding_on_either_side_is_taken_out():
     packed = packed_batch(PADDED, with_table=True)
     assert packed.inputs["input_ids"].tolist() == PACKED["input_ids"].tolist()
@@ -41,13 +35,6 @@ def test_padding_on_either_side_is_taken_out():
     assert packed.scored.source.tolist() == [0, 1, 3, 5, 7]
     assert packed.scored.sequence.tolist() == [0, 0, 1, 1, 2]
     assert packed.sequence_lengths.tolist() == [3, 3, 3, 4, 4, 4, 4, 2, 2]
-
-
-def test_packed_rows_stay_as_they_are():
-    packed = packed_batch(PACKED, with_table=False)
-    assert "attention_mask" not in packed.inputs
-    assert packed.inputs["input_ids"] is PACKED["input_ids"]
-    assert packed.scored.target.tolist() == [6, 7, 9, 11, 13]
 
 
 def test_packed_rows_become_padded_ones():
@@ -104,11 +91,6 @@ def test_counts_leave_out_the_first_token_and_the_padding():
     # 8 and 12 are the first tokens of their rows: nothing predicts them.
     assert count_scored(PADDED) == count_scored(PACKED) == 5
     assert count_tokens(PADDED) == count_tokens(PACKED) == 9
-
-
-def test_a_first_token_behind_padding_is_not_predicted_from_the_padding():
-    padded = padded_batch(PADDED, pad_token_id=0)
-    assert padded.scored.target.tolist() == [6, 7, 9, 11, 13]
 
 
 def test_the_first_rows_of_either_layout():

@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     Qwen2AudioConfig,
@@ -78,19 +76,6 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(architecture, p
             continue
         size = other.grad.abs().max().clamp(min=1e-2)
         assert (one.grad - other.grad).abs().max() <= gradient_tolerance * size, name
-
-
-def test_the_model_is_left_as_it_was():
-    model = tiny_model("llama")
-    scorer = Scorer(model)
-    scorer.score(model, padded())
-    assert "forward" not in vars(model)
-    assert "forward" not in vars(model.lm_head)
-    assert copy.deepcopy(model)(input_ids=torch.tensor([[3, 4]])).logits.shape == (
-        1,
-        2,
-        model.config.vocab_size,
-    )
 
 
 def test_temperature_divides_the_logits():
@@ -258,17 +243,6 @@ def test_a_model_that_changes_its_logits_is_found_out():
     torch.testing.assert_close(scorer.score(model, batch).logps, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_soft_cap_that_the_config_calls_otherwise_is_found_out():
-    fields = {"block_types": ["recurrent", "attention"], "lru_width": 32, "logits_soft_cap": 30.0}
-    shared = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = AutoConfig.for_model("recurrent_gemma", num_attention_heads=4, **shared, **fields)
-    scorer = Scorer(
-        AutoModelForCausalLM.from_config(config)
-    )  # small initial weights: its logits are small too
-    assert not scorer.uses_head
-    assert not Scorer(tiny_model("gemma2", final_logit_softcapping=30.0)).fallbacks
-
-
 def test_the_decoder_of_a_model_with_towers_holds_them():
     text = {"model_type": "qwen2", "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -318,23 +292,6 @@ def test_a_model_that_was_compiled_in_place_too(caplog):
     for _ in range(2):
         torch.testing.assert_close(scorer.score(model, padded()).logps, expected)
     assert caplog.text.count("torch_compile has no effect") == 1
-
-
-def test_adaption_prompts_are_scored_from_the_models_own_logits():
-    peft = pytest.importorskip("peft")
-    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny_model("llama"), config).eval()
-    for name, weight in model.named_parameters():
-        if "adaption" in name:
-            torch.nn.init.constant_(weight, 0.5)
-    scorer = Scorer(model)
-    assert "adaption prompts" in scorer.fallbacks[0]
-    torch.testing.assert_close(scorer.score(model, padded()).logps, own_logps(model, padded()))
-
-
-def test_other_objects_are_refused():
-    with pytest.raises(TypeError, match="PreTrainedModel"):
-        Scorer(torch.nn.Linear(2, 2))
 
 
 # ---- noise on embeddings

@@ -165,26 +165,6 @@ def test_token_logits_are_those_of_the_labelled_tokens(architecture):
                 assert (ours[name] - gradient).abs().max() <= 1e-4 * size, name
 
 
-def test_a_sequence_classifier_scores_tokens_too():
-    model = decoder("llama", num_labels=1)
-    batch = {**packed_of(), "labels": torch.full((1, 21), 1)}
-    batch["labels"] = torch.where(batch["position_ids"] == 0, -100, 1)
-    found, labels = ClassificationScorer(model).score_tokens(model, batch)
-    ends = torch.tensor([len(ids) - 1 for ids in SEQUENCES]).cumsum(0) - 1
-    assert len(labels) == len(found) == sum(len(ids) - 1 for ids in SEQUENCES)
-    close(found[ends], own_logits(model))
-
-
-def test_dropout_before_the_head_acts_in_training_only():
-    model = tiny_classifier("llama", of_tokens=True, classifier_dropout=0.5)
-    scorer = ClassificationScorer(model)
-    labels = torch.ones_like(packed_of()["input_ids"])
-    batch = {**packed_of(), "labels": labels}
-    assert torch.equal(*(scorer.score_tokens(model, batch)[0] for _ in range(2)))
-    model.train()
-    assert not torch.equal(*(scorer.score_tokens(model, batch)[0] for _ in range(2)))
-
-
 # ---- PEFT
 
 
@@ -282,10 +262,3 @@ def test_rows_without_tokens_and_batches_without_labels_are_refused():
         scorer.score(model, batch)
     with pytest.raises(ValueError, match="labels"):
         scorer.score_tokens(model, padded_of())
-
-
-def test_the_model_is_left_as_it_was():
-    model = tiny_classifier("llama")
-    ClassificationScorer(model).score(model, groups())
-    assert "forward" not in vars(model)
-    assert model(input_ids=torch.tensor([[3, 4]])).logits.shape == (1, 3)

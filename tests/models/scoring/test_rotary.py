@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import pad
 
 from tests.tiny import tiny_model
-from tests.trainer.grpo_runs import logs, run
 from trl.collators.preference import completion_batch
 from trl.models.scoring.causal import Scorer
 
@@ -70,14 +69,3 @@ def test_completions_of_one_prompt_are_scored_as_if_they_were_alone():
     for logps, completion in ((first, short), (second, long * 2)):
         expected = alone("phi3", torch.tensor([*prompt, *completion]))[len(prompt) - 1 :]
         assert (logps - expected).abs().max() < 1e-12
-
-
-def test_what_was_sampled_across_the_length_of_pretraining_is_scored_again():
-    """A cache keeps keys of when a row was short, so the sampler's log-probs are not the trainer's: with them half of all tokens
-    were clipped in the first step."""
-    settings = {"steps_per_generation": 1, "num_iterations": 2, "max_completion_length": 10, "max_steps": 2}
-    trainer, _ = run(given={"model": stretched("phi3")}, **settings)
-    assert not trainer.sampler_is_exact
-    first, second = logs(trainer)
-    assert first["clip_ratio/region_mean"] == 0 < first["sampling/sampling_logp_difference/mean"]
-    assert second["step"] == 2

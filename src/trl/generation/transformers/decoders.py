@@ -1,13 +1,12 @@
 """Prefill and decoding with our cache: by a model's own forward, or with our own decode step for models like Llama.
 
 For our step the weights of queries, keys and values, and of gate and up projection, are concatenated once for each call of the
-engine, in copies to which LoRA adapters are added. The model is not changed. Other modules are called as they are.
+engine, in copies to which LoRA adapters are added. The model is not changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -59,7 +58,7 @@ class OwnForward:
 
 FUSED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles do not depend on the longest row
-LARGEST_COPIED = 6 << 30  # bytes of all weights; two thirds of them or more are copied
+LARGEST_COPIED = 6 << 30  # bytes of all weights, most of which are copied
 _PACKED_FOR = 64  # rows; as fast for other numbers
 
 
@@ -77,6 +76,15 @@ def fused_unsupported(model: Any) -> str | None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
         return f"its rotary embedding ({rope}) depends on the longest row"
+    if sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize > LARGEST_COPIED:
+        return "its weights are too large to be copied"
+    names = [
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ]
+    linears = [layer.get_submodule(name) for layer in layers for name in names]
+    if not all(map(has_readable_weight, [*linears, model.get_output_embeddings()])):
+        return "its layers are quantised, or have adapters that are no sums of weights"
     parts = *layers, model.get_decoder().norm, model.get_output_embeddings()
     if any(inner._forward_hooks or inner._forward_pre_hooks for part in parts for inner in part.modules()):
         return "its layers have hooks"
@@ -129,40 +137,24 @@ def _active(module: Any) -> list[str]:
 
 
 class Projection:
-    """Linear layers with the same input, as one product if their weights are readable.
+    """Linear layers with readable weights and the same input, as one product; `dtype` is that of autocast."""
 
-    `dtype` is that of autocast. `join=False` concatenates no weights, `pack=False` does not change their layout.
-    """
-
-    def __init__(
-        self, *modules: nn.Module, dtype: torch.dtype | None = None, join: bool = True, pack: bool = True
-    ) -> None:
-        self.calls, self.dtype = modules, dtype
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.packed: Tensor | None = None
-        parts = [readable_weight(module) for module in modules] if join else []
-        found = [part for part in parts if part is not None]
-        if not found or len(found) < len(modules):
-            return
-        weight = found[0][0] if len(found) == 1 else torch.cat([weight for weight, _ in found])
+    def __init__(self, *modules: nn.Module, dtype: torch.dtype | None = None) -> None:
+        parts: Any = [readable_weight(module) for module in modules]
+        weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
         bias = None
-        if any(own is not None for _, own in found):
-            bias = torch.cat([weight.new_zeros(len(part)) if own is None else own for part, own in found])
-        self.weight = weight if dtype is None else weight.to(dtype)
-        self.bias = bias if dtype is None or bias is None else bias.to(dtype)
-        if pack and takes_packed(self.weight):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
-            self.weight = None
+        if any(own is not None for _, own in parts):
+            bias = torch.cat([weight.new_zeros(len(part)) if own is None else own for part, own in parts])
+        dtype = dtype or weight.dtype
+        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.is_packed = takes_packed(self.weight)
+        if self.is_packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(inputs.float(), self.packed, self.bias, "none", [], "")
-        if self.weight is not None:
-            return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
-        device = inputs.device.type
-        with nullcontext() if self.dtype is None else torch.autocast(device, dtype=self.dtype):
-            return torch.cat([module(inputs) for module in self.calls], dim=-1)
+        if self.is_packed:
+            return torch.ops.mkldnn._linear_pointwise(inputs.float(), self.weight, self.bias, "none", [], "")
+        return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
 
 
 def takes_packed(weight: Tensor) -> bool:
@@ -177,13 +169,12 @@ def takes_packed(weight: Tensor) -> bool:
 class FusedLayer:
     """A decoder layer with concatenated weights."""
 
-    def __init__(self, layer: Any, config: Any, *, dtype: torch.dtype | None, join: bool) -> None:
+    def __init__(self, layer: Any, config: Any, *, dtype: torch.dtype | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        options = {"dtype": dtype, "join": join}
-        self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj, **options)
-        self.output = Projection(attention.o_proj, **options)
-        self.gate_up = Projection(mlp.gate_proj, mlp.up_proj, **options)
-        self.down = Projection(mlp.down_proj, **options)
+        self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
+        self.output = Projection(attention.o_proj, dtype=dtype)
+        self.gate_up = Projection(mlp.gate_proj, mlp.up_proj, dtype=dtype)
+        self.down = Projection(mlp.down_proj, dtype=dtype)
         self.activation = mlp.act_fn
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.head_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -226,13 +217,9 @@ class FusedDecoder(OwnForward):
 
     def __init__(self, model: Any, cache: RolloutCache, *, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, cache)
-        elements = sum(parameter.numel() for parameter in model.parameters())
-        join = elements * (dtype or model.dtype).itemsize <= LARGEST_COPIED
-        config = model.config
-        self.layers = [FusedLayer(layer, config, dtype=dtype, join=join) for layer in self.decoder.layers]
+        self.layers = [FusedLayer(layer, model.config, dtype=dtype) for layer in self.decoder.layers]
         self.embeddings = model.get_input_embeddings()
-        reads = join or _is_plain_linear(self.head)  # whose weight is not copied
-        self.head = Projection(self.head, dtype=dtype, join=reads, pack=join)
+        self.head = Projection(self.head, dtype=dtype)
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
         with without_autocast(tokens.device.type):  # the weights have its dtype already

@@ -19,8 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.transformers.decoders import has_readable_weight, readable_weight
 from trl.generation.transformers.engine import without_wrappers
 from trl.models.distributed import fsdp2_units, gathered_modules, is_sharded, whole_shape
-from trl.models.head_precision import was_untied
-from trl.models.parts import causal_core, prompt_learning_unsupported
+from trl.models.parts import causal_core, prompt_learning_unsupported, was_untied
 from trl.models.peft import is_quantized
 
 _WITHOUT_HEAD = ("gemma2",)  # vLLM (0.32) has no head for them besides the embedding

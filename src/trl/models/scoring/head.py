@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as linear_product
 from transformers import PreTrainedModel
 
-from trl.models.head_precision import as_the_head_wants
 from trl.models.packed.layout import ModelBatch
-from trl.models.parts import replaced_forward
+from trl.models.parts import as_the_head_wants, replaced_forward
 from trl.tensors.local_loss import LocalLoss, LossOf, local_loss, local_loss_through
 from trl.tensors.logprobs import AnyHead, token_scores, token_scores_through
 from trl.tensors.segments import Segments
