@@ -100,18 +100,6 @@ def test_a_refused_update_does_not_hang(url, stand_in, group_port):
     client.close_communicator()
 
 
-def test_a_server_with_weights_of_its_own_is_warned_about(group_port, caplog):
-    stand_in = StandIn(tiny_model("llama", num_hidden_layers=3))
-    with serving(stand_in) as url:
-        client = VLLMClient(url, group_port=group_port)
-        client.init_communicator("cpu")
-        for _ in range(2):
-            client.update_model_params(tiny_model("llama"))  # of 2 layers
-        client.close_communicator()
-    assert caplog.text.count("keeps its own values of 9 weights") == 1
-    assert "such as model.layers.2.input_layernorm.weight" in caplog.text
-
-
 def test_at_its_end_a_program_leaves_the_channel_of_another_one_alone(url, stand_in, group_port):
     first, second = (VLLMClient(url, group_port=group_port) for _ in range(2))
     first.init_communicator("cpu")

@@ -11,8 +11,7 @@ from trl.generation.vllm.backend import BackendDied, NoChannel
 
 pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install trl[test]")
 
-from trl.generation.serving.app import GenerationServer
-from trl.generation.serving.bodies import GenerateBody
+from trl.generation.serving.app import GenerateBody, GenerationServer
 
 TOKEN = "secret"
 GETS = ("/health/", "/get_world_size/", "/model/")

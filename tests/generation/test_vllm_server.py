@@ -86,11 +86,9 @@ def test_a_server_from_start_to_end(start):
     check_the_other_routes(server, ids)
 
     channel = server.join()
-    loaded = {"loaded": len(second.state_dict()), "kept": []}
+    loaded = {"loaded": len(second.state_dict())}
     assert server.send(channel, second.state_dict()) == (200, loaded)
     assert completed(server)[0] == greedy(second)
-    fewer = {name: value for name, value in first.state_dict().items() if name != "model.norm.weight"}
-    assert server.send(channel, fewer) == (200, {"loaded": len(fewer), "kept": ["model.norm.weight"]})
     assert server.send(channel, first.state_dict())[0] == 200
     assert completed(server)[0] == greedy(first)  # what was cached for these prompts is forgotten
 

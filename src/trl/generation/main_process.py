@@ -24,11 +24,16 @@ def first_rng_stream() -> int:
 
 def any_process(value: bool) -> bool:
     """Whether it is true in any process. All must call it."""
-    if process_count() == 1:
-        return value
-    found: list[Any] = [None] * process_count()
-    dist.all_gather_object(found, value)
-    return any(found)
+    return any(_gathered(value))
+
+
+def _gathered(own: Any, group: Any = None) -> list[Any]:
+    """The values of all processes of a group (None: all)."""
+    if group is None and process_count() == 1:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def through_main(
@@ -39,28 +44,20 @@ def through_main(
     `meanwhile` runs in the other processes, for collective work inside `make`. An error in the main process is raised in all
     of them, in the others as the same builtin type or RuntimeError.
     """
+    given, parts, failure = _gathered(own), None, None
     if process_count() == 1:
-        return make([own])[0]
-    is_main, parts, failure = dist.get_rank() == 0, None, None
-    given: Any = [None] * process_count() if is_main else None
-    dist.gather_object(own, given, dst=0)
-    if is_main:
+        return make(given)[0]
+    if dist.get_rank() == 0:
         try:
-            parts = [("made", part) for part in make(given)]
+            parts = list(make(given))
         except Exception as error:
             failure = error
-            parts = [("failed", _described(error))] * process_count()
     elif meanwhile is not None:
         meanwhile()
+    raise_in_all(failure)
     answer: list[Any] = [None]
     dist.scatter_object_list(answer, parts, src=0)
-    if failure is not None:
-        raise failure
-    how, value = answer[0]
-    if how == "failed":
-        kind, text = value
-        raise kind(f"in the main process: {text}")
-    return value
+    return answer[0]
 
 
 def by_main(make: Callable[[], _R], *, meanwhile: Callable[[], None] | None = None) -> _R:
@@ -70,20 +67,13 @@ def by_main(make: Callable[[], _R], *, meanwhile: Callable[[], None] | None = No
 
 def raise_in_all(failure: Exception | None, group: Any = None) -> None:
     """Raise an error of any process in every process of the group (None: all). All of them must call it."""
-    own = None if failure is None else _described(failure)
-    found: list[Any] = [own]
-    if group is not None or process_count() > 1:
-        found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, own, group=group)
+    # A builtin type that takes a text: other processes may not be able to build the error itself.
+    kinds = (ConnectionError, PermissionError, ValueError, RuntimeError)
+    kind = next((kind for kind in kinds if isinstance(failure, kind)), RuntimeError)
+    found = _gathered(None if failure is None else (kind, str(failure)), group)
     if failure is not None:
         raise failure
     for rank, other in enumerate(found):
         if other is not None:
             kind, text = other
             raise kind(f"in process {rank}: {text}")
-
-
-def _described(error: Exception) -> tuple[type[Exception], str]:
-    """A builtin type that takes a text, and the text: other processes may not be able to build the error itself."""
-    kinds = (ConnectionError, PermissionError, ValueError)
-    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError), str(error)

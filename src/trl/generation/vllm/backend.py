@@ -21,7 +21,7 @@ from trl.options.checks import check_numbers
 from trl.options.groups import option
 
 if TYPE_CHECKING:
-    from trl.generation.serving.bodies import ChatBody, GenerateBody, SamplingBody, WeightBody
+    from trl.generation.serving.app import ChatBody, GenerateBody, SamplingBody, WeightBody
 
 
 WORKER = "trl.generation.vllm.worker.WeightReceiver"
@@ -171,11 +171,8 @@ class VLLMBackend:
             self._on_workers("join_weight_channel", host, port, size, backend, timeout_s)
             self.channel = secrets.token_hex(8)
 
-    def load(self, weights: Sequence[WeightBody], *, whole: bool) -> list[str]:
-        """Receive weights over the channel, load them, and clear the prefix cache.
-
-        With `whole` (all weights of a checkpoint) returns the names, in vLLM's model, of weights that were not received.
-        """
+    def load(self, weights: Sequence[WeightBody], *, whole: bool) -> None:
+        """Receive weights over the channel (`whole`: all of a checkpoint), load them, and clear the prefix cache."""
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
@@ -187,14 +184,13 @@ class VLLMBackend:
         with self._working() as llm:
             self._unusable, before = "An update of the weights is under way.", self._unusable
             try:
-                kept = self._on_workers("receive_weights", entries, whole)
+                self._on_workers("receive_weights", entries, whole)
             except RuntimeError as error:
                 self.channel = None
                 self._unusable = f"The last update of the weights failed ({error}). Send all of them again."
                 raise
             self._unusable = None if whole else before
             llm.reset_prefix_cache()
-        return sorted({name for names in kept for name in names})
 
     def leave(self, channel: str | None = None) -> None:
         """Leave the weight channel, if it is open and has this name (None: any)."""
@@ -233,13 +229,12 @@ class VLLMBackend:
                 raise RuntimeError(self._unusable)
             yield llm
 
-    def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
+    def _on_workers(self, method: str, *arguments: Any) -> None:
         """Call a method of `WeightReceiver` on all workers. Raises: RuntimeError with the errors of all of them."""
         answers = self._llm.collective_rpc(method, args=arguments)
         errors = {f"worker {rank}: {text}" for rank, text in enumerate(answers) if isinstance(text, str)}
         if errors:
             raise RuntimeError("; ".join(sorted(errors)))
-        return answers
 
 
 def complete(llm: Any, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -60,7 +60,6 @@ class VLLMClient:
         self._channel: WeightChannel | None = None
         self._channel_name: str | None = None  # given by the server
         self._joining: Future[WeightChannel] | None = None
-        self._warned = False  # about weights that the server was not sent
         self.check_server(connection_timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
@@ -196,7 +195,6 @@ class VLLMClient:
         wanted = {"host": self.host, "port": self.group_port, "world_size": size, "backend": backend}
         answer = self._http.post("/init_communicator/", {**wanted, "timeout_s": CHANNEL_TIMEOUT_S})
         self._channel, self._channel_name = self._joining.result(), answer.get("channel")
-        self._warned = False
         atexit.register(self.close_communicator)
 
     def send_weights(self, shapes: Mapping[str, Tensor], weights: Iterable[Tensor]) -> None:
@@ -255,20 +253,13 @@ class VLLMClient:
             channel.await_receivers()  # the server may answer other requests first
             with _on(channel.device):
                 channel.send(tensors)  # in this thread, because all processes may gather them together
-            answer = update.result()
+            update.result()
         except BaseException as error:
             self._drop_channel()  # the server would wait for the rest
             failure = update.exception() if isinstance(error, Exception) else None
             if isinstance(error, ConnectionError) and failure is not None and failure is not error:
                 raise failure from error
             raise
-        names = answer.get("kept") or []
-        if names and not self._warned:  # once for each channel
-            self._warned = True
-            logger.warning(
-                "The vLLM server at %s keeps its own values of %d weights that it was not sent, such as %s. Start it with the model "
-                "that is trained, unless this is intended.", self.base_url, len(names), names[0],
-            )  # fmt: skip
 
     def _check_channel(self, answer: Mapping[str, Any]) -> None:
         """Raise if the server's weights are not those sent through this channel."""

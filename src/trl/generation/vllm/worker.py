@@ -49,12 +49,8 @@ class WeightReceiver:
             return str(error)
         return None
 
-    def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | list[str]:
-        """Receive the weights of `entries` and load them; after an error the channel is closed.
-
-        With `whole` they are all weights of a checkpoint, with its names. Returns the model's parameters that were not among them
-        (none for quantised models, and for models that do not return what they load).
-        """
+    def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | None:
+        """Receive the weights of `entries` (`whole`: all of a checkpoint) and load them; after an error the channel is closed."""
         channel, current = self.weight_channel, "no weight"
         if channel is None:
             return "no weight channel has been joined. Call init_communicator first."
@@ -66,11 +62,11 @@ class WeightReceiver:
                 current = f"{name} ({dtype}, {list(shape)})"
                 yield name, next(tensors)
 
-        weights, kept = arriving(), []
+        weights = arriving()
         try:
             channel.announce()
             if whole:
-                kept = self._reload_and_compare(weights)
+                self.reload_weights(weights_iterator=weights)
             else:
                 self.model_runner.get_model().load_weights(weights)
             for _ in weights:  # the sender waits until they are received
@@ -87,24 +83,7 @@ class WeightReceiver:
                     f"; restoring the model failed, too ({type(later).__name__}: {later}). Restart the server"
                 )
             return text
-        return kept
-
-    def _reload_and_compare(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
-        model, loaded = self.model_runner.get_model(), []
-        names, load = {name for name, _ in model.named_parameters()}, model.load_weights
-
-        def load_and_note(*given: Any, **named: Any) -> Any:
-            loaded.append(load(*given, **named))
-            return loaded[-1]
-
-        model.load_weights = load_and_note
-        try:
-            self.reload_weights(weights_iterator=weights)
-        finally:
-            del model.load_weights
-        if not loaded or loaded[-1] is None or self.vllm_config.model_config.quantization is not None:
-            return []
-        return sorted(names - loaded[-1])
+        return None
 
     def end_with(self, server: int) -> None:
         """End vLLM's engine, and with it this worker, when the process `server` has ended.
