@@ -13,8 +13,7 @@ from trl.models.packed.attention import use_packed_attention
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.reporting.metrics import MetricSums
-from trl.tensors.local_loss import local_loss
-from trl.tensors.logprobs import token_scores
+from trl.tensors.logprobs import local_loss, token_scores
 from trl.tensors.reduce import Weighted
 from trl.tensors.segments import Segments
 from trl.tensors.softmax_rows import Statistics

@@ -5,8 +5,7 @@ import torch
 
 from tests.tensors.test_local_loss import COUNT, clipped, nll, plain_loss
 from tests.tensors.test_logprobs import RULES, LargestTensor, assert_close, gradients, inputs, plain_scores
-from trl.tensors.local_loss import local_loss_through
-from trl.tensors.logprobs import token_scores_through
+from trl.tensors.logprobs import local_loss_through, token_scores_through
 from trl.tensors.softmax_rows import LogitRule, Statistics
 
 

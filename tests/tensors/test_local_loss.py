@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tensors.test_logprobs import RULES, LargestTensor, assert_close, gradients, inputs, plain_scores
-from trl.tensors.local_loss import local_loss
+from trl.tensors.logprobs import local_loss
 from trl.tensors.softmax_rows import LogitRule, Statistics
 
 COUNT = 13

@@ -263,11 +263,3 @@ def test_never_builds_tokens_times_vocabulary(monkeypatch, entropy, keep):
         )
         mixed(scores.logps, scores.entropies).backward()
     assert seen.largest <= 10 * 50
-
-
-def test_shapes_that_do_not_fit():
-    hidden, weight, targets, bias = inputs()
-    with pytest.raises(ValueError, match=r"got \(13, 8\), \(37, 8\), \(12,\)"):
-        token_scores(hidden, weight, targets[:-1], bias=bias)
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        token_scores(hidden, weight, targets, chunk_size=0)

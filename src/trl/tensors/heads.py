@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,41 +84,21 @@ class Scoring:
         cls,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
         *,
         rule: LogitRule,
         wanted: Statistics,
         chunk_size: int | None,
     ) -> Scoring:
-        """Settings for these tensors: dtype from autocast where it is on, else the wider of the two.
-
-        Raises: ValueError unless hidden `(N, H)`, weight `(V, H)`, targets `(N,)` and bias `(V,)` fit together.
-        """
-        fits = hidden.shape[1:] == weight.shape[1:] and targets.shape == hidden.shape[:1]
-        if not fits or hidden.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            given = [None if x is None else tuple(x.shape) for x in (hidden, weight, targets, bias)]
-            raise ValueError(
-                "hidden, weight, targets, bias must have shapes (N, H), (V, H), (N,), (V,) or None, "
-                f"got {', '.join(map(str, given))}. Flatten the scored positions to rows first."
-            )
+        """Settings for these tensors: dtype from autocast where it is on, else the wider of the two."""
         dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(
-                f"chunk_size must be at least 1, got {chunk_size}. Use None to choose it by size."
-            )
         itemsize = torch.promote_types(dtype, torch.float32).itemsize
         count = max(1, len(hidden))
         size = chunk_size or default_chunk_size(len(weight), itemsize=itemsize, device=device)
         if chunk_size is None:  # even chunks: a short one costs as much in sums
             size = math.ceil(count / math.ceil(count / size))
         return cls(rule, wanted, min(size, count), dtype)
-
-    def for_slopes(self, entropies_slope: Tensor | None) -> Scoring:
-        """The same, with only what a backward pass needs."""
-        return replace(self, wanted=Statistics(entropy=entropies_slope is not None))
 
     def workspace(
         self, hidden: Tensor, vocabulary: int, *, own_logits: bool = True, for_gradient: bool = False
@@ -244,17 +224,11 @@ class HeadGradients:
             product = torch.mm(narrow.t(), weighted)
             _ = self.weight.add_(product) if before else self.weight.copy_(product)
 
-    def scaled_(self, slope: Tensor) -> HeadGradients:
-        """The sums times a scalar, in place; a 1 that is known without waiting for a device is skipped."""
-        if slope.device.type != "cpu" or slope.item() != 1.0:
-            for gradient in (self.hidden, self.weight, self.bias):
-                if gradient is not None:
-                    gradient.mul_(slope)
-        return self
-
-    def cast(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The sums in the dtypes of hidden states, weight and bias."""
+    def cast(self, *inputs: Tensor | None, slope: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """The sums (times a scalar `slope`, in place) in the dtypes of hidden states, weight and bias."""
         sums = (self.hidden, self.weight, self.bias)
+        if slope is not None:
+            sums = tuple(None if x is None else x.mul_(slope) for x in sums)
         return tuple(
             None if x is None or like is None else x.to(like.dtype)
             for x, like in zip(sums, inputs, strict=True)

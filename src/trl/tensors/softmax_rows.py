@@ -1,6 +1,6 @@
 """The mathematics of one chunk of vocabulary rows: log-probability, entropy, and their slopes.
 
-`logprobs` and `local_loss` use them for heads whose weight can be read; `wide_scores` is the same by autograd.
+`logprobs.py` uses them for heads whose weight can be read; `wide_scores` is the same by autograd.
 """
 
 from __future__ import annotations

@@ -16,8 +16,15 @@ from transformers import PreTrainedModel
 
 from trl.models.packed.layout import ModelBatch
 from trl.models.parts import as_the_head_wants, replaced_forward
-from trl.tensors.local_loss import LocalLoss, LossOf, local_loss, local_loss_through
-from trl.tensors.logprobs import AnyHead, token_scores, token_scores_through
+from trl.tensors.logprobs import (
+    AnyHead,
+    LocalLoss,
+    LossOf,
+    local_loss,
+    local_loss_through,
+    token_scores,
+    token_scores_through,
+)
 from trl.tensors.segments import Segments
 from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores
 
