@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,14 @@ _SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 def create_model_from_path(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
     """Load a model by Hub name or local path, in the class that its config names.
 
-    `architecture` (a model class or an `AutoModelFor…`) overrides the class that the config's `architectures` names;
-    `kwargs` go to `from_pretrained`. `dtype` may be a string; left out, the checkpoint's own is kept. Weights load
-    from safetensors, and remote code runs only with `trust_remote_code=True`. Files that lack weights of the architecture are
-    refused, except for a new classification head, or with `allow_missing_weights=True`. A quantised model goes to this
-    process's device unless `device_map` says otherwise. A folder that holds a PEFT adapter loads as its base model
-    with the adapter on top, ready to be trained further.
+    `architecture` (a model class or an `AutoModelFor…`) overrides that class; `kwargs` go to `from_pretrained`. `dtype` may be
+    a string (default: the checkpoint's own). Weights load from safetensors, and remote code runs only with
+    `trust_remote_code=True`. Files that lack weights of the architecture are refused, except for a new classification head, or
+    with `allow_missing_weights=True`. A quantised model goes to this process's device unless there is a `device_map`. A folder
+    with a PEFT adapter loads as its base model with the trainable adapter.
 
-    Raises `FileNotFoundError` where there is no such model, no safetensors weights or no way to the Hub, `ValueError` for a
-    `dtype` or `device_map` that cannot work, and for missing weights.
+    Raises: FileNotFoundError if there is no such model, no safetensors weights or no way to the Hub; ValueError for a `dtype` or
+    `device_map` that cannot work, and for missing weights.
     """
     older = kwargs.pop("torch_dtype", None)
     dtype = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
@@ -54,14 +53,8 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     _check_local_path(model_id)
     with loading_from_hub(model_id, "model"):
         folder = Path(model_id)
-        has_config = (folder / "config.json").is_file()
-        if (folder / "adapter_config.json").is_file() and not has_config:
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             return _load_adapter(model_id, architecture, kwargs)
-        elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
-        if folder.is_dir() and not (has_config or elsewhere):
-            raise FileNotFoundError(
-                f"'{model_id}' has no config.json. Give a folder that a model was saved in."
-            )
         allows_missing = kwargs.pop("allow_missing_weights", False)
         if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
             kwargs["device_map"] = get_kbit_device_map()
@@ -76,22 +69,16 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
             raise FileNotFoundError(
                 f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path."
             ) from error
-        if not allows_missing:
-            _check_whole(model, info["missing_keys"], model_id)
+        # A classification head may be new.
+        required = f"{model.base_model_prefix}." if "Classification" in type(model).__name__ else ""
+        lacking = sorted(name for name in info["missing_keys"] if name.startswith(required))
+        if lacking and not allows_missing:
+            raise ValueError(
+                f"the files of '{model_id}' lack {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), "
+                "which would start at random. Use a whole checkpoint, or allow it with "
+                "model_init_kwargs={'allow_missing_weights': True}."
+            )
         return model
-
-
-def _check_whole(model: PreTrainedModel, missing: Iterable[str], model_id: str) -> None:
-    """Raise ValueError for weights that a model's files lack, other than those of a classification head."""
-    has_new_head = "Classification" in type(model).__name__
-    of_decoder = f"{model.base_model_prefix}."
-    lacking = sorted(name for name in missing if not has_new_head or name.startswith(of_decoder))
-    if lacking:
-        raise ValueError(
-            f"the files of '{model_id}' lack {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), "
-            "which would start at random. Use a whole checkpoint, or allow it with "
-            "model_init_kwargs={'allow_missing_weights': True}."
-        )
 
 
 def get_config_model_id(config: PretrainedConfig) -> str:
@@ -102,16 +89,13 @@ def get_config_model_id(config: PretrainedConfig) -> str:
 def load_saved_weights(model: PreTrainedModel, folder: str) -> None:
     """Copy the weights that `save_pretrained` wrote into a folder into a model of the same kind, bit for bit.
 
-    transformers 5 saves some architectures (vision-language models, mixtures of experts) under other names, and in other
-    pieces, than their modules have; only `from_pretrained` puts them back.
-
-    Raises: ValueError where a weight is missing.
+    transformers 5 saves some architectures (vision-language models, mixtures of experts) under other names, which only
+    `from_pretrained` puts back. Raises ValueError if a weight is missing.
     """
     widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
     loaded: Any = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True)
     saved, info = loaded
-    if info["missing_keys"] or info["mismatched_keys"]:
-        lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if lost := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
         raise ValueError(
             f"'{folder}' lacks {len(lost)} weights of this {type(model).__name__} ({lost[0]}, ...), expected all. Resume with "
             "the model that was trained there."
@@ -175,7 +159,6 @@ def apply_special_tokens(
 
 
 def _check_local_path(model_id: str) -> None:
-    """Raise for what can only be a local path and is no folder; `owner/name` may still be on the Hub."""
     if not may_be_on_hub(model_id) and not Path(model_id).is_dir():
         raise FileNotFoundError(
             f"There is no folder '{model_id}'. Give a folder that holds config.json and safetensors weights, or a "

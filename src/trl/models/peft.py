@@ -56,15 +56,15 @@ def is_peft_model(model: Any) -> bool:
 
 
 def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None", args: Any) -> Any:
-    """Wrap `model` with a new adapter and make it ready to train; `args` are the trainer's `TrainingArguments`.
+    """Wrap `model` with a new adapter and prepare it for training; `args` are the trainer's `TrainingArguments`.
 
-    A quantised base is prepared first (`prepare_model_for_kbit_training`). With gradient checkpointing the embedding
-    output is made to require gradients, so that they reach adapters behind a frozen embedding. In 4-bit training
-    with `args.bf16` the adapter is held in bfloat16, as QLoRA does (arXiv:2305.14314). Without `peft_config` a
-    `PeftModel` goes on training its own adapter; with it that adapter is merged into the base first (`merge_adapter`).
+    A quantised base is prepared first (`prepare_model_for_kbit_training`). With gradient checkpointing the embedding's
+    output requires gradients, so that they reach adapters behind it. In 4-bit training with `args.bf16` the adapter is in
+    bfloat16, as in QLoRA (arXiv:2305.14314). Without `peft_config` a `PeftModel`'s own adapter is trained; with it that
+    adapter is merged into the base first (`merge_adapter`).
 
-    Raises `ValueError` for a `PeftModel` with nothing to train, or whose adapter cannot be merged, `TypeError` for a
-    `peft_config` that is none.
+    Raises: ValueError for a `PeftModel` with nothing to train, or whose adapter cannot be merged; TypeError for another
+    `peft_config`.
     """
     require_peft()
     from peft import PeftConfig, get_peft_model
@@ -174,9 +174,6 @@ def peft_module_casting_to_bf16(model: Any) -> None:
             is_plain = type(module.weight) is torch.nn.Parameter and module.weight.dtype == torch.float32
             if is_plain and any(part in name for part in _EMBEDDINGS_AND_HEADS):
                 module.to(torch.bfloat16)
-
-
-# ---- precision of loaded weights
 
 
 def resolve_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:

@@ -15,14 +15,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trl.options.checks import check_numbers
 from trl.options.groups import option
-
-if TYPE_CHECKING:
-    from trl.generation.serving.app import ChatBody, GenerateBody, SamplingBody, WeightBody
-
 
 WORKER = "trl.generation.vllm.worker.WeightReceiver"
 _CLOSING_S = 30.0  # for the engine to end
@@ -136,17 +132,17 @@ class VLLMBackend:
         with self._generating() as llm:
             return complete(llm, requests)
 
-    def generate(self, body: GenerateBody) -> dict[str, Any]:
-        """Completions of prompts."""
+    def generate(self, body: Any) -> dict[str, Any]:
+        """Completions of the prompts of a `GenerateBody`."""
         prompts = [_prompt(prompt, body.images_of(index)) for index, prompt in enumerate(body.prompts)]
         return self._listed("generate", prompts, body)
 
-    def chat(self, body: ChatBody) -> dict[str, Any]:
-        """Completions of conversations."""
+    def chat(self, body: Any) -> dict[str, Any]:
+        """Completions of the conversations of a `ChatBody`."""
         names = ("chat_template", "tools", "chat_template_kwargs")
         return self._listed("chat", body.messages, body, **{name: getattr(body, name) for name in names})
 
-    def _listed(self, method: str, inputs: list[Any], body: SamplingBody, **options: Any) -> dict[str, Any]:
+    def _listed(self, method: str, inputs: list[Any], body: Any, **options: Any) -> dict[str, Any]:
         """The token ids of the prompts, and the completions of all of them in one list, ordered by prompt."""
         keep, settings = body.truncate_prompt_tokens, sampling_params(body.sampling())
         options["tokenization_kwargs"] = None if keep is None else {"truncate_prompt_tokens": keep}
@@ -171,8 +167,8 @@ class VLLMBackend:
             self._on_workers("join_weight_channel", host, port, size, backend, timeout_s)
             self.channel = secrets.token_hex(8)
 
-    def load(self, weights: Sequence[WeightBody], *, whole: bool) -> None:
-        """Receive weights over the channel (`whole`: all of a checkpoint), load them, and clear the prefix cache."""
+    def load(self, weights: Sequence[Any], *, whole: bool) -> None:
+        """Receive weights (`WeightBody`; `whole`: all of a checkpoint) over the channel, load them, and clear the prefix cache."""
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
