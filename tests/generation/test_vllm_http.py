@@ -157,10 +157,7 @@ def test_every_route_reaches_the_backend(served):
         {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "QUJD"}]}
     ]
     assert served.ask("POST", "/chat/", {"messages": [messages], "tools": [{}], "top_p": 1}) == (200, lists)
-    assert served.ask("POST", "/update_weights/", {"weights": [weight, weight]}) == (
-        200,
-        {"loaded": 2},
-    )
+    assert served.ask("POST", "/update_weights/", {"weights": [weight, weight]}) == (200, {"loaded": 2})
     assert served.ask("POST", "/update_named_param/", weight) == (200, {"loaded": 1})
     assert served.ask("POST", "/reset_prefix_cache/", {}) == (200, {"status": "ok"})
     assert served.ask("POST", "/close_communicator/", {"channel": "c1"}) == (200, {"status": "ok"})

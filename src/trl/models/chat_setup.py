@@ -49,10 +49,7 @@ CHAT_FORMATS = {"chatml": ChatMlSpecialTokens}
 
 
 def clone_chat_template(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    source_tokenizer_path: str,
-    resize_to_multiple_of: int | None = 64,
+    model: PreTrainedModel, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[PreTrainedModel, Any, list[int]]:
     """Give a model and its tokenizer the chat template of another tokenizer, with the tokens it needs.
 

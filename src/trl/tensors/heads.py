@@ -81,13 +81,7 @@ class Scoring:
 
     @classmethod
     def over(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        *,
-        rule: LogitRule,
-        wanted: Statistics,
-        chunk_size: int | None,
+        cls, hidden: Tensor, weight: Tensor, *, rule: LogitRule, wanted: Statistics, chunk_size: int | None
     ) -> Scoring:
         """Settings for these tensors: dtype from autocast where it is on, else the wider of the two."""
         dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device
@@ -124,12 +118,7 @@ class Scoring:
         )
 
     def passes(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        head: Head,
-        space: Workspace,
-        kept: list[Tensor] | None = None,
+        self, hidden: Tensor, targets: Tensor, head: Head, space: Workspace, kept: list[Tensor] | None = None
     ) -> Iterator[tuple[slice, Workspace, RowScores]]:
         """Each chunk's rows, its buffers in `space`, and its scores.
 
@@ -197,13 +186,7 @@ class HeadGradients:
         return cls(*sums)
 
     def add(
-        self,
-        rows: slice,
-        slopes: Tensor,
-        factors: Tensor,
-        hidden: Tensor,
-        head: Head,
-        dtype: torch.dtype,
+        self, rows: slice, slopes: Tensor, factors: Tensor, hidden: Tensor, head: Head, dtype: torch.dtype
     ) -> None:
         """Add a chunk whose loss has the slopes `factors * slopes` over the head's products `(C, V)`.
 

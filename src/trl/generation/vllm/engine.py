@@ -38,12 +38,7 @@ class PolicyCopy(ABC):
     exact = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        accelerator: Any | None,
-        context_length: int | None,
-        regex: str | None,
+        self, model: nn.Module, *, accelerator: Any | None, context_length: int | None, regex: str | None
     ) -> None:
         self.model, self.accelerator = model, accelerator
         self.context_length, self.regex = context_length, regex
