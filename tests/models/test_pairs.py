@@ -14,7 +14,7 @@ from trl.models.scoring.causal import Scorer
 PROMPT, ANSWER = [3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16]
 
 
-@pytest.mark.parametrize("name", ["cpo-sigmoid", "orpo", "kto", "bco"])
+@pytest.mark.parametrize("name", ["cpo-sigmoid", "kto"])
 def test_a_default_prompt_limit_leaves_completions_room(name, caplog):
     """Prompts of 7 tokens, completions of 6: max_length 10 cuts prompts to 5, where 512 would leave no completion."""
     make, settings = METHODS[name]
