@@ -223,17 +223,6 @@ def test_a_failed_update_is_no_model_until_a_whole_one_came(backend):
     assert backend.complete([{"prompt_ids": [1]}])
 
 
-def test_what_a_cpu_cannot_do(backend, platform):
-    platform.device_type = "cpu"
-    with pytest.raises(ValueError, match="backend must be 'gloo' for a server on cpu"):
-        backend.join(**JOIN | {"backend": "nccl"})
-    backend.join(**JOIN)
-    with pytest.raises(ValueError, match=r"packs its weights on a CPU.*update_model_params"):
-        backend.load(WEIGHTS[:1], whole=False)
-    platform.device_type = "cuda"
-    backend.join(**JOIN | {"backend": "nccl"})
-
-
 def test_closing_ends_the_engine_and_removes_its_shared_memory(backend, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_backend, "_SHARED_MEMORY", tmp_path)
     for name in ("shm-1-tp:0-[0-1]-cpushm_0", "shm-1-tp:0-[0-1]-cpushm_1", "shm-12-cpushm_0", "shm-1-other"):

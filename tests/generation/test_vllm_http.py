@@ -288,12 +288,6 @@ def test_an_engine_that_died_while_idle_is_not_healthy():
     made.server.close()
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("POST", "/nowhere/"), ("GET", "/complete/"), ("POST", "/health/")])  # fmt: skip
-def test_unknown_addresses_are_named(served, method, path):
-    status, answer = served.ask(method, path, {} if method == "POST" else None)
-    assert status in (404, 405) and f"{method} {path}" in answer["error"]
-
-
 def test_a_body_that_is_too_long_is_413(served):
     body = {
         "requests": [{"prompt_ids": [1] * 2_000_000}]

@@ -252,20 +252,6 @@ def test_weights_that_were_loaded_are_sent_again(group_port, monkeypatch):
         trainer.engine.close()
 
 
-def test_weights_that_are_no_numbers_are_named(group_port):
-    policy, stand_in = tiny_model("llama"), StandIn(tiny_model("llama"))
-    stand_in.complete = lambda requests: [{"ids": [5], "logprobs": [float("nan")], "finish_reason": "stop"}]
-    with serving(stand_in) as url:
-        engine = VLLMServerEngine(policy, VLLMClient(url, group_port=group_port))
-        engine.sync_weights(policy, 0)
-        with pytest.raises(
-            RuntimeError,
-            match=r"log-probs must be finite.*the weights that the server was sent are not finite",
-        ):
-            engine.generate([[5, 6, 7]], GREEDY)
-        engine.close()
-
-
 def test_adapters_of_experts_are_refused_before_anything_is_sent():
     adapter = LoraConfig(target_parameters=["mlp.experts.down_proj"])
     policy = get_peft_model(tiny_model("qwen3_moe"), adapter)
@@ -330,9 +316,3 @@ def test_a_wrong_token_is_refused(group_port, monkeypatch):
         pytest.raises(PermissionError, match="Set TRL_VLLM_SERVER_TOKEN to the same text"),
     ):
         trainer_of("plain", served=asks(url, group_port))
-
-
-def test_another_precision_is_warned_of(group_port, caplog):
-    with serving(StandIn(tiny_model("gpt2"))) as url, caplog.at_level(logging.WARNING, logger="trl"):
-        trainer_of("plain", served=asks(url, group_port))
-    assert "in float32, and the policy is trained in float64" in caplog.text

@@ -22,15 +22,6 @@ def source(tmp_path):
     return str(tmp_path)
 
 
-def test_chatml_renders():
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = ChatMlSpecialTokens().chat_template
-    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == CHATML
-    prompt = tokenizer.apply_chat_template(MESSAGES[:1], tokenize=False, add_generation_prompt=True)
-    assert prompt == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
-    assert ChatMlSpecialTokens(bos_token="[B]").system == "[B]system"
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_clone_adds_rows_at_the_mean(source, tied):
     model = tiny_model("llama", vocab_size=N, tie_word_embeddings=tied)
@@ -67,14 +58,6 @@ def test_clone_uses_spare_rows_and_never_shrinks(source):
     assert weight.shape[0] == 90
     torch.testing.assert_close(weight[added], before[:N].mean(dim=0).expand(2, -1), atol=1e-7, rtol=0)
     assert torch.equal(weight[N + 2 :], before[N + 2 :])
-
-
-def test_clone_again_changes_nothing(source):
-    model, tokenizer, _ = clone_chat_template(tiny_model("llama", vocab_size=N), word_tokenizer(), source)
-    before = model.get_input_embeddings().weight.detach().clone()
-    model, _, added = clone_chat_template(model, tokenizer, source)
-    assert added == []
-    assert torch.equal(model.get_input_embeddings().weight, before)
 
 
 def test_clone_needs_a_template(tmp_path):

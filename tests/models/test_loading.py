@@ -88,14 +88,6 @@ def test_missing_models(name):
             create_model_from_path(name, architecture)
 
 
-@pytest.mark.parametrize("architecture", [None, AutoModelForSequenceClassification])
-def test_a_folder_of_models_is_no_model(saved, tmp_path, architecture):
-    shutil.copytree(saved, tmp_path / "run" / "small")
-    with pytest.raises(FileNotFoundError, match=r"run'"):
-        create_model_from_path(str(tmp_path / "run"), architecture)
-    assert create_model_from_path(str(tmp_path / "run"), subfolder="small").dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
 def test_a_folder_without_tokenizer_files_is_said(architecture, tmp_path):
     """transformers makes a tokenizer of one special token of it."""
@@ -169,11 +161,6 @@ def test_eos_pads_where_there_is_no_pad_token(saved, caplog):
         tokenizer = load_processing_class(saved)
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("</s>", "</s>")
     assert caplog.text.count("no pad token") == 1
-
-
-def test_special_tokens_can_be_chosen(saved):
-    tokenizer = load_processing_class(create_model_from_path(saved), eos_token="<s>", pad_token="<pad>")
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
 
 
 @pytest.mark.parametrize("field", ["eos_token", "pad_token"])

@@ -4,16 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.tiny import tiny_model, tiny_seq2seq
 from trl.models.parts import embedded_tokens
-
-
-def test_embedded_tokens_are_the_rows_of_the_embedding():
-    model = tiny_model("llama")
-    assert embedded_tokens(model) == 96
-    model.resize_token_embeddings(101)
-    assert embedded_tokens(model) == 101
-    assert embedded_tokens(tiny_seq2seq("t5")) == 96
 
 
 def test_a_sharded_embedding_tells_its_whole_shape():

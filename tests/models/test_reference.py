@@ -260,11 +260,6 @@ def test_what_is_no_model():
         reference_of(base(), ref_model=nn.Linear(1, 1))
 
 
-def test_a_forced_reference_that_is_not_given_is_said(caplog):
-    reference_of(adapted("default"), force_use_ref_model=True)
-    assert "no effect" in caplog.text
-
-
 def test_a_sharded_policy_is_loaded_again_and_never_copied(tmp_path):
     policy = base()
     policy.save_pretrained(tmp_path)
@@ -335,14 +330,6 @@ def test_a_named_adapters_weights_and_settings_count():
     assert first == reference.fingerprint(changed(adapted("learner", "held"), ".learner."))
     assert first != reference.fingerprint(changed(adapted("learner", "held"), ".held."))
     assert first != reference.fingerprint(adapted("learner", "held", lora_alpha=3))
-
-
-def test_of_a_frozen_model_with_adapters_their_settings_and_the_active_one_count():
-    """None of the two changes a weight, and both change what it answers."""
-    switched = adapted("first", "second")
-    switched.set_adapter("second")
-    models = [adapted("first", "second"), switched, adapted("first", "second", lora_alpha=3)]
-    assert len({FrozenModel(model, None).fingerprint(model) for model in models}) == 3
 
 
 def test_weights_come_back_bit_for_bit(tmp_path):

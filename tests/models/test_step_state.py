@@ -181,13 +181,3 @@ def test_processes_share_the_rows_of_each_batch():
     whole = list(ShuffledShares(11, 4, seed=3, rank=0, processes=1))
     shares = [list(ShuffledShares(11, 2, seed=3, rank=rank, processes=2)) for rank in (0, 1)]
     assert [*shares[0][:2], *shares[1][:2], *shares[0][2:], *shares[1][2:]] == whole
-
-
-def test_a_collator_of_ones_own_and_the_other_name_of_the_dataset():
-    trainer = make_trainer(
-        options={
-            "train_dataset": [{"x": i} for i in range(4)],
-            "data_collator": lambda rows: [row["x"] for row in rows],
-        }
-    )
-    assert sorted(next(iter(trainer.dataloader))) == [0, 1, 2, 3]

@@ -25,11 +25,6 @@ def test_several_images_in_a_row_and_none(counts):
     assert [len(x) for x in split["image_grid_thw"]] == [2, 0, 1]
 
 
-def test_batches_without_images_pass_through():
-    assert split_pixel_values_by_grid({"ids": BATCH["ids"]}) == {"ids": BATCH["ids"]}
-    assert unsplit_pixel_values_by_grid({"ids": BATCH["ids"]}) == {"ids": BATCH["ids"]}
-
-
 def test_counts_that_do_not_add_up():
     with pytest.raises(ValueError, match="9 patches for 8 in pixel_values"):
         split_pixel_values_by_grid({**BATCH, "pixel_values": BATCH["pixel_values"][:8]})

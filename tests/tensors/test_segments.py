@@ -40,14 +40,6 @@ def test_table_keeps_everything():
     assert hash(Segments.from_table(table)) == hash(row)
 
 
-def test_empty_row():
-    row = Segments.from_lengths([])
-    assert row.total == 0
-    assert row.position_ids().shape == (1, 0)
-    assert Segments.from_table(row.to_table()) == row
-    assert Segments.from_prefix_groups([]) == row
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_each_branch_is_the_sequence_it_would_be_alone(seed: int):
     generator = torch.Generator().manual_seed(seed)

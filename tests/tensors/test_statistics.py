@@ -3,8 +3,6 @@ import math
 import pytest
 import torch
 
-import trl.core
-from trl.tensors import statistics
 from trl.tensors.statistics import (
     cap_exp,
     entropy_from_logits,
@@ -84,19 +82,3 @@ def test_capped_exp_never_overflows(dtype):
     assert cap_exp(value)[0].item() == 1.0
     assert cap_exp(value, cap=0.0)[1].item() == 1.0
     assert get_exp_cap(value).shape == (1,)
-
-
-def test_older_import_path():
-    assert trl.core.masked_mean is statistics.masked_mean
-
-
-def test_a_variance_below_the_added_constant():
-    """Variance 0.5e-8, to which 1e-8 is added: 5e-5 / sqrt(1.5e-8)."""
-    found = masked_whiten(torch.tensor([0.0, 1e-4], dtype=torch.float64), torch.ones(2))
-    assert found.tolist() == pytest.approx([-0.4082482904638631, 0.4082482904638631])
-
-
-def test_largest_exponents():
-    assert get_exp_cap(torch.ones(1, dtype=torch.float64)).item() == 709.7827
-    assert torch.equal(get_exp_cap(torch.ones(1)), torch.tensor([88.7228]))
-    assert get_exp_cap(torch.ones(1, dtype=torch.float16)).exp().isfinite().all()

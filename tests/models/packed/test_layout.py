@@ -101,13 +101,6 @@ def test_the_first_rows_of_either_layout():
     assert first_rows(PACKED, 1, of=2) == PACKED  # packed: its segments are not its rows
 
 
-def test_other_inputs_go_through():
-    batch = {**PADDED, "token_type_ids": torch.zeros(3, 4), "completion_mask": torch.ones(3, 4)}
-    inputs = padded_batch(batch, pad_token_id=0).inputs
-    assert "token_type_ids" in inputs
-    assert "completion_mask" not in inputs
-
-
 @pytest.mark.parametrize(
     ("positions", "message"), [([[0, 1], [0, 1]], r"shape \(1, N\)"), ([[3, 4]], "begin with 0")]
 )
@@ -131,13 +124,6 @@ def test_padding_on_the_left_moves_to_the_right_in_every_tensor_of_the_rows():
 def both_targets(batch):
     packed, rows = packed_batch(batch, with_table=False), padded_batch(batch, pad_token_id=0)
     return packed.scored.target.tolist(), rows.scored.target.tolist(), int(count_scored(batch))
-
-
-def test_labels_on_padding_are_neither_counted_nor_scored_in_either_layout():
-    labels = PADDED["labels"].clone()
-    labels[0, 3] = 1
-    labels[2, :2] = 1
-    assert both_targets({**PADDED, "labels": labels}) == ([6, 7, 9, 11, 13], [6, 7, 9, 11, 13], 5)
 
 
 def test_a_sequence_is_not_predicted_from_the_one_before_it():
@@ -164,18 +150,6 @@ def test_masks_and_positions_that_contradict_each_other(to_layout, change, messa
     ids = torch.tensor([[5, 6, 7, 8]])
     with pytest.raises(ValueError, match=message):
         to_layout({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), **change})
-
-
-def test_positions_that_agree_with_the_mask_are_fine():
-    positions = (PADDED["attention_mask"].cumsum(1) - 1).clamp(min=1)
-    positions[:2] = torch.arange(4)
-    positions[2] = torch.tensor([7, 7, 0, 1])
-    assert both_targets({**PADDED, "position_ids": positions})[2] == 5
-
-
-def test_a_batch_without_a_real_token_is_an_error():
-    with pytest.raises(ValueError, match="a real token"):
-        packed_batch({**PADDED, "attention_mask": torch.zeros(3, 4, dtype=torch.int64)}, with_table=True)
 
 
 def test_filler_tokens_count_nowhere():

@@ -7,8 +7,6 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -16,7 +14,7 @@ from tests.tiny import tiny_model
 from trl.collators.preference import pack_prefix_groups
 from trl.models.packed.attention import PACKED_MODEL_TYPES
 from trl.models.packed.layout import packed_batch
-from trl.models.parts import causal_core, decoder_of
+from trl.models.parts import causal_core
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.tensors.padding import flush_right
@@ -243,17 +241,6 @@ def test_a_model_that_changes_its_logits_is_found_out():
     torch.testing.assert_close(scorer.score(model, batch).logps, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_decoder_of_a_model_with_towers_holds_them():
-    text = {"model_type": "qwen2", "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
-    config = Qwen2AudioConfig(text_config={**text, **layers}, audio_config=audio, audio_token_index=59)
-    model = Qwen2AudioForConditionalGeneration(config).eval()
-    assert decoder_of(model) is model.model  # the language model alone would leave input_features unread
-    batch = padded(vocab=50)
-    torch.testing.assert_close(Scorer(model).score(model, batch).logps, own_logps(model, batch))
-
-
 def test_encoder_decoders_are_refused():
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
     config = BartConfig(
@@ -281,16 +268,6 @@ def test_a_compiled_model_is_scored_uncompiled_and_says_so(caplog):
     compiled = torch.compile(model, backend="eager")
     for _ in range(2):
         torch.testing.assert_close(scorer.score(compiled, batch).logps, own_logps(model, batch))
-    assert caplog.text.count("torch_compile has no effect") == 1
-
-
-def test_a_model_that_was_compiled_in_place_too(caplog):
-    model = tiny_model("llama").eval()
-    expected = own_logps(model, padded())
-    model.compile(backend="eager")
-    scorer = Scorer(model)
-    for _ in range(2):
-        torch.testing.assert_close(scorer.score(model, padded()).logps, expected)
     assert caplog.text.count("torch_compile has no effect") == 1
 
 

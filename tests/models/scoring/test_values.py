@@ -10,7 +10,6 @@ from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from trl.collators.preference import seq2seq_batch
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
-from trl.models.scoring.head import ScoreOptions
 from trl.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 
 BATCH = {
@@ -66,16 +65,6 @@ def test_log_probs_values_and_gradients(architecture, packed):
         torch.testing.assert_close(
             found[name], gradient, **{key: 10 * x for key, x in tolerance.items()}, msg=name
         )
-
-
-def test_a_forward_is_one_forward_and_the_model_is_left_as_it_was():
-    model, calls = wrapped(), []
-    scorer = language_scorer(model)
-    model.get_base_model().transformer.register_forward_hook(lambda *_: calls.append(1))
-    model.register_forward_hook(lambda *_: calls.append("outer"))
-    scorer.score(model, BATCH, ScoreOptions(entropy="scored"))
-    assert calls == [1, "outer"]
-    assert len(model(input_ids=BATCH["input_ids"])) == 3
 
 
 def test_logits_come_with_values_on_request():
