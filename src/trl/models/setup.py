@@ -23,8 +23,7 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.data.rendering import text_tokenizer
-from trl.models.chat_setup import clone_chat_template
-from trl.models.loading import create_model_from_path
+from trl.models.loading import clone_chat_template, create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 from trl.models.scoring.classifier import head_of

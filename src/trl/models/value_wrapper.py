@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -29,13 +30,7 @@ from transformers.utils.hub import cached_file
 from trl.data.hub import loading_from_hub
 from trl.models.loading import create_model_from_path, without_records
 from trl.models.parts import causal_core
-from trl.models.peft import (
-    is_peft_model,
-    is_quantized,
-    merge_adapter,
-    prepare_model_for_kbit_training,
-    require_peft,
-)
+from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, require_peft
 from trl.models.switches import same_trainable, undisturbed
 
 logger = logging.getLogger(__name__)
@@ -311,14 +306,10 @@ def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
         if is_peft_model(model) and not trainable:
             model.requires_grad_(False)
         return model
-    require_peft()
-    from peft import get_peft_model
-
-    if is_peft_model(model):
-        model = merge_adapter(model)
-    if is_quantized(model):
-        model = prepare_model_for_kbit_training(model)
-    return get_peft_model(model, peft_config)
+    args = SimpleNamespace(
+        gradient_checkpointing=is_quantized(model), gradient_checkpointing_kwargs=None, bf16=False
+    )
+    return prepare_peft_model(model, peft_config, args)
 
 
 @contextmanager

@@ -108,22 +108,14 @@ class ServerConnection:
     """
 
     def __init__(self, base_url: str, token: str | None) -> None:
-        try:
-            parts = urlsplit(base_url)
-            port, is_one = parts.port, parts.scheme in ("http", "https") and bool(parts.hostname)
-        except ValueError:  # open brackets, or a port that is not a number
-            is_one = False
-        if not is_one:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise ValueError(
-                f"base_url={base_url!r} is no address of a server such as http://localhost:8000."
-            )
-        if parts.username is not None:  # and is not shown
-            raise ValueError(
-                f"base_url must not contain a user's name or password. The server's secret is {VARIABLE}."
+                f"base_url={base_url!r} is no address of a server such as http://localhost:8000, without a user's name."
             )
         self.base_url, self.token = base_url.rstrip("/"), token
-        self.host = reachable(parts.hostname or "")
-        self.port = port or (443 if parts.scheme == "https" else 80)
+        self.host = reachable(parts.hostname)
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._path, self._secure = parts.path.rstrip("/"), parts.scheme == "https"
 
     def get(self, path: str, *, timeout_s: float | None = 60.0) -> dict[str, Any]:

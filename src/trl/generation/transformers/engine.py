@@ -43,8 +43,8 @@ class TransformersEngine:
 
     `route`: `"fused"` is our own decode step (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own forward with our cache,
     `"generate"` the model's `generate`. `"auto"` uses the first that the model supports; `fallbacks` says why not an earlier one.
-    `max_batch` rows are decoded at once (default: what fits in 2 GiB on a CPU, or half of a GPU's free memory). `autocast_dtype`
-    defaults to that of the autocast context around `generate`, else to the mixed precision of the `accelerator`.
+    `max_batch` rows are decoded at once (default: what fits in 2 GiB on a CPU, or half of a GPU's free memory). Mixed precision
+    is that of the autocast context around `generate`, else of the `accelerator`.
     `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which requires `"generate"` and the same
     number of requests in all processes.
 
@@ -63,14 +63,13 @@ class TransformersEngine:
         accelerator: Any | None = None,
         route: Route = "auto",
         max_batch: int | None = None,
-        autocast_dtype: torch.dtype | None = None,
         gather_zero3: bool = True,
     ) -> None:
         check_at_least("max_batch", max_batch, minimum=1)
         check_one_of("route", route, ("auto", "fused", "forward", "generate"))
         self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
         self.route: Route = route
-        self.max_batch, self.autocast_dtype, self.gather_zero3 = max_batch, autocast_dtype, gather_zero3
+        self.max_batch, self.gather_zero3 = max_batch, gather_zero3
         self.fallbacks: list[str] = []
         self._strings: StopStrings | None = None
         self._warned: set[str] = set()
@@ -136,8 +135,6 @@ class TransformersEngine:
         first = next(self.model.parameters())
         if first.dtype == torch.float64:
             return None
-        if self.autocast_dtype is not None:
-            return self.autocast_dtype
         if torch.is_autocast_enabled(first.device.type):
             return torch.get_autocast_dtype(first.device.type)
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
