@@ -316,3 +316,9 @@ def test_a_wrong_token_is_refused(group_port, monkeypatch):
         pytest.raises(PermissionError, match="Set TRL_VLLM_SERVER_TOKEN to the same text"),
     ):
         trainer_of("plain", served=asks(url, group_port))
+
+
+def test_another_precision_is_warned_of(group_port, caplog):
+    with serving(StandIn(tiny_model("gpt2"))) as url, caplog.at_level(logging.WARNING, logger="trl"):
+        trainer_of("plain", served=asks(url, group_port))
+    assert "in float32, and the policy is trained in float64" in caplog.text

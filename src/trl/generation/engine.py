@@ -12,6 +12,8 @@ from transformers import GenerationConfig
 
 DEFAULT_NEW_TOKENS = 256
 FinishReason = Literal["stop", "length"]
+Prompts = Sequence[Sequence[int]]
+Numbers = Sequence[int] | None  # one per prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +203,7 @@ class Engine(Protocol):
     def together(self) -> bool: ...
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        streams: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
+        self, prompts: Prompts, sampling: Sampling, *, streams: Numbers = None, limits: Numbers = None
     ) -> list[Generated]:
         """One completion for each prompt, in order; equal prompts are run once.
 
@@ -225,12 +222,7 @@ class Engine(Protocol):
 
 
 def check_requests(
-    prompts: Sequence[Sequence[int]],
-    streams: Sequence[int] | None,
-    *,
-    context_length: int | None,
-    vocabulary: int | None,
-    room: int = 1,
+    prompts: Prompts, streams: Numbers, *, context_length: int | None, vocabulary: int | None, room: int = 1
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """The prompts as tuples of ids, and the random stream of each.
 
@@ -261,7 +253,7 @@ def check_requests(
 
 
 def completion_limits(
-    starts: Sequence[int], sampling: Sampling, context_length: int | None, own: Sequence[int] | None = None
+    starts: Sequence[int], sampling: Sampling, context_length: int | None, own: Numbers = None
 ) -> list[int]:
     """The maximum of new tokens of each completion, by `sampling`, the model's context length and its `own` limit.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
-from trl.generation.engine import Generated, Sampling, check_requests
+from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.choosing import Processors
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
@@ -77,11 +77,11 @@ class TransformersEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: Sampling,
         *,
-        streams: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
+        streams: Numbers = None,
+        limits: Numbers = None,
         more_inputs: MoreInputs | None = None,
         listener: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Generated]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
+from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
 from trl.generation.main_process import any_process, process_count, raise_in_all
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
 from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
@@ -67,12 +67,7 @@ class PolicyCopy(ABC):
         self._sent = None
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        streams: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
+        self, prompts: Prompts, sampling: Sampling, *, streams: Numbers = None, limits: Numbers = None
     ) -> list[Generated]:
         """One completion per prompt, in order; see `Engine.generate`.
 
@@ -89,11 +84,7 @@ class PolicyCopy(ABC):
         return [_generated(**answer) for answer in self._completed(own)]
 
     def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        streams: Sequence[int] | None,
-        limits: Sequence[int] | None,
+        self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers
     ) -> list[Request]:
         core = causal_core(without_wrappers(self.model))
         context_length = context_length_of(core, self.context_length)

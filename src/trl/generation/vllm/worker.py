@@ -137,12 +137,9 @@ class WeightSyncWorkerExtension(WeightReceiver):
     def init_communicator(self, host: str, port: int, world_size: int, client_device_uuid: str) -> None:
         """Join the client and the other workers, `world_size` processes altogether, at `host:port`.
 
-        Raises: RuntimeError if that fails, and if the client trains on this worker's GPU.
+        Raises: RuntimeError if that fails.
         """
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and str(torch.cuda.get_device_properties(self.device).uuid) == client_device_uuid:
-            raise RuntimeError("The client trains on the GPU of this worker. Give each a device of its own.")
-        backend = "nccl" if on_gpu else "gloo"
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
         _raise(self.join_weight_channel(host, port, world_size, backend, _JOINING_S))
         self.client_rank = 0
 
