@@ -251,22 +251,22 @@ class ChatMlSpecialTokens:
 
     @property
     def system(self) -> str:
-        """How a system message begins."""
+        """The beginning of a system message."""
         return f"{self.bos_token}system"
 
     @property
     def user(self) -> str:
-        """How a user message begins."""
+        """The beginning of a user message."""
         return f"{self.bos_token}user"
 
     @property
     def assistant(self) -> str:
-        """How an assistant message begins."""
+        """The beginning of an assistant message."""
         return f"{self.bos_token}assistant"
 
     @property
     def chat_template(self) -> str:
-        """Jinja: each message is its role on a line, its content, the eos token and a line break."""
+        """Jinja: for each message its role on a line, its content, the eos token and a line break."""
         return (
             "{% for message in messages %}"
             f"{{{{ '{self.bos_token}' + message['role'] + '\\n' + message['content'] + '{self.eos_token}\\n' }}}}"
@@ -281,14 +281,14 @@ CHAT_FORMATS = {"chatml": ChatMlSpecialTokens}
 def clone_chat_template(
     model: PreTrainedModel, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[PreTrainedModel, Any, list[int]]:
-    """Give a model and its tokenizer the chat template of another tokenizer, with the tokens it needs.
+    """Copy the chat template of another tokenizer, with its tokens, to a tokenizer and its model.
 
-    Copies the template, adds the source's added tokens that are missing, takes over its eos token (and its pad token
-    if there is none yet), writes both into the model's `config` and `generation_config`, and grows the embeddings to
-    a multiple of `resize_to_multiple_of` rows (never shrinks them). New rows start at the mean of the old ones.
+    Adds the source's added tokens that are missing, sets its eos token (and its pad token if there is none), writes both into
+    the model's `config` and `generation_config`, and grows the embeddings to a multiple of `resize_to_multiple_of` rows
+    (never shrinks them). New rows start at the mean of the old ones.
 
-    Returns the model, the tokenizer (both changed in place) and the ids of the tokens that were added, which is what
-    `LoraConfig(trainable_token_indices=...)` wants.
+    Returns the model, the tokenizer (both changed in place) and the ids of the added tokens, for
+    `LoraConfig(trainable_token_indices=...)`.
     """
     with loading_from_hub(source_tokenizer_path, "tokenizer"):
         source: Any = AutoTokenizer.from_pretrained(source_tokenizer_path)
@@ -356,8 +356,8 @@ def _grow_embeddings(
 ) -> None:
     """Grow the embeddings to `vocabulary` rows or more; new rows and tokens start at the mean of the known ones.
 
-    So a new token starts about as likely as an average one, instead of at noise that outshines trained rows
-    (Hewitt 2021, "Initializing new word embeddings for pretrained language models").
+    So a new token is about as likely as an average one (Hewitt 2021, "Initializing new word embeddings for pretrained
+    language models").
     """
     rows_before = embedded_tokens(model)
     rows = max(rows_before, -(-vocabulary // (multiple or 1)) * (multiple or 1))

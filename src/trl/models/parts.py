@@ -36,13 +36,13 @@ def causal_core(model: nn.Module) -> PreTrainedModel:
 
 
 def embedded_tokens(model: nn.Module) -> int:
-    """How many token ids a model embeds: the rows of its input embedding, whole also where ZeRO-3 shards it."""
+    """The number of rows of the input embedding, also if ZeRO-3 shards it."""
     weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
     return getattr(weight, "ds_shape", weight.shape)[0]
 
 
 def decoder_of(core: PreTrainedModel) -> nn.Module:
-    """The part of a causal model that turns its inputs into hidden states."""
+    """The part of a causal model that computes hidden states."""
     if core.config.get_text_config() is not core.config:
         return core.base_model  # with its vision or audio tower
     return core.get_decoder()
@@ -58,7 +58,7 @@ def check_decoder_only(core: PreTrainedModel) -> None:
 
 
 def logit_rule(config: Any) -> LogitRule:
-    """What a model does to `hidden @ weight.T` before it calls the result logits, as its config says."""
+    """The function that turns `hidden @ weight.T` into logits, by the config."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     divisor = getattr(config, "logits_scaling", None)  # Granite divides
@@ -76,7 +76,7 @@ def prompt_learning_unsupported(model: nn.Module) -> str | None:
 
 
 def head_unsupported(core: PreTrainedModel, rule: LogitRule) -> str | None:
-    """The reason why decoder, head and rule do not give this model's logits; None if they do."""
+    """Why decoder, head and rule do not give this model's logits; None if they do."""
     head = core.get_output_embeddings()
     if head is None or decoder_of(core) in (None, core):
         return "it exposes no decoder and output head"

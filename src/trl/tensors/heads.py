@@ -60,7 +60,7 @@ def chunks(count: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What to compute per token, and in which precision; the settings that one call's chunks share.
+    """Results per token and precision: settings that the chunks of a call share.
 
     Products run in `product_dtype`; logits, their statistics and gradient sums in `exact_dtype`.
     """

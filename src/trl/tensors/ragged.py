@@ -63,7 +63,7 @@ class Ragged:
         return self.split()[index]
 
     def positions(self, indices: Tensor) -> Tensor:
-        """Where the values of some rows stand, row after row: int64, to index `values` or what runs along with it.
+        """The positions of the values of some rows, row after row: int64, to index `values` or parallel tensors.
 
         >>> Ragged.of([[1, 2], [3], [4, 5]]).positions(torch.tensor([2, 0])).tolist()
         [3, 4, 0, 1]
@@ -94,7 +94,7 @@ class Ragged:
 
     @property
     def mask(self) -> Tensor:
-        """Where `padded` holds values: bool `(B, T)`."""
+        """True for the values in `padded`: bool `(B, T)`."""
         width = int(self.lengths.max()) if len(self) else 0
         return torch.arange(width, device=self.lengths.device)[None] < self.lengths[:, None]
 

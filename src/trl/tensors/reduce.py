@@ -73,7 +73,7 @@ def weighted(values: Tensor, mask: Tensor | None = None) -> Weighted:
 
 
 def count_units(terms: LossTerms | Tensor) -> Tensor:
-    """How many units are trained: the number of weights that are not 0, as a 0-dim int64 tensor.
+    """The number of trained units: of weights that are not 0, as a 0-dim int64 tensor.
 
     `per="constant"` terms are counted the same way; whoever gives the denominator may prefer its constant.
 

@@ -110,7 +110,7 @@ class Segments:
         return (torch.arange(self.total) + torch.repeat_interleave(prefix_length - start, length))[None]
 
     def uses(self) -> Tensor:
-        """How many sequences each token is part of, int64 `(N,)`: one, or of a prompt as many as it has branches.
+        """The number of sequences of each token, int64 `(N,)`: one, or of a prompt as many as it has branches.
 
         >>> Segments.from_prefix_groups([(3, [2, 1])]).uses().tolist()
         [2, 2, 2, 1, 1, 1]

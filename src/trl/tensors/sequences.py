@@ -92,7 +92,7 @@ def length_desensitized(logps: Tensor, sequence: Tensor, count: int, *, alpha: f
 
 
 def alignment_by_sequence(logps: Tensor, log_collision: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """How typical each sequence is of the policy: mean of `log p(token) - log sum_v p(v)^2`, in nats, `(K,) -> (count,)`.
+    """Mean over each sequence of `log p(token) - log sum_v p(v)^2`, in nats, `(K,) -> (count,)`.
 
     `log_collision` `(K,)` is the log of the probability that two draws at the token's position agree. A sequence that
     the policy sampled is near 0; detached. Source: Zhou et al. 2024, WPO with sampled alignment (arXiv:2406.11827).

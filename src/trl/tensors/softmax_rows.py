@@ -17,7 +17,7 @@ _LOWEST_SHIFTED = -1e4
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """How the products of hidden states and head become logits: `soft_cap(scale * products) / temperature`.
+    """The function from products of hidden states and head to logits: `soft_cap(scale * products) / temperature`.
 
     `scale` is Cohere's `logit_scale` or the inverse of Granite's `logits_scaling`; `soft_cap` is Gemma 2's
     `final_logit_softcapping`, `cap * tanh(x / cap)`. A head's bias belongs to the products.
@@ -76,7 +76,7 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What to compute of each token beside its log-probability.
+    """Results of each token beside its log-probability.
 
     `entropy` of its distribution, in nats; `correct`, whether the target is the arg-max; `collision`, the log of the
     probability that two draws agree, `log sum_v p(v)^2`; `mean_logit` over the vocabulary.

@@ -217,7 +217,7 @@ def fresh_seed() -> int:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """What ends a completion: the tokenizer's end token and the model's own."""
+    """The end tokens of tokenizer and model."""
     return sorted({*end_tokens(None, causal_core(model)), tokenizer.eos_token_id} - {None})
 
 

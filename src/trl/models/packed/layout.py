@@ -70,7 +70,7 @@ class ModelBatch:
 
     @property
     def width(self) -> int:
-        """How many tokens a row has, T; of an encoder-decoder a completion."""
+        """The number of tokens of a row, T; of an encoder-decoder of a completion."""
         return self.inputs.get("decoder_input_ids", self.inputs["input_ids"]).shape[1]
 
 

@@ -29,7 +29,7 @@ _STRETCHED = ("longrope", "dynamic")  # other frequencies for sequences beyond t
 
 
 class ScorerBase:
-    """How one model is run, decided once: `packed` or padded rows, through its head or from its own logits.
+    """The base of scorers; decided once: `packed` or padded rows, through its head or from its own logits.
 
     `unsupported_reason`: why the head cannot be used alone (None: it can). `fallbacks` lists the reasons for fallbacks.
     """

@@ -89,7 +89,7 @@ class Scorer(ScorerBase):
 
     @property
     def bias(self) -> Tensor | None:
-        """What the model adds to its head's products outside of the head, `(V,)`."""
+        """A bias `(V,)` outside of the head."""
         return None
 
     def _set_up_head(self, core: PreTrainedModel) -> str | None:
@@ -216,7 +216,7 @@ class Scorer(ScorerBase):
         return logits_of_base
 
     def through_head(self, model: nn.Module, rows: ModelBatch, read: Reader) -> dict[str, Any]:
-        """What `read` returns of the decoder's hidden states, inside the model's own forward and the head's own call.
+        """The result of `read` on the decoder's hidden states, inside the model's own forward and the head's own call.
 
         Where the head cannot be used alone, `read` is given an identity and the model's own logits. Beside it `aux_loss`,
         and `values` of a model with a value head.
@@ -305,7 +305,7 @@ def _without_adapters(head: nn.Module) -> nn.Module:
 
 
 def _scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:
-    """What `score_hidden` found of a batch, with its positions; the entropy of all tokens comes with their number."""
+    """The result of `score_hidden` with its positions; the entropy of all tokens with their number."""
     values = {**found}
     total = values.pop("entropy_total", None)
     count = torch.tensor(batch.real_tokens.numel(), device=batch.real_tokens.device)

@@ -34,7 +34,7 @@ Reader = Callable[[nn.Module, Tensor, LogitRule, Tensor | None], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """What to compute beside the log-probabilities.
+    """Results beside the log-probabilities.
 
     `entropy`: of the scored positions, of all real tokens (summed), or not at all. `correct`: whether the most likely
     token was the target. `collision`: the log of the sum over the vocabulary of p^2 (WPO). `mean_logits`: of the logits
