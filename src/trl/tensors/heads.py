@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl.tensors.softmax_rows import LogitRule, RowScores, Statistics, TokenScores, Workspace, score_rows
+from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, Workspace, row_slopes_, score_rows
 
 PLAIN_LOGITS = LogitRule()
 NOTHING_ELSE = Statistics()
+SlopesOf = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
+"""(log-probs of a chunk (C,), which tokens these are) -> the loss's slopes over their log-probs and entropies."""
 
 # Bytes of one buffer of logits. On a CPU the products are within 5 % of their best from 128 rows on (below
 # that, adding up the head's gradient costs more than computing it; measured at vocabularies of 5k and 152k,
@@ -74,11 +76,6 @@ class Scoring:
     def exact_dtype(self) -> torch.dtype:
         return torch.promote_types(self.product_dtype, torch.float32)
 
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """Dtype of the products for gradients; float16 cannot hold slopes made before the loss is scaled."""
-        return torch.float32 if self.product_dtype == torch.float16 else self.product_dtype
-
     @classmethod
     def over(
         cls, hidden: Tensor, weight: Tensor, *, rule: LogitRule, wanted: Statistics, chunk_size: int | None
@@ -94,47 +91,66 @@ class Scoring:
             size = math.ceil(count / math.ceil(count / size))
         return cls(rule, wanted, min(size, count), dtype)
 
-    def workspace(
-        self, hidden: Tensor, vocabulary: int, *, own_logits: bool = True, for_gradient: bool = False
-    ) -> Workspace:
-        """Buffers for one chunk, as few as the steps on it allow.
+    def run(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        *,
+        wants: Sequence[bool] = (False, False, False),
+        slopes_of: SlopesOf | None = None,
+        kept: list[Tensor] | None = None,
+    ) -> tuple[TokenScores, HeadGradients]:
+        """Scores of all tokens, and gradients of hidden states, weight and bias where `wants`, by the loss's slopes.
 
-        Without `own_logits` the caller puts each chunk's own tensor in their place.
+        `kept` holds the chunks' logits: an empty list takes them, a full one has them from an earlier call.
         """
-        capped = for_gradient and self.rule.soft_cap is not None
-        shifted = hidden.new_empty((self.chunk_size, vocabulary), dtype=self.exact_dtype)
-        logits = torch.empty_like(shifted) if capped and own_logits else shifted
-        exps = torch.empty_like(shifted) if capped or self.wanted.entropy else shifted
-        return Workspace(logits, shifted, exps)
-
-    def empty_scores(self, hidden: Tensor) -> TokenScores:
-        """Unwritten scores for every row of `hidden`."""
-        wanted = self.wanted
+        wanted, exact, dtype = self.wanted, self.exact_dtype, self.product_dtype
         computed = (True, wanted.entropy, wanted.correct, wanted.collision, wanted.mean_logit)
-        dtypes = [torch.bool if number == 2 else self.exact_dtype for number in range(5)]
-        return TokenScores._make(
-            hidden.new_empty(len(hidden), dtype=dtype) if there else None
-            for dtype, there in zip(dtypes, computed, strict=True)
+        scores = TokenScores._make(
+            hidden.new_empty(len(hidden), dtype=torch.bool if number == 2 else exact) if there else None
+            for number, there in enumerate(computed)
         )
-
-    def passes(
-        self, hidden: Tensor, targets: Tensor, head: Head, space: Workspace, kept: list[Tensor] | None = None
-    ) -> Iterator[tuple[slice, Workspace, RowScores]]:
-        """Each chunk's rows, its buffers in `space`, and its scores.
-
-        `kept` holds the chunks' logits: an empty list takes them, a full one has them from an earlier pass.
-        """
-        ties = self.product_dtype.itemsize < 4 or self.rule.soft_cap is not None
-        for number, rows in enumerate(chunks(len(hidden), self.chunk_size)):
-            part = space.first(rows.stop - rows.start)
-            if kept is not None and number < len(kept):
-                part = part._replace(logits=kept[number])
-            else:
-                if kept is not None:
-                    part = part._replace(logits=torch.empty_like(part.logits))
-                    kept.append(part.logits)
-                head.logits_into(part.logits, hidden[rows], self.rule)
-            yield rows, part, score_rows(part, targets[rows], rule=self.rule, wanted=self.wanted, ties=ties)
+        make, inputs = (
+            torch.empty if len(hidden) else torch.zeros,
+            (hidden, weight, bias),
+        )  # the first chunk writes
+        sums = HeadGradients(
+            *(
+                make(x.shape, dtype=exact, device=x.device) if x is not None and want else None
+                for x, want in zip(inputs, wants, strict=True)
+            )
+        )
+        with without_autocast(hidden):
+            head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
+            # As few buffers as the steps on a chunk allow.
+            caps = any(wants) and self.rule.soft_cap is not None
+            shifted = hidden.new_empty((self.chunk_size, len(weight)), dtype=exact)
+            logits = torch.empty_like(shifted) if caps and kept is None else shifted
+            exps = torch.empty_like(shifted) if caps or wanted.entropy else shifted
+            space = Workspace(logits, shifted, exps)
+            ties = dtype.itemsize < 4 or self.rule.soft_cap is not None
+            for number, rows in enumerate(chunks(len(hidden), self.chunk_size)):
+                part = space.first(rows.stop - rows.start)
+                if kept is not None and number < len(kept):
+                    part = part._replace(logits=kept[number])
+                else:
+                    if kept is not None:
+                        part = part._replace(logits=torch.empty_like(part.logits))
+                        kept.append(part.logits)
+                    head.logits_into(part.logits, hidden[rows], self.rule)
+                chunk = score_rows(part, targets[rows], rule=self.rule, wanted=wanted, ties=ties)
+                scores.write(rows, chunk.scores)
+                if slopes_of is None:
+                    continue
+                slopes = slopes_of(chunk.scores.logps, rows)
+                if any(wants):
+                    factors = row_slopes_(part, chunk, targets[rows], self.rule, *slopes)
+                    # float16 cannot hold slopes that are made before the loss is scaled.
+                    gradient_dtype = torch.float32 if dtype == torch.float16 else dtype
+                    sums.add(rows, part.exps, factors, hidden[rows], head, gradient_dtype)
+        return scores, sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +159,6 @@ class Head:
 
     weight: Tensor
     bias: Tensor | None
-
-    @classmethod
-    def cast(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
-        return cls(weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def logits_into(self, out: Tensor, hidden: Tensor, rule: LogitRule) -> Tensor:
         """Logits of `hidden` `(C, H)` written to `out` `(C, V)`; products in the head's dtype."""
@@ -166,24 +178,6 @@ class HeadGradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-
-    @classmethod
-    def empty(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        wanted: tuple[bool, bool, bool],
-        dtype: torch.dtype,
-    ) -> HeadGradients:
-        """Sums that the first chunk writes; zeros where there are no rows."""
-        inputs, make = (hidden, weight, bias), torch.empty if len(hidden) else torch.zeros
-        sums = [
-            make(x.shape, dtype=dtype, device=x.device) if x is not None and want else None
-            for x, want in zip(inputs, wanted, strict=True)
-        ]
-        return cls(*sums)
 
     def add(
         self, rows: slice, slopes: Tensor, factors: Tensor, hidden: Tensor, head: Head, dtype: torch.dtype

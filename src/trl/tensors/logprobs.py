@@ -20,14 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from trl.tensors.heads import (
     NOTHING_ELSE,
     PLAIN_LOGITS,
-    Head,
-    HeadGradients,
     Scoring,
     chunk_size_of_any_head,
     chunks,
     without_autocast,
 )
-from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, row_slopes_, wide_scores
+from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, wide_scores
 
 # Logits of a call that are smaller than this together wait for the backward pass instead of being
 # computed again: one matrix product of four.
@@ -75,12 +73,7 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         small = len(hidden) * len(weight) * scoring.exact_dtype.itemsize < KEEP_BYTES
         kept: list[Tensor] | None = [] if small and with_gradient and any(ctx.needs_input_grad) else None
-        scores = scoring.empty_scores(hidden)
-        with without_autocast(hidden):
-            space = scoring.workspace(hidden, len(weight), own_logits=kept is None)
-            head = Head.cast(weight, bias, scoring.product_dtype)
-            for rows, _, chunk in scoring.passes(hidden, targets, head, space, kept):
-                scores.write(rows, chunk.scores)
+        scores, _ = scoring.run(hidden, weight, bias, targets, kept=kept)
         ctx.scoring = scoring
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, *(kept or []))
@@ -93,23 +86,16 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, bias, targets, *kept = ctx.saved_tensors
         along_logps, along_entropies = slopes[:2]
         scoring: Scoring = replace(ctx.scoring, wanted=Statistics(entropy=along_entropies is not None))
-        exact = scoring.exact_dtype
         if along_logps is None:
-            along_logps = hidden.new_zeros(len(hidden), dtype=exact)
-        with without_autocast(hidden):
-            head = Head.cast(weight, bias, scoring.product_dtype)
-            sums = HeadGradients.empty(hidden, weight, bias, wanted=ctx.needs_input_grad[:3], dtype=exact)
-            space = scoring.workspace(hidden, len(weight), own_logits=not kept, for_gradient=True)
-            for rows, part, chunk in scoring.passes(hidden, targets, head, space, kept or None):
-                factors = row_slopes_(
-                    part,
-                    chunk,
-                    targets[rows],
-                    scoring.rule,
-                    logps_slope=along_logps[rows],
-                    entropies_slope=None if along_entropies is None else along_entropies[rows],
-                )
-                sums.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
+            along_logps = hidden.new_zeros(len(hidden), dtype=scoring.exact_dtype)
+
+        def slopes_of(_: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+            return along_logps[rows], None if along_entropies is None else along_entropies[rows]
+
+        wants = ctx.needs_input_grad[:3]
+        _, sums = scoring.run(
+            hidden, weight, bias, targets, wants=wants, slopes_of=slopes_of, kept=kept or None
+        )
         return (*sums.cast(hidden, weight, bias), None, None, None)
 
 
@@ -205,19 +191,14 @@ class _LocalLoss(torch.autograd.Function):
         scoring: Scoring,
         with_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[:3] if with_gradient else (False, False, False)
-        exact = scoring.exact_dtype
-        sums = HeadGradients.empty(hidden, weight, bias, wanted=wanted, dtype=exact)
-        scores, values = scoring.empty_scores(hidden), hidden.new_empty(len(hidden), dtype=exact)
-        with without_autocast(hidden):
-            head = Head.cast(weight, bias, scoring.product_dtype)
-            space = scoring.workspace(hidden, len(weight), for_gradient=any(wanted))
-            for rows, part, chunk in scoring.passes(hidden, targets, head, space):
-                scores.write(rows, chunk.scores)
-                values[rows], slopes = _losses(loss_of, chunk.scores.logps, rows, with_slopes=any(wanted))
-                if any(wanted):
-                    factors = row_slopes_(part, chunk, targets[rows], scoring.rule, logps_slope=slopes)
-                    sums.add(rows, part.exps, factors, hidden[rows], head, scoring.gradient_dtype)
+        wants = ctx.needs_input_grad[:3] if with_gradient else (False, False, False)
+        values = hidden.new_empty(len(hidden), dtype=scoring.exact_dtype)
+
+        def slopes_of(logps: Tensor, rows: slice) -> tuple[Tensor, None]:
+            values[rows], slopes = _losses(loss_of, logps, rows, with_slopes=any(wants))
+            return slopes, None
+
+        scores, sums = scoring.run(hidden, weight, bias, targets, wants=wants, slopes_of=slopes_of)
         ctx.sums, ctx.inputs = sums, [None if x is None else x.new_empty(0) for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(values, *(x for x in scores if x is not None))
         return values.sum(), values, *scores

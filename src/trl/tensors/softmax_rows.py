@@ -167,9 +167,8 @@ def row_slopes_(
     scores: RowScores,
     targets: Tensor,
     rule: LogitRule,
-    *,
     logps_slope: Tensor,
-    entropies_slope: Tensor | None = None,
+    entropies_slope: Tensor | None,
 ) -> Tensor:
     """Turn `space.exps` into the loss's slopes over the head products, up to one factor per row.
 
