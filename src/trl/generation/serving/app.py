@@ -24,7 +24,6 @@ from trl.reporting.deadlines import start
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2
-_DRAINED_BYTES = 16 * 1024**2  # of a refused body
 _IDLE_S = 120  # until an idle connection is closed
 _ENDING_S = 2  # for requests to end at shutdown
 _ERRORS_SHOWN = 5  # of a body
@@ -94,14 +93,13 @@ def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:
     """Check the token and the size of a request before its body is parsed; only `/health/` needs no token."""
 
     async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
-        request, taken = Request(scope, receive), 0
+        taken = 0
 
         async def receive_limited() -> Message:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > max_body_bytes:
-                await _drain(receive, message)
                 raise HTTPException(
                     413, f"The body has more than {max_body_bytes} bytes. Split it into several requests."
                 )
@@ -114,8 +112,6 @@ def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:
             headers = [*kept, (b"content-type", b"application/json")]  # clients may give another type
             await app({**scope, "path": path, "headers": headers}, receive_limited, send)
             return
-        if request.method == "POST":
-            await _drain(receive, await receive())
         answer = _error(
             401,
             "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN to the server's token on both sides.",
@@ -124,14 +120,6 @@ def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:
         await answer(scope, receive, send)
 
     return admitted
-
-
-async def _drain(receive: Receive, message: Message) -> None:
-    """Read the rest of a refused body, because a client that is sending does not read the answer."""
-    left = _DRAINED_BYTES
-    while message.get("more_body") and left > 0:
-        message = await receive()
-        left -= len(message.get("body", b""))
 
 
 def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
