@@ -63,9 +63,9 @@ def server_token(host: str, port: int) -> Iterator[str]:
             file.unlink()
 
 
-def _from_environment() -> str | None:
+def _from_environment(variable: str = VARIABLE) -> str | None:
     """The token of the environment without line end; None if it is empty."""
-    return os.environ.get(VARIABLE, "").strip() or None
+    return os.environ.get(variable, "").strip() or None
 
 
 def is_loopback(host: str) -> bool:
@@ -102,17 +102,21 @@ class ServerLost(ConnectionError):
 class ServerConnection:
     """Sends requests to a server at `base_url`, each over a new connection.
 
-    `token=None` is looked up for each request, because a restarted server has another one.
+    `token=None` is looked up for each request, because a restarted server has another one: for `trl vllm-serve` as
+    `client_token` says, for servers of another `kind` in the environment's `variable`.
 
     Raises: ValueError for an invalid address.
     """
 
-    def __init__(self, base_url: str, token: str | None) -> None:
+    def __init__(
+        self, base_url: str, token: str | None, *, kind: str = "vLLM server", variable: str = VARIABLE
+    ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise ValueError(
                 f"base_url={base_url!r} is no address of a server such as http://localhost:8000, without a user's name."
             )
+        self.kind, self.variable = kind, variable
         self.base_url, self.token = base_url.rstrip("/"), token
         self.host = reachable(parts.hostname)
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -133,10 +137,12 @@ class ServerConnection:
         return self._request("POST", path, json.dumps(body or {}).encode(), timeout_s)
 
     def _request(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> dict[str, Any]:
-        token = self.token or client_token(self.host, self.port) or ""
+        is_ours = self.variable == VARIABLE
+        found_token = client_token(self.host, self.port) if is_ours else _from_environment(self.variable)
+        token = self.token or found_token or ""
         if not (token.isascii() and token.isprintable()):  # `http.client` would print it
             raise ValueError(
-                f"the token of the vLLM server ({VARIABLE}) must be printable ASCII on one line."
+                f"the token of the {self.kind} ({self.variable}) must be printable ASCII on one line."
             )
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {token}"} if token else {}
@@ -152,7 +158,7 @@ class ServerConnection:
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
             raise ServerLost(
-                f"The vLLM server at {self.base_url} does not answer {path}: {reason}. Check that it runs, and its log."
+                f"The {self.kind} at {self.base_url} does not answer {path}: {reason}. Check that it runs, and its log."
             ) from error
         finally:
             connection.close()
@@ -166,20 +172,20 @@ class ServerConnection:
         if status == 401:
             given = "that was given" if token else "(none was found)"
             message = (
-                f"refused the token {given}. Set {VARIABLE} to the same text for the server and for this program; without it, both "
-                "must run on one machine as the same user."
+                f"refused the token {given}. Set {self.variable} to the same text for the server and for this program"
+                + ("; without it, both must run on one machine as the same user." if is_ours else ".")
             )
         elif status in (200, 404, 405):
-            message = (
-                f"answers {message!r}, expected a server started with `trl vllm-serve`. Check host and port."
-            )
+            expected = "a server started with `trl vllm-serve`" if is_ours else "an OpenAI-style server"
+            message = f"answers {message!r}, expected {expected}. Check host and port."
         raise _ERRORS.get(status, RuntimeError)(
-            f"The vLLM server at {self.base_url}{path} failed ({status}): {message}"
+            f"The {self.kind} at {self.base_url}{path} failed ({status}): {message}"
         )
 
 
 _ERRORS: dict[int, type[Exception]] = {
-    400: ValueError, 401: PermissionError, 409: ServerLost, 413: ValueError, 503: ServerLost,
+    400: ValueError, 401: PermissionError, 409: ServerLost, 413: ValueError, 422: ValueError,
+    429: ServerLost, 502: ServerLost, 503: ServerLost, 504: ServerLost,
 }  # fmt: skip
 
 

@@ -1,0 +1,187 @@
+"""A teacher's most likely tokens as columns of a data set, which `trl teach` writes: `teacher_ids` and `teacher_logps`.
+
+Each holds k numbers for every trained token of a row: token ids, and their log-probs under the teacher's whole distribution.
+`teacher_settings`, a JSON object, has the tokenizer and the temperature that they belong to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from trl.data.formats import column_names
+from trl.data.ragged import list_lengths, read_ragged
+
+TEACHER_COLUMNS = ("teacher_ids", "teacher_logps")
+TEACHER_SETTINGS = "teacher_settings"
+TEACHER = "teacher"  # a row's teacher by name, where there are several
+LARGEST_LOGP = 1e-3  # of rounded log-probs
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of a tokenizer's tokens and their ids, 32 hex digits."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return xxhash.xxh3_128(json.dumps(tokens).encode()).hexdigest()
+
+
+def has_teacher_columns(dataset: Any) -> bool:
+    """Whether the rows have a teacher's tokens and log-probs."""
+    return hasattr(dataset, "column_names") and set(TEACHER_COLUMNS) <= set(column_names(dataset))
+
+
+def check_length(given: Any, max_length: int | None) -> None:
+    """Raise ValueError if tokenised rows, as they were given, would be truncated: their teacher read all of their tokens."""
+    if max_length is None or not isinstance(given, Dataset) or "input_ids" not in given.column_names:
+        return
+    longest = int(list_lengths(given, "input_ids").max())
+    if longest > max_length:
+        raise ValueError(
+            f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens. Set max_length="
+            f"{longest}, or run `trl teach` again with --max_length {max_length}."
+        )
+
+
+def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndarray:
+    """How many tokens of each prepared row are trained, without its first, which nothing predicts: `(rows,)`.
+
+    >>> trained_tokens(Dataset.from_dict({"input_ids": [[5, 6, 7], [8]], "completion_mask": [[0, 1, 1], [1]]})).tolist()
+    [2, 0]
+    """
+    masks = {"labels": -100, "assistant_masks": 0, **({"completion_mask": 0} if completion_only else {})}
+    counts = [np.zeros(0, np.int64)]
+    for block in dataset.with_format("arrow").iter(batch_size=10_000):
+        table: Any = block
+        offsets = read_ragged(table["input_ids"], "input_ids").offsets
+        trained = np.ones(offsets[-1], dtype=bool)
+        for name in set(masks) & set(table.column_names):
+            trained &= read_ragged(table[name], name).values != masks[name]
+        trained[offsets[:-1][np.diff(offsets) > 0]] = False
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(trained)])
+        counts.append(sums[offsets[1:]] - sums[offsets[:-1]])
+    return np.concatenate(counts)
+
+
+def check_teacher_columns(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    temperature: float,
+    completion_only: bool = True,
+    name: str = "train",
+) -> None:
+    """Raise ValueError unless the columns of prepared rows belong to this tokenizer, temperature and preparation.
+
+    Of a stream only the columns' names are checked here.
+    """
+    if not has_teacher_columns(dataset):
+        raise ValueError(
+            f"{name} dataset: no columns {' and '.join(TEACHER_COLUMNS)}, which the training rows have in place of a teacher. "
+            "Write them with `trl teach`, or pass teacher_model."
+        )
+    if not isinstance(dataset, Dataset):
+        return
+    texts = dataset.unique(TEACHER_SETTINGS) if TEACHER_SETTINGS in dataset.column_names else []
+    for settings in (json.loads(text) for text in texts if text is not None):
+        if settings["tokenizer"] != vocabulary_hash(tokenizer):
+            raise ValueError(
+                f"{name} dataset: {TEACHER_COLUMNS[0]} belong to another tokenizer than the student's. Run `trl teach` with "
+                "--model_name_or_path STUDENT, which takes the student's tokenizer; for a teacher of another vocabulary use "
+                "GOLDTrainer."
+            )
+        if settings["temperature"] != temperature:
+            raise ValueError(
+                f"temperature={temperature}, but the teacher columns of the {name} dataset are at temperature "
+                f"{settings['temperature']}. Set that temperature, or run `trl teach` again with --temperature {temperature}."
+            )
+    trained = trained_tokens(dataset, completion_only=completion_only)
+    for column in TEACHER_COLUMNS:
+        found = list_lengths(dataset, column)
+        if len(wrong := np.flatnonzero(found != trained)):
+            raise ValueError(
+                f"{name} dataset, row {wrong[0]}: {column} has {found[wrong[0]]} entries for {trained[wrong[0]]} trained tokens "
+                f"({len(wrong)} such rows). The rows were truncated or prepared with other settings. Use those of `trl teach` "
+                "(max_length and the losses' masks; they are in its teacher.json)."
+            )
+
+
+@dataclass
+class WithTeacherColumns:
+    """Adds `teacher_ids` and `teacher_logps` `(K, k)` to a batch of rows that have them, in the order of its K trained tokens.
+
+    `vocabulary` is the number of tokens that the student has. With several `teachers`, by name, the rows' column `teacher`
+    becomes `teacher (B,)`, their numbers. Raises: ValueError naming the row for an unknown teacher, ids outside of the vocabulary,
+    NaN and positive log-probs; for rows of different k, and for more or fewer positions than trained tokens.
+    """
+
+    collate: Callable[[Sequence[Any]], dict[str, Any]]
+    vocabulary: int
+    teachers: Sequence[str] = ()
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """The batch of some rows."""
+        batch = self.collate(rows)
+        if self.teachers:
+            return {
+                **batch,
+                TEACHER: torch.tensor([self._teacher(row, number) for number, row in enumerate(rows)]),
+            }
+        if not all(row.get(name) is not None for row in rows for name in TEACHER_COLUMNS):
+            return batch
+        found = [self._read(row, number) for number, row in enumerate(rows) if len(row[TEACHER_COLUMNS[0]])]
+        if len(sizes := {ids.shape[-1] for ids, _ in found}) > 1:
+            raise ValueError(
+                f"the rows of a batch have {sorted(sizes)} teacher tokens per position. Use one top_k for all."
+            )
+        columns, labels = concatenated(found), batch["labels"]
+        shown = batch["attention_mask"][:, :-1].bool() if "attention_mask" in batch else True
+        trained = int(((labels[:, 1:] != -100) & shown).sum())
+        if trained != len(columns[TEACHER_COLUMNS[0]]):
+            raise ValueError(
+                f"the rows of a batch have teacher columns for {len(columns[TEACHER_COLUMNS[0]])} tokens, and {trained} are "
+                "trained: they were truncated or prepared with other settings than those of `trl teach`."
+            )
+        return {**batch, **columns}
+
+    def _teacher(self, row: Mapping[str, Any], number: int) -> int:
+        name = str(row.get(TEACHER))
+        if name not in self.teachers:
+            raise ValueError(
+                f"row {number} of the batch: {TEACHER}={name!r}, expected one of {', '.join(self.teachers)}."
+            )
+        return list(self.teachers).index(name)
+
+    def _read(self, row: Mapping[str, Any], number: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            ids, logps = np.array(row[TEACHER_COLUMNS[0]], np.int64), np.array(row[TEACHER_COLUMNS[1]], float)
+            fault = "" if ids.ndim == 2 and ids.shape == logps.shape else f"{ids.shape} and {logps.shape}"
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"row {number} of the batch: {_EXPECTED}, got lists that differ.") from error
+        if not fault and not ((ids >= 0) & (ids < self.vocabulary)).all():
+            fault = f"token ids from {ids.min()} to {ids.max()} for a vocabulary of {self.vocabulary}"
+        if not fault and not (logps <= LARGEST_LOGP).all():
+            fault = "log-probs that are NaN or above 0"
+        if fault:
+            raise ValueError(
+                f"row {number} of the batch: {_EXPECTED}, got {fault}. Write them with `trl teach`."
+            )
+        return ids, logps
+
+
+def concatenated(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
+    """Token ids and log-probs of rows, `(K_i, k)` each, as a batch's columns."""
+    columns = zip(*parts, strict=True) if parts else ([np.zeros((0, 1), np.int64)], [np.zeros((0, 1))])
+    each = zip(TEACHER_COLUMNS, columns, strict=True)
+    return {name: torch.from_numpy(np.concatenate(column)) for name, column in each}
+
+
+_EXPECTED = (
+    f"{' and '.join(TEACHER_COLUMNS)} must have k token ids and log-probs for each trained token, (K, k)"
+)
