@@ -64,6 +64,20 @@ def gkd(out: str | None = None, **settings: Any) -> Any:
     )
 
 
+def gkd_columns(out: str | None = None, **settings: Any) -> Any:
+    """GKD from columns with all of the teacher's tokens."""
+    settings.setdefault("model", tiny_model("gpt2", dtype=torch.float64))
+    rows, teacher = [], tiny_model("llama", dtype=torch.float64)
+    for row in fixed_rows():
+        with torch.no_grad():
+            logits = teacher(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1] / 0.9
+        best = logits[torch.tensor(row["completion_mask"][1:]) != 0].log_softmax(-1).topk(96)
+        rows.append({**row, "teacher_ids": best.indices.tolist(), "teacher_logps": best.values.tolist()})
+    return trainer_of(
+        GKDTrainer, GKDConfig, out, {"lmbda": 0.0, **settings}, train_dataset=Dataset.from_list(rows)
+    )
+
+
 ROWS: dict[str, preference_methods.Method] = {
     "sft": (sft, {}),
     "sft-dft": (sft, {"loss_type": "dft"}),
@@ -72,6 +86,8 @@ ROWS: dict[str, preference_methods.Method] = {
     "gkd-reverse": (gkd, {"beta": 1.0, "temperature": 2.0, "padding_free": True}),
     "gkd-on-policy": (gkd, {"lmbda": 1.0}),
     "gkd-base": (gkd, {"teacher_model": None, "model": adapted}),
+    "gkd-columns": (gkd_columns, {}),
+    "gkd-columns-padding-free": (gkd_columns, {"padding_free": True}),
     **preference_methods.METHODS,
 }
 HALVES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}

@@ -26,6 +26,7 @@ _TRAINING = {
     "kto": "train a model on answers that are marked good or bad",
     "gkd": "train a student on a teacher's distributions (distillation)",
     "distillation": "train a student on a teacher's distributions, on its own completions of prompts",
+    "teach": "write a teacher's most likely tokens beside each row, to distil without the teacher",
     "grpo": "train a model on rewards of its own answers, group by group (GRPO)",
     "rloo": "train a model on rewards of its own answers (REINFORCE leave-one-out)",
 }

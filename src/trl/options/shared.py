@@ -1,5 +1,6 @@
 """Fields that several configs have, where no group of them belongs together: configs take them one by one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,6 +57,15 @@ class SharedFields:
     teacher_model_name_or_path: str | None = option(None, "Teacher, if none is passed to the trainer.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = option(
         None, "Arguments of from_pretrained for the teacher, as a dict or JSON object."
+    )
+    teacher_model_server_url: Mapping[str, str] | str | None = option(
+        None,
+        "Address of an OpenAI-style server (vLLM) with the teacher; several by the names in the rows' column `teacher`, as a "
+        "dict or JSON object. Needs temperature=1. teacher_model_name_or_path is then the name of the served model.",
+    )
+    teacher_top_k: int = option(20, "How many of its most likely tokens a server gives per token.", ">= 1")
+    teacher_server_timeout: float = option(
+        240.0, "Time in seconds for a server's answers, repeated requests included.", "> 0"
     )
     temperature: float = option(1.0, "Divides the logits, in sampling and in all log-probabilities.", "> 0")
     ds3_gather_for_generation: bool = option(

@@ -170,6 +170,16 @@ class BaseTrainer(LegacyInterface, Trainer):
         """A batch in the form that this method works on; a user's own collator may make another."""
         return batch
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch on the device; log-probs of others keep their precision, also under DeepSpeed, which casts floats."""
+        found = super()._prepare_inputs(inputs)
+        known = {
+            name: value.to(self.args.device)
+            for name, value in inputs.items()
+            if name.startswith(("ref_", "teacher_logps"))
+        }
+        return {**found, **known} if known else found
+
     def own_batch(self, batch: Any) -> Any:
         """`take_batch` that keeps what the step's method found for the batch."""
         own = self.take_batch(batch)

@@ -1,5 +1,6 @@
 """Configuration of generalised knowledge distillation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,9 @@ class GKDConfig(SFTConfig):
     )
     teacher_model_name_or_path: str | None = shared("teacher_model_name_or_path")
     teacher_model_init_kwargs: dict[str, Any] | str | None = shared("teacher_model_init_kwargs")
+    teacher_model_server_url: Mapping[str, str] | str | None = shared("teacher_model_server_url")
+    teacher_top_k: int = shared("teacher_top_k")
+    teacher_server_timeout: float = shared("teacher_server_timeout")
     disable_dropout: bool = shared("disable_dropout")
     seq_kd: bool = option(
         False, "Sequence-level distillation: the teacher generates the completions that the student does not."

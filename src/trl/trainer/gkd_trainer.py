@@ -18,15 +18,26 @@ from trl.collators.preference import completion_batch
 from trl.data.formats import last_turn_as_completion
 from trl.data.ragged import column_blocks, read_ragged
 from trl.data.rendering import text_tokenizer
+from trl.data.teacher_columns import (
+    TEACHER,
+    TEACHER_COLUMNS,
+    TEACHER_SETTINGS,
+    WithTeacherColumns,
+    check_length,
+    check_teacher_columns,
+    has_teacher_columns,
+)
 from trl.generation.engine import Engine, Sampling
+from trl.generation.teacher_servers import TeacherServers, connected, is_address
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.requests import stop_tokens
 from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
 from trl.legacy.interface import NOT_CALLED_OF_GKD
-from trl.models.packed.layout import IGNORED
+from trl.models.packed.layout import IGNORED, TEACHER_IDS
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.scoring.causal import Scorer
 from trl.models.setup import check_positions
-from trl.models.teacher import make_teacher
+from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
 from trl.objectives.distillation import Divergence
 from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
@@ -95,7 +106,8 @@ class GeneratedCompletions:
             completions = iter(engine.generate(flat, self.sampling, streams=streams))
             for turn in turns:
                 rows = [(prompt, [next(completions).ids]) for prompt in prompts[turn]]
-                found[turn] = completion_batch(rows, prefix_sharing=False)
+                own = {name: batches[turn][name] for name in (TEACHER,) if name in batches[turn]}
+                found[turn] = {**completion_batch(rows, prefix_sharing=False), **own}
         return found
 
 
@@ -126,6 +138,7 @@ class GKDDatasets(SFTDatasets):
     """The last turn of a conversation is its completion; long rows lose the beginning of their prompt."""
 
     keep_end = True
+    keep_columns = (*TEACHER_COLUMNS, TEACHER_SETTINGS, TEACHER)
 
     def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return dataset if self.formatting_func is not None else last_turn_as_completion(dataset)
@@ -136,7 +149,8 @@ class GKDTrainer(SFTTrainer):
 
     Args:
         model: the student: a causal language model, or a name or path.
-        teacher_model: the teacher: a model of the same tokenizer, or a name or path; None with an adapter: the student's base.
+        teacher_model: the teacher: a model of the same tokenizer, its name or path, or the address of a server; or a dict of
+            several by the rows' column `teacher`. None: the rows' columns of `trl teach`, or with an adapter the student's base.
         args: a `GKDConfig`.
         train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion.
 
@@ -153,6 +167,7 @@ class GKDTrainer(SFTTrainer):
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    _columns: tuple[str, ...] = (*SFTTrainer._columns, *TEACHER_COLUMNS, TEACHER)
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
     _name: ClassVar[str] = "GKD"
     _paper: ClassVar[dict[str, str]] = {
@@ -172,7 +187,7 @@ class GKDTrainer(SFTTrainer):
     def __init__(
         self,
         model: str | PreTrainedModel | nn.Module | None = None,
-        teacher_model: str | PreTrainedModel | nn.Module | None = None,
+        teacher_model: str | PreTrainedModel | nn.Module | Mapping[str, Any] | None = None,
         args: GKDConfig | None = None,
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         train_dataset: Any = None,
@@ -207,18 +222,53 @@ class GKDTrainer(SFTTrainer):
         if self.with_images:
             raise ValueError("GKD trains on text, got rows with images. Take the columns of images out.")
         self.method = GKDMethod(args)
-        given: Any = teacher_model or args.teacher_model_name_or_path
-        student: Any = self.model
-        kwargs: Any = args.teacher_model_init_kwargs
-        self.teacher = make_teacher(given, kwargs, student, tokenizer, scorer=self.scorer)
+        given: Any = teacher_model or args.teacher_model_server_url or args.teacher_model_name_or_path
+        self.teacher = self._make_teacher(given, tokenizer, rows=(train_dataset, eval_dataset))
         if args.seq_kd and self.teacher.model is None:
             raise ValueError(
-                "seq_kd=True needs a teacher that generates, got none but the student's base. Pass teacher_model, or set "
+                "seq_kd=True needs a teacher that generates: a model other than the student's base. Pass teacher_model, or set "
                 "seq_kd=False."
             )
         self.teacher.prepare(self.accelerator)
         self._generated = self._completions(tokenizer) if args.lmbda or args.seq_kd else None
         self._check_lengths()
+
+    def _make_teacher(self, given: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
+        """The teacher: servers, columns of the `rows` as they were given (without another teacher), or a model."""
+        args, student = self.args, self.model
+        assert student is not None
+        size, names, teacher = embedded_tokens(causal_core(student)), (), ColumnTeacher()
+        if args.teacher_model_server_url is not None and given is not args.teacher_model_server_url:
+            raise ValueError("teacher_model and teacher_model_server_url cannot be combined; set one.")
+        if args.teacher_model_server_url is not None or is_address(given):
+            self._servers = connected(given, args, tokenizer, vocabulary=size)
+            names = self._servers.names
+        elif given is None and any(map(has_teacher_columns, rows)):
+            for dataset in rows:
+                check_length(dataset, args.max_length)
+            for name, setting in {"packing": args.packing, "lmbda": args.lmbda}.items():
+                if setting:
+                    raise ValueError(
+                        f"{name}={setting}: the rows' teacher columns belong to whole rows of the dataset. Leave {name} out "
+                        f"({name}={type(setting)(0)}), or pass teacher_model."
+                    )
+            sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+            for name, dataset in {"train": self.train_dataset, **sets}.items():
+                if dataset is not None:
+                    check_teacher_columns(
+                        dataset, tokenizer, temperature=args.temperature, name=name,
+                        completion_only=args.completion_only_loss is not False,
+                    )  # fmt: skip
+        else:
+            kwargs: Any = args.teacher_model_init_kwargs
+            teacher = make_teacher(given, kwargs, student, tokenizer, scorer=self.scorer)  # type: ignore[arg-type]
+            names = tuple(teacher.teachers) if isinstance(teacher, TeacherByRow) else ()
+            if not names:
+                return teacher
+        self.data_collator = WithTeacherColumns(self.data_collator, size, names)
+        return teacher
+
+    _servers: TeacherServers | None = None
 
     def _completions(self, tokenizer: Any) -> GeneratedCompletions:
         args, student = self.args, self.model
@@ -274,10 +324,14 @@ class GKDTrainer(SFTTrainer):
         if self._generated is not None and batches:
             step, model = self.state.global_step, self.model_wrapped
             batches = self._generated.replaced(batches, self.scorer, step, model)
+        if self._servers is not None and batches:
+            batches = self._servers.filled(batches, self.scorer.padded_inputs)
         return super().get_batch_samples(iter(batches), num_batches, device)
 
     def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> VocabularyLoss:
         """The divergence from the teacher's distributions."""
+        if self._servers is not None and TEACHER_IDS not in batch:  # of an evaluation
+            (batch,) = self._servers.filled([batch], self.scorer.padded_inputs)
         with self.accelerator.autocast():
             return self.teacher.divergence(
                 self.scorer, model, batch, self.method.loss, temperature=self.args.temperature

@@ -38,14 +38,6 @@ class PreferenceTrainer(BaseTrainer):
             )
         super().__init__(model=policy.model, args=args, processing_class=policy.processing_class, **given)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """A batch on the device; the reference's log-probs keep their precision, also under DeepSpeed, which casts floats."""
-        found = super()._prepare_inputs(inputs)
-        known = {
-            name: value.to(self.args.device) for name, value in inputs.items() if name.startswith("ref_")
-        }
-        return {**found, **known} if known else found
-
     def adopt(self) -> None:
         """Begin to count, and check what is overridden."""
         if not isinstance(getattr(self, "_sets", None), DataSets):

@@ -39,6 +39,7 @@ class SFTDatasets(DataSets):
     """Tokenises data sets before the first step, each on the main process first."""
 
     keep_end: ClassVar[bool] = False  # of rows that are longer than max_length
+    keep_columns: ClassVar[tuple[str, ...]] = ()  # beside the tokens
 
     def __init__(
         self, args: SFTConfig, policy: Policy, *, formatting_func: Callable[[dict[str, Any]], Any] | None
@@ -87,6 +88,7 @@ class SFTDatasets(DataSets):
             num_proc=args.dataset_num_proc,
             dataset_name=name,
             keep_end=self.keep_end,
+            keep_columns=self.keep_columns,
             vocab_size=embedded_tokens(self.model),
             **self._extra,
         )

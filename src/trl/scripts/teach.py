@@ -1,0 +1,245 @@
+"""`trl teach DATASET --teacher MODEL --output DIR`: a teacher's most likely tokens as columns, so that training needs no teacher."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl.options.groups import option
+from trl.scripts.arguments import ColumnMapping, ScriptArguments
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import reporting_input_errors, run_script
+
+SETTINGS_FILE = "teacher.json"
+
+
+@dataclass
+class TeachScriptArguments(ColumnMapping, ScriptArguments):
+    """What `trl teach` reads besides `GKDConfig` and `ModelConfig`."""
+
+    teacher: str | None = option(
+        None, "Teacher: a folder or a name on the Hub. None: teacher_model_name_or_path."
+    )
+    output: str | None = option(
+        None, "New folder for the rows and their columns, or that of a run that was stopped."
+    )
+    top_k: int = option(64, "How many of the teacher's most likely tokens are kept for each token.", ">= 1")
+    rows_per_shard: int = option(500, "Rows of a file; a run that was stopped resumes after a file.", ">= 1")
+
+
+def make_parser() -> TrlParser:
+    """The options of `trl teach`: those of `trl gkd`, so that both read the same config file, and its own."""
+    from trl.data.sources import DatasetMixtureConfig
+    from trl.options.model import ModelConfig
+    from trl.trainer.gkd_config import GKDConfig
+
+    types: Any = (TeachScriptArguments, GKDConfig, ModelConfig, DatasetMixtureConfig)
+    parser = TrlParser(
+        types,
+        prog="trl teach",
+        usage="trl teach DATASET --teacher TEACHER --output DIR [options]",
+        description="Write a teacher's most likely tokens and their log-probs beside each row, as columns that `trl gkd` trains on "
+        "without a teacher. Rows are prepared as `trl gkd` prepares them.",
+        epilog="--model_name_or_path STUDENT takes the tokenizer from there. --per_device_eval_batch_size rows are scored at a time. "
+        "Other options of `trl gkd` that do not concern the data have no effect, so that both can read one config file.",
+    )
+    parser.add_argument("dataset", metavar="DATASET", nargs="?", help="the same as --dataset_name")
+    return parser
+
+
+def main(
+    script_args: TeachScriptArguments, args: Any, model_args: Any, dataset_args: Any, rest: argparse.Namespace
+) -> None:
+    """Write the data set and print where it is.
+
+    Raises: CommandError for mistakes in the input.
+    """
+    from accelerate import PartialState
+
+    script_args.dataset_name = rest.dataset or script_args.dataset_name
+    with reporting_input_errors():
+        folder = Path(script_args.output or "")
+        _check(script_args, args, dataset_args)
+        rows, policy = _prepared(script_args, args, model_args, dataset_args)
+        settings = _settings(script_args, args, policy, rows)
+        staging = folder.with_name(f"{folder.name}.incomplete")
+        for place in (folder, staging):
+            _check_settings(place, settings)
+    if not folder.exists():
+        staging.mkdir(parents=True, exist_ok=True)
+        (staging / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        _write_shards(staging, rows, policy, script_args, args)
+        PartialState().wait_for_everyone()
+        if args.process_index == 0:
+            staging.rename(folder)
+    if args.process_index == 0:
+        print(f"{len(rows)} rows with {' and '.join(settings['columns'])} in {folder}")
+        print(
+            f"To train: trl gkd --dataset_name {folder} --model_name_or_path STUDENT --lmbda 0 --temperature {args.temperature}"
+        )
+
+
+def _check(script_args: TeachScriptArguments, args: Any, dataset_args: Any) -> None:
+    """Raise ValueError for what is missing, and for settings that the columns do not support."""
+    script_args.teacher = script_args.teacher or args.teacher_model_name_or_path
+    for name in ("teacher", "output"):
+        if getattr(script_args, name) is None:
+            raise ValueError(f"{name} is missing. Give --{name}.")
+    if args.packing:
+        raise ValueError(
+            "packing=True: rows with a teacher's columns are not packed. Leave packing out; batches are never padded."
+        )
+    if script_args.dataset_streaming or dataset_args.streaming:
+        raise ValueError("dataset_streaming=True: shards are made of stored rows. Leave it out.")
+
+
+def _prepared(
+    script_args: TeachScriptArguments, args: Any, model_args: Any, dataset_args: Any
+) -> tuple[Any, Any]:
+    """The rows as GKD trains on them, and the teacher with the student's tokenizer (its own if no student is given)."""
+    from trl.models.loading import load_processing_class
+    from trl.models.parts import causal_core, embedded_tokens
+    from trl.models.policy import set_up_policy
+    from trl.scripts.loading import load_train_and_eval, model_init_kwargs
+    from trl.trainer.gkd_trainer import GKDDatasets
+
+    dataset, _ = load_train_and_eval(script_args, dataset_args, renames=script_args.renames(), evaluate=False)
+    args.model_init_kwargs = model_init_kwargs(model_args, args.teacher_model_init_kwargs)
+    student = model_args.model_name_or_path
+    tokenizer = None if student is None else load_processing_class(student)
+    policy = set_up_policy(script_args.teacher, args, tokenizer, None)
+    if embedded_tokens(causal_core(policy.model)) < len(policy.tokenizer):
+        raise ValueError(
+            f"the teacher has fewer token ids than the {len(policy.tokenizer)} of the student's tokenizer: they do not share it. "
+            "Use GOLDTrainer, which compares distributions over two vocabularies."
+        )
+    if not hasattr(policy.model, "hf_device_map"):
+        policy.model.to(args.device)
+    return GKDDatasets(args, policy, formatting_func=None).prepared(dataset, "train"), policy
+
+
+def _settings(script_args: TeachScriptArguments, args: Any, policy: Any, rows: Any) -> dict[str, Any]:
+    """What the columns depend on."""
+    from trl.checkpoints.identity import fingerprint
+    from trl.data.teacher_columns import TEACHER_COLUMNS, vocabulary_hash
+
+    names = (
+        "max_length",
+        "completion_only_loss",
+        "assistant_only_loss",
+        "dataset_text_field",
+        "eos_token",
+        "dataset_kwargs",
+    )
+    return {
+        "format": 1,
+        "columns": TEACHER_COLUMNS,
+        "teacher": script_args.teacher,
+        "loaded_with": {name: str(value) for name, value in args.model_init_kwargs.items()},
+        "top_k": script_args.top_k,
+        "temperature": args.temperature,
+        "tokenizer": vocabulary_hash(policy.tokenizer),
+        "chat_template": policy.tokenizer.chat_template,
+        "rows_per_shard": script_args.rows_per_shard,
+        "data": fingerprint(rows),
+        "preparation": {name: getattr(args, name) for name in names},
+    }
+
+
+def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError for a folder that this command did not write, or wrote with other settings."""
+    if not folder.exists():
+        return
+    file = folder / SETTINGS_FILE
+    if not file.is_file():
+        raise ValueError(f"output={folder} has no {SETTINGS_FILE}, expected a new folder. Name another one.")
+    known, own = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+    if changed := [name for name in own if known.get(name) != own[name]]:
+        each = ", ".join(f"{name}={known.get(name)!r} (now {own[name]!r})" for name in changed)
+        raise ValueError(f"{folder} was written with {each}. Use these settings, or name another output.")
+
+
+def _write_shards(folder: Path, rows: Any, policy: Any, script_args: TeachScriptArguments, args: Any) -> None:
+    """Write the shards that are missing, each whole or not at all; of several processes each writes its share."""
+    import pyarrow.parquet as pq
+    from tqdm.auto import tqdm
+
+    size = script_args.rows_per_shard
+    count = -(-len(rows) // size)
+    files = [folder / f"train-{number:05d}-of-{count:05d}.parquet" for number in range(count)]
+    missing = [number for number, file in enumerate(files) if not file.is_file()]
+    own = missing[args.process_index :: args.world_size]
+    for number in tqdm(own, desc="Shards", disable=args.disable_tqdm or None):
+        shard = rows.select(range(number * size, min((number + 1) * size, len(rows))))
+        aside = files[number].with_suffix(".incomplete")
+        pq.write_table(_with_columns(shard, policy, script_args, args), aside)
+        os.replace(aside, files[number])
+
+
+def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, args: Any) -> Any:
+    """The rows of a shard with their columns, as an arrow table. Rows of similar length are scored together."""
+    import numpy as np
+    import pyarrow as pa
+    import torch
+    from accelerate.utils import send_to_device
+
+    from trl.collators.language_modelling import DataCollatorForLanguageModeling
+    from trl.data.ragged import list_lengths
+    from trl.data.teacher_columns import TEACHER_COLUMNS, TEACHER_SETTINGS, vocabulary_hash
+    from trl.models.packed.layout import scored_sequences
+
+    scorer, size = policy.scorer, args.per_device_eval_batch_size
+    completion_only = args.completion_only_loss is not False
+    collate = DataCollatorForLanguageModeling(scorer.pad_token_id, completion_only, padding_free=True)
+    order = np.argsort(-list_lengths(shard, "input_ids"), kind="stable").tolist()
+    found: list[tuple[Any, Any]] = [None] * len(shard)  # type: ignore[list-item]
+    for start in range(0, len(order), size):
+        numbers = order[start : start + size]
+        batch = send_to_device(collate([shard[number] for number in numbers]), args.device)
+        counts = torch.bincount(scored_sequences(batch), minlength=len(numbers)).tolist()
+        best = most_likely(scorer, policy.model, batch, k=script_args.top_k, temperature=args.temperature)
+        for number, *own in zip(numbers, *(part.split(counts) for part in best), strict=True):
+            found[number] = tuple(own)
+    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in found])]).astype(np.int32)
+    table = shard.with_format("arrow")[:].replace_schema_metadata(None)
+    for name, parts, dtype in zip(
+        TEACHER_COLUMNS, zip(*found, strict=True), (np.int32, np.float32), strict=True
+    ):
+        values = torch.cat(parts).numpy().astype(dtype)
+        inner = pa.ListArray.from_arrays(
+            np.arange(len(values) + 1, dtype=np.int32) * values.shape[1], values.ravel()
+        )
+        table = table.append_column(name, pa.ListArray.from_arrays(offsets, inner))
+    said = {
+        "teacher": script_args.teacher,
+        "temperature": args.temperature,
+        "tokenizer": vocabulary_hash(policy.tokenizer),
+    }
+    return table.append_column(TEACHER_SETTINGS, pa.array([json.dumps(said)] * len(shard)))
+
+
+def most_likely(scorer: Any, model: Any, batch: Any, *, k: int, temperature: float) -> tuple[Any, Any]:
+    """The k most likely tokens at each scored position, and their log-probs under the whole distribution: `(K, k)` each."""
+    import torch
+
+    from trl.models.switches import in_eval_mode
+
+    found = []
+
+    def keep(logits: Any, _: Any, rows: slice) -> Any:
+        best = logits.topk(min(k, logits.shape[-1]))
+        found.append((best.indices, best.values - logits.logsumexp(-1, keepdim=True)))
+        return logits.new_zeros(len(logits))
+
+    with torch.no_grad(), in_eval_mode(model):
+        scorer.over_chunks(model, batch, keep, temperature=temperature)
+    if not found:
+        return torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k)
+    return tuple(torch.cat(parts).cpu() for parts in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(make_parser(), main))
