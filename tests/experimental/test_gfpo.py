@@ -8,7 +8,7 @@ from tests.trainer import grpo_runs
 from tests.trainer.grpo_runs import logs, prompts
 from trl.experimental.gfpo import GFPOConfig
 from trl.objectives.group_advantages import best_of_groups
-from trl.rollouts.columns import ADVANTAGE, FILTERED, SAMPLING_LOGPS, SCORES
+from trl.rollouts.experience import ADVANTAGE, FILTERED, SAMPLING_LOGPS, SCORES
 
 
 def test_the_best_of_each_group_remain_and_equal_scores_in_their_order():

@@ -10,8 +10,7 @@ from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
 from tests.two_processes import launch
 from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferConfig
-from trl.rollouts.columns import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES, TOOL_OUTPUT
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES, TOOL_OUTPUT, Experience
 from trl.rollouts.replay import GroupBuffer
 from trl.tensors.ragged import Ragged
 

@@ -6,7 +6,7 @@ from tests.experimental.group_runs import assert_same_steps
 from tests.trainer import grpo_runs
 from tests.trainer.grpo_runs import run
 from trl.experimental.gspo_token import GRPOTrainer
-from trl.rollouts.columns import ADVANTAGE
+from trl.rollouts.experience import ADVANTAGE
 
 SETTINGS = {"num_iterations": 3, "epsilon": 0.02, "max_steps": 6, "learning_rate": 0.02}
 

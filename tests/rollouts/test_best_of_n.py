@@ -1,7 +1,5 @@
 """The best of several completions, by any scores."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -12,7 +10,6 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from trl import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trl.core import LengthSampler
 from trl.extras.best_of_n_sampler import BestOfNSampler
-from trl.generation import main_process
 
 TOKENIZER = tiny_tokenizer()
 QUERIES = [TOKENIZER(text)["input_ids"] for text in ("What colour", "Look up. Next", "The")]
@@ -77,22 +74,6 @@ def test_seeds_and_lengths():
     for texts, shorter in zip(scores.asked, cut.asked, strict=True):
         assert all(text.startswith(part.rstrip("\ufffd")) for text, part in zip(texts, shorter, strict=True))
     assert len({len(TOKENIZER(asked[0])["input_ids"]) for asked in cut.asked}) > 1
-
-
-def test_processes_draw_each_their_own(monkeypatch):
-    model, found = model_of(), []
-    alone = sampler(model, seed=1)[0].generate(QUERIES)
-    for rank in (0, 1):
-        group = SimpleNamespace(
-            is_available=lambda: True,
-            is_initialized=lambda: True,
-            get_world_size=lambda: 2,
-            get_rank=lambda rank=rank: rank,
-        )
-        monkeypatch.setattr(main_process, "dist", group)
-        found.append(sampler(model, seed=1)[0].generate(QUERIES))
-    assert found[0] == alone
-    assert found[1] != alone
 
 
 def test_settings():

@@ -37,11 +37,6 @@ def test_columns_go_with_their_rows():
     assert taken.ragged("token").padded().tolist() == [[180, 190, 0], [140, 150, 160], [110, 120, 0]]
 
 
-def test_empty_choice():
-    none = experience().take(torch.tensor([], dtype=torch.int64))
-    assert len(none) == 0 and none.completions.padded().shape == (0, 0)
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_scored_tokens_are_the_completions_in_order(shared):
     found = experience().take(torch.tensor([1, 0, 2, 3, 4]))
@@ -54,15 +49,6 @@ def test_scored_tokens_are_the_completions_in_order(shared):
     assert batch["input_ids"].numel() == (
         tokens - 2 * 2 if shared else tokens
     )  # three rows share a prompt of two
-
-
-def test_nothing_is_changed_in_place():
-    first = experience()
-    before = {name: value.clone() for name, value in first.state().items()}
-    first.with_tokens(token=torch.zeros(9)).with_rows(row=torch.zeros(5)).take(torch.tensor([0]))
-    assert all(torch.equal(value, before[name]) for name, value in first.state().items())
-    with pytest.raises(AttributeError):
-        first.prompts = first.completions  # type: ignore[misc]
 
 
 def test_columns_of_another_length():

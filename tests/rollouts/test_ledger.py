@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl.rollouts.columns import (
+from trl.rollouts.experience import (
     ADVANTAGE,
     CORRECTION,
     FILTERED,
@@ -14,8 +14,8 @@ from trl.rollouts.columns import (
     STOPPED,
     TOOL_OUTPUT,
     TRAINED,
+    Experience,
 )
-from trl.rollouts.experience import Experience
 from trl.rollouts.token_counts import BUCKETS, TokenCounts, sampled_tokens, token_ledger
 from trl.tensors.ragged import Ragged
 
@@ -44,10 +44,6 @@ def test_sums_match_whatever_overlaps(seed):
         for part in (slice(200), slice(200, 500))
     ]
     assert (halves[0] + halves[1]).equal(found)
-
-
-def test_nothing_claimed_is_trained_or_of_zero_advantage():
-    assert token_ledger(torch.tensor([0.0, 2.0]), {}).tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
 def test_an_advantage_that_is_nan_must_not_count():

@@ -13,16 +13,6 @@ def test_an_order_worked_by_hand():
     assert len(sampler) == 48
 
 
-def test_every_pass_is_shuffled_anew_by_the_seed():
-    sampler, again = (RepeatSampler(range(50), 1, seed=3) for _ in range(2))
-    first, second = list(sampler), list(sampler)
-    assert sorted(first) == sorted(second) == list(range(50)) and first != second
-    assert list(again) == first
-    again.set_epoch(1)
-    assert list(again) == second
-    assert list(RepeatSampler(range(50), 1, seed=4)) != first
-
-
 def test_it_is_the_order_in_which_trainers_draw_their_prompts():
     sampler = RepeatSampler(range(6), mini_repeat_count=4, batch_size=2, repeat_count=1, seed=11)
     passes = [*sampler, *sampler]

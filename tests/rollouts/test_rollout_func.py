@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl.rollouts.columns import SAMPLING_LOGPS, STOPPED
+from trl.rollouts.experience import SAMPLING_LOGPS, STOPPED
 from trl.rollouts.rollout_func import check_rollout_func, read_rollouts
 
 IDS = {"prompt_ids": [[3], [3, 9]], "completion_ids": [[4, 2], [5, 6, 7]]}
@@ -41,9 +41,8 @@ def test_fields_may_be_iterators():
         ({"completion_ids": [[], [4]]}, ValueError, "returned nothing in completion_ids of row 0.* end token"),
         ({"completion_ids": [[4], [4] * 4]}, ValueError, "6 tokens of prompt and completion in row 1, expected at most 5"),
         ({"logprobs": [[-1.0, float("nan")], [-1.0] * 3]}, ValueError, "the log-prob nan, expected finite numbers <= 0"),
-        ({"logprobs": [[0.5, 0.9], [0.1] * 3]}, ValueError, "the log-prob 0.5, expected .*logarithms"),
+        ({"logprobs": [[0.5, 0.9], [0.1] * 3]}, ValueError, "the log-prob 0.5, expected finite"),
         ({"logprobs": [[-1.0], [-1.0] * 3]}, ValueError, "1 logprobs for the 2 tokens of completion 0"),
-        ({"fit": 3}, ValueError, "returned fit of type int, expected a list"),
         ({"fit": [3]}, ValueError, "returned 1 fit, expected .* 2 prompts"),
     ],
 )  # fmt: skip
@@ -55,9 +54,7 @@ def test_answers_that_are_none_are_named(given, error, words):
 def test_a_function_is_looked_at_before_it_is_called():
     check_rollout_func(lambda prompts, trainer, more=None: None)
     check_rollout_func(lambda *given: None)
-    with pytest.raises(
-        TypeError, match=r"a function of \(prompts, trainer\), got .*: missing a required argument"
-    ):
+    with pytest.raises(TypeError, match=r"a function of \(prompts, trainer\): missing a required argument"):
         check_rollout_func(lambda prompts, args, processing_class: None)
     with pytest.raises(TypeError, match="got 3: 3 is not a callable"):
         check_rollout_func(3)

@@ -1,7 +1,5 @@
 """Which rows a window has and which of them a step learns from: every row its turn, for any number of processes."""
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -59,33 +57,6 @@ def test_each_row_is_learned_from_once_in_a_pass():
         turns = [step_rows(first + step, sizes(2), batch=0, process=1, seed=0) for step in range(3)]
         assert all(len(parts) == 2 and len(parts[0]) == len(parts[1]) == 2 for parts in turns)
         assert sorted(torch.cat([part for parts in turns for part in parts]).tolist()) == list(range(12))
-
-
-def test_mini_batches_change_from_pass_to_pass_and_window_to_window():
-    groups = {
-        tuple(sorted(torch.cat(step_rows(step, sizes(1), batch=number, process=0, seed=0)).tolist()))
-        for number in range(3)
-        for step in (0, 3)
-    }
-    assert len(groups) == 6
-
-
-def test_pairs_of_rows_meet_about_equally_often():
-    """A row shares a mini-batch of 4 of 8 groups' rows with any row of another group in one of three cases."""
-    meetings: Counter[int] = Counter()
-    for number in range(300):
-        for step in range(3):
-            rows = torch.cat(step_rows(step, sizes(1), batch=number, process=0, seed=9)).tolist()
-            if 0 in rows:
-                meetings.update(rows)
-    others = [meetings[row] for row in range(3, 24)]
-    assert all(70 <= count <= 130 for count in others)  # 100 expected, deviation 8
-    assert meetings[1] == meetings[2] == 0  # rows of one run are never together
-
-
-def test_no_rows():
-    with pytest.raises(ValueError, match="at least 1 row"):
-        rollout_rows(0, 4, dataset=0, seed=0)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -7,8 +7,7 @@ from torch import distributed
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl import TextEnvironment
-from trl.generation.engine import Generated, Sampling
-from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.engine import Generated
 
 TOKENIZER = tiny_tokenizer()
 
@@ -131,17 +130,6 @@ def test_episodes_are_limited():
     )  # the answer is cut where the episode ends
 
 
-def test_settings_of_generation():
-    env = play([["<submit>"]], generation_kwargs={"max_new_tokens": 9, "top_k": 0.0, "eos_token_id": -1})[2]
-    stops = ("<call>", "<submit>")
-    assert env.sampling == Sampling(9, top_k=0, stop_token_ids=(), stop_strings=stops)
-    assert play([["<submit>"]], max_length=99)[2].sampling.max_new_tokens == 256
-    assert play([["<submit>"]], generation_kwargs={"stop_strings": "!"})[2].sampling.stop_strings == (
-        "!",
-        *stops,
-    )
-
-
 def test_rewards():
     seen = {}
 
@@ -188,20 +176,6 @@ def test_bad_input():
 
 
 # ---- with models
-
-
-def test_a_random_model_writes_what_its_engine_gives():
-    model = tiny_model("llama", vocab_size=len(TOKENIZER), max_position_embeddings=40, eos_token_id=None)
-    env = TextEnvironment(model, TOKENIZER, [double], generation_kwargs={"max_new_tokens": 50})
-    torch.manual_seed(0)
-    episodes = env.run(["What colour is the sky?", "How many?"])
-    torch.manual_seed(0)
-    engine = TransformersEngine(model, tokenizer=TOKENIZER)
-    found = engine.generate([query.tolist() for query in episodes.queries], Sampling(50))
-    assert env.max_length == 40
-    assert [response.tolist() for response in episodes.responses] == [completion.ids for completion in found]
-    assert all(bool(mask.all()) for mask in episodes.masks)
-    assert [history.truncated for history in episodes.histories] == [True, True]  # they filled the window
 
 
 def test_a_model_that_learnt_to_call_its_tool():

@@ -7,7 +7,7 @@ from tests.rollouts.tool_words import ADD, BROKEN, FAIL, MISFIT, TOOLS, UNKNOWN,
 from tests.tiny import tiny_model
 from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import TransformersEngine
-from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
+from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
 from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, experience_of
 from trl.rollouts.tools import tools_of
 

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from tests.rollouts.tool_words import TOOLS
-from trl.reporting import deadlines
 from trl.rollouts import tools
 from trl.rollouts.tools import Reply, ToolCall, ToolRunner, tools_of
 
@@ -101,12 +100,6 @@ def test_all_calls_run_at_once_and_answer_in_order():
     assert found == [Reply(expected[call.name]) for call in calls]
 
 
-def test_more_calls_than_threads(monkeypatch):
-    monkeypatch.setattr(deadlines, "MOST_AT_ONCE", 2)
-    found = runner(*TOOLS).run([ToolCall("add", {"a": n, "b": n}) for n in range(9)])
-    assert [reply.text for reply in found] == [str(2 * n) for n in range(9)]
-
-
 def test_what_fails_is_told_and_named():
     found = runner(*TOOLS, leave).run(
         [
@@ -135,14 +128,6 @@ def test_what_fails_is_told_and_named():
     assert found[5].text == "3"
 
 
-def test_what_cannot_be_written_is_told_too():
-    ways = ("raises", "half", "has no text")
-    found = runner(stammer).run([ToolCall("stammer", {"how": how}) for how in ways])
-    assert [reply.failure for reply in found] == ["raised", None, "raised"]
-    assert found[1].text == "?"  # half of a surrogate pair, which no tokenizer takes
-    assert found[0].text == found[2].text == "Error: ValueError where the tool's answer is written."
-
-
 def test_an_async_function_may_raise_when_it_is_called():
     (found,) = runner(by_place).run([ToolCall("doze", {"seconds": 0.0})])
     assert found.failure == "raised" and found.text.startswith("Error: TypeError: doze() got an unexpected")
@@ -167,16 +152,3 @@ def test_a_tool_that_hangs_is_given_up(monkeypatch):
     with pytest.raises(RuntimeError, match=r"3 earlier calls .* still run \(the last is 'tool-hang-"):
         some.run(calls[:1])
     RELEASE.set()
-
-
-def test_answers_that_are_no_text():
-    calls = [ToolCall("meddle", {"items": []}), ToolCall("meddle", {"items": [1, 2, 3]})]
-    found = runner(meddle).run(calls)
-    assert found[0].text == '{"items": [1], "odd": null}'
-    assert found[1].text == "{'items': [1, 2, 3, 1], 'odd': {1, 2}}"
-    assert calls[0].arguments == {"items": []}  # which the message of the assistant still shows
-
-
-def test_no_calls_no_replies():
-    assert runner(*TOOLS, deadline=None).run([]) == []
-    assert runner(*TOOLS, deadline=None).run([ToolCall("echo", {"word": "a"})]) == [Reply('{"said": "a"}')]

@@ -13,8 +13,7 @@ from tests.trainer.grpo_runs import logs, make, run
 from trl import DistillationConfig, GRPOConfig
 from trl.experimental.minillm import MiniLLMConfig
 from trl.objectives.distillation import discounted_advantages, divergence
-from trl.rollouts.columns import ADVANTAGE, TRAINED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import ADVANTAGE, TRAINED, Experience
 
 ONE = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4}
 

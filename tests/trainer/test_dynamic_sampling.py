@@ -9,7 +9,7 @@ from tests.experimental import group_runs
 from tests.trainer import grpo_tool_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from tests.two_processes import launch
-from trl.rollouts.columns import SCORES
+from trl.rollouts.experience import SCORES
 from trl.rollouts.schedule import RolloutSizes, refill_rng_streams, refill_rows, rollout_rows
 
 ON = {"dynamic_sampling": True, "reward_funcs": first_is_rare}

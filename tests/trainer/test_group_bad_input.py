@@ -104,7 +104,7 @@ OF_SETTINGS: dict[str, Bad] = {
         BOTH, ValueError, ("generation_batch_size=12 must be a multiple of", "to a multiple of 8"), settings={"generation_batch_size": 12}
     ),
     "two sizes that disagree": Bad(
-        BOTH, ValueError, ("generation_batch_size=16", "steps_per_generation if both are given"),
+        BOTH, ValueError, ("generation_batch_size=16", "steps_per_generation"),
         settings={"generation_batch_size": 16, "steps_per_generation": 4},
     ),
     "evaluation batches": Bad(

@@ -14,7 +14,7 @@ from tests.trainer.grpo_runs import logs
 from tests.trainer.image_prompt_runs import QUESTION, make, rows, run
 from tests.two_processes import launch
 from trl.data.prompts import IMAGE_KEY
-from trl.rollouts.columns import OLD, SAMPLING_LOGPS
+from trl.rollouts.experience import OLD, SAMPLING_LOGPS
 
 
 def completions(trainer, numbers, streams=None):

@@ -11,7 +11,7 @@ from tests.trainer.group_methods import comparable
 from tests.trainer.grpo_runs import logs, run
 from tests.trainer.grpo_sharded import KINDS, RUNS, SETTINGS, finished, policy_of
 from tests.two_processes import launch
-from trl.rollouts.columns import CORRECTION, OLD, SAMPLING_LOGPS
+from trl.rollouts.experience import CORRECTION, OLD, SAMPLING_LOGPS
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.trainer.grpo_tool_runs import conversations, make, run
 from tests.two_processes import launch
 from trl.generation.transformers.engine import TransformersEngine
 from trl.models.scoring.head import ScoreOptions
-from trl.rollouts.columns import OLD, REF, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, TRAINED
+from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, TRAINED
 from trl.rollouts.tool_loop import CALLS
 from trl.trainer import group_setup
 

@@ -9,7 +9,7 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import logs, make, prompts, run
 from trl.models.scoring.head import ScoreOptions
-from trl.rollouts.columns import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
+from trl.rollouts.experience import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.maker import split_begun
 
 

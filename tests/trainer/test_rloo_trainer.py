@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.grpo_runs import even_tokens, logs, make, run
-from trl.rollouts.columns import ADVANTAGE, OLD, REF, REWARD, SCORES
+from trl.rollouts.experience import ADVANTAGE, OLD, REF, REWARD, SCORES
 
 
 def moved(**settings):

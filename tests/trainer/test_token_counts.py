@@ -7,7 +7,7 @@ import torch
 
 from tests.trainer.grpo_runs import END, even_tokens, first_is_rare, logs, make, run
 from trl.objectives.group_policy import LOSS_TYPES
-from trl.rollouts.columns import ADVANTAGE, CHOSEN, TRAINED
+from trl.rollouts.experience import ADVANTAGE, CHOSEN, TRAINED
 from trl.rollouts.token_counts import METRIC
 
 

@@ -12,7 +12,7 @@ from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import SETTINGS, even_tokens, prompts
 from tests.trainer.resume_worker import tokenizer
 from trl import GRPOConfig
-from trl.rollouts.columns import ADVANTAGE, REF, SCORES, TRAINED
+from trl.rollouts.experience import ADVANTAGE, REF, SCORES, TRAINED
 from trl.tensors.reduce import LossTerms, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.online_method import GroupMethod

@@ -37,8 +37,8 @@ class Plan(NamedTuple):
 def launch(name: str, module: str, argv: list[str]) -> int:
     """Run the training script `module` with the arguments of `trl <name>`; returns the exit status.
 
-    A run on one device, without launch options, stays in this process; so does one inside a process that a launcher
-    has started already. Anything else goes through `accelerate launch`, once the arguments have been checked here.
+    A run on one device without launch options, or inside a process that a launcher has started, stays in this process. Others
+    go through `accelerate launch`, once the arguments have been checked here.
     """
     try:
         path, given = take_config_option(argv)
@@ -55,7 +55,6 @@ def launch(name: str, module: str, argv: list[str]) -> int:
     except (ValueError, FileNotFoundError, argparse.ArgumentError) as error:
         print(f"trl {name}: error: {error}", file=sys.stderr)
         return 2
-    # An error from here on is the run's own, or has been reported by it.
     if args is not None:
         return run_through_accelerate(args, plan)
     from trl.scripts.running import run_script
@@ -64,13 +63,11 @@ def launch(name: str, module: str, argv: list[str]) -> int:
 
 
 def make_plan(parser: "TrlParser", given: list[str], config: ConfigFile | None) -> Plan:
-    """Sort what was given into the script's options and those of `accelerate launch`.
+    """Sort the arguments into the script's options and those of `accelerate launch`; the command line wins over the file.
 
-    An option that both know is the script's; what neither knows is left to the script's parser, which reports it. The command
-    line wins over the file.
+    An option that both know is the script's, and so is an unknown one, which its parser reports.
 
-    Raises:
-        argparse.ArgumentError, ValueError: for launch options with a wrong value.
+    Raises: argparse.ArgumentError, ValueError for launch options with a wrong value.
     """
     if {"-h", "--help"} & set(given):
         return Plan(given, config, {})
@@ -98,12 +95,8 @@ def launch_parser(script_options: Collection[str]) -> argparse.ArgumentParser:
         if action.option_strings and action.dest not in _RESERVED:
             action.default = argparse.SUPPRESS
             parser._add_action(action)
-    parser.add_argument(
-        *("--accelerate_config", "--accelerate-config"),
-        dest="config_file",
-        type=profile_path,
-        default=argparse.SUPPRESS,
-    )
+    names = ("--accelerate_config", "--accelerate-config")
+    parser.add_argument(*names, dest="config_file", type=profile_path, default=argparse.SUPPRESS)
     return parser
 
 
@@ -121,11 +114,7 @@ def as_arguments(action: argparse.Action, name: str, value: Any) -> list[str]:
 
 
 def profile_path(name_or_path: str) -> str:
-    """The file of a built-in profile, or the path of the user's own.
-
-    Raises:
-        FileNotFoundError: if it is neither, listing the profiles.
-    """
+    """The file of a built-in profile, or the path of the user's own; raises FileNotFoundError if it is neither."""
     profiles = {path.stem: str(path) for path in sorted(PROFILES.glob("*.yaml"))}
     if name_or_path in profiles:
         return profiles[name_or_path]
@@ -163,11 +152,9 @@ def default_config() -> str | None:
 def accelerate_arguments(module: str, given: dict[str, Any]) -> Any:
     """The arguments of `accelerate launch` for a script, with the launch options that were `given`.
 
-    Several CPU processes start with torchrun and talk over gloo; accelerate itself would ask for MPI.
+    Several CPU processes start with torchrun and use gloo; accelerate itself would need MPI.
 
-    Raises:
-        ValueError: for GPU or sharded training on a CPU. accelerate (1.15) would start processes that each train a
-            model of their own, or train with plain data parallelism, and report success.
+    Raises: ValueError for GPU or sharded training on a CPU, where accelerate (1.15) would train unconnected models.
     """
     import torch
     from accelerate.commands.config.config_args import load_config_from_file
@@ -184,8 +171,7 @@ def accelerate_arguments(module: str, given: dict[str, Any]) -> Any:
     kind = next((flag.removeprefix("use_").upper() for flag in flags if getattr(args, flag)), kind)
     if kind not in ("NO", "MULTI_CPU"):
         raise ValueError(
-            f"{kind} training needs accelerators, and this run is on the CPU. Use --accelerate_config cpu, with "
-            "--num_processes for several processes."
+            f"{kind} training needs accelerators, and this run is on the CPU. Use --accelerate_config cpu."
         )
     processes = args.num_processes or (saved.num_processes if saved else 1)
     if processes > 1 and not args.mpirun_hostfile:

@@ -107,11 +107,7 @@ class BestOfNSampler:
 
 
 def _rows(queries: Queries) -> list[list[int]]:
-    """One list of token ids per query.
-
-    >>> _rows([3, 4]), _rows([[3, 4], [5]]), _rows(torch.tensor([3, 4])), _rows([torch.tensor([3])])
-    ([[3, 4]], [[3, 4], [5]], [[3, 4]], [[3]])
-    """
+    """One list of token ids per query; a list of numbers is one query."""
     parts = [torch.as_tensor(part, dtype=torch.int64) for part in queries]
     if parts and all(part.ndim == 0 for part in parts):
         return [[int(part) for part in parts]]

@@ -16,6 +16,30 @@ from torch import Tensor
 from trl.collators.preference import completion_batch
 from trl.tensors.ragged import Ragged
 
+# Names of the columns of an `Experience`, which are absent where nothing fills them. Per completion token:
+SAMPLING_LOGPS = "sampling_logps"  # under the distribution that was sampled from
+SAMPLING_KEPT = "sampling_kept"  # log of the probability mass that truncated sampling kept
+TOOL_OUTPUT = "tool_output"  # bool: written by a tool
+TRAINED = "trained"  # bool
+OLD = "old_logps"  # of the policy at the start of the rollout batch
+REF = "ref_logps"  # of the reference
+TEACHER = "teacher_logps"  # of the teacher, at its own temperature
+STUDENT = "student_logps"  # of the policy at the teacher's temperature, where that is not the sampling's
+VALUES = "values"  # of the value model
+RETURNS = "returns"  # what the value model learns
+CORRECTION = "correction"  # importance weight of the sampler's mismatch
+CHOSEN = "chosen"  # bool: has a weight in this optimiser step
+
+# Per completion:
+STOPPED = "stopped"  # bool: ended by a stop token or string
+SCORES = "scores"  # weighted sum of the rewards, NaN where no source scored it
+REWARD = "reward"  # what the method makes of it
+ADVANTAGE = "advantage"  # of a completion, or of each token where it is a column per token
+LENGTH = "length"  # completion tokens that the policy sampled
+MEAN_LENGTH = "mean_length"  # mean length of the rollout batch
+FILTERED = "filtered"  # bool: not among those that are learned from
+REPLAYED = "replayed"  # bool: sampled for an earlier rollout batch
+
 
 @dataclass(frozen=True, slots=True)
 class Experience:
@@ -133,8 +157,7 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
 def _check_length(name: str, value: Tensor, length: int, what: str) -> None:
     if value.ndim != 1 or len(value) != length:
         raise ValueError(
-            f"experience column {name!r} must have one number for each of the {length} {what}, got shape "
-            f"{tuple(value.shape)}. Flatten it along the completions."
+            f"experience column {name!r} must have one number for each of the {length} {what}, got shape {tuple(value.shape)}."
         )
 
 
@@ -152,9 +175,8 @@ def load_rollout_batch(
     Another number of `processes` than wrote it takes equal parts of the whole, in order.
     """
     files = [folder / _name(number) for number in range(len(list(folder.glob(_name("*")))))]
-    if not files or any(
-        not file.is_file() or _facts(file) != json.loads(json.dumps(dict(facts))) for file in files
-    ):
+    known = json.loads(json.dumps(dict(facts)))
+    if not files or any(not file.is_file() or _facts(file) != known for file in files):
         return None
     if len(files) == processes:
         return Experience.from_state(read_tensors(files[rank]))

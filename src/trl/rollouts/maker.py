@@ -18,8 +18,7 @@ from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.rewards.result import RewardInputs, source_columns
 from trl.rewards.source import RewardSources
-from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
 from trl.tensors.ragged import Ragged
 
@@ -90,8 +89,8 @@ class ApplyRewards(Protocol):
 class RolloutMaker:
     """Makes rewarded completions. The same seed and batch number give the same rows, in any number of processes.
 
-    `refill` replaces rows of a rollout batch by its number. Before a rollout, `follow` brings the policy's weights to the engine. `texts` holds prompt and completion of each row
-    of the newest rollout.
+    `refill` replaces rows of a rollout batch by its number. `follow` brings the policy's weights to the engine. `texts` holds
+    prompt and completion of each row of the newest rollout.
     """
 
     def __init__(

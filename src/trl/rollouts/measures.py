@@ -13,8 +13,7 @@ from torch import Tensor
 from trl.objectives.group_advantages import Scale, reward_statistics
 from trl.objectives.group_policy import EXTREMES
 from trl.rewards.result import reward_metrics, source_means, source_table
-from trl.rollouts.columns import LENGTH, REWARD, STOPPED, TOOL_OUTPUT
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import LENGTH, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
 
 
@@ -129,21 +128,16 @@ class ClippedExtremes:
     def drain(self, accelerator: Any) -> dict[str, float]:
         """Means over micro-batches of the extremes over processes, since the last call. All processes must call it."""
         means, self._means = self._means, {}
-        return {
-            name: value
-            for name, own in means.items()
-            if not math.isnan(value := self._extreme(name, torch.stack(own), accelerator))
-        }
-
-    def _extreme(self, name: str, own: Tensor, accelerator: Any) -> float:
-        every = own
-        if accelerator.num_processes > 1:
-            every = accelerator.gather(own.to(accelerator.device))
-        table = every.view(-1, len(own))
-        smallest = EXTREMES[name][1] is torch.min
-        table = table.nan_to_num(math.inf if smallest else -math.inf)
-        extremes = table.amin(dim=0) if smallest else table.amax(dim=0)
-        return float(extremes[extremes.isfinite()].mean())
+        found = {}
+        for name, own in means.items():
+            table = torch.stack(own)[None]
+            if accelerator.num_processes > 1:
+                table = accelerator.gather(table.to(accelerator.device))
+            worst = math.inf if EXTREMES[name][1] is torch.min else -math.inf
+            extremes = table.nan_to_num(worst).aminmax(dim=0)[worst < 0]
+            if extremes.isfinite().any():
+                found[name] = float(extremes[extremes.isfinite()].mean())
+        return found
 
     def state(self) -> dict[str, list[float]]:
         """The recorded means as plain values."""

@@ -14,10 +14,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.group_sizes import rows_of_groups
 from trl.rollouts.maker import RolloutMaker
 from trl.rollouts.measures import of_all_processes
-from trl.rollouts.schedule import refill_rng_streams, refill_rows
+from trl.rollouts.schedule import refill_rng_streams, refill_rows, rows_of_groups
 from trl.tensors.reduce import Weighted
 
 Texts = list[tuple[Any, Any]]

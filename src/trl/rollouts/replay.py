@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trl.rollouts.experience import Experience, concatenate, read_tensors
-from trl.rollouts.group_sizes import rows_of_groups
+from trl.rollouts.schedule import rows_of_groups
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,8 @@ class GroupBuffer:
         state = read_tensors(file)
         scores = state.pop(_SCORES)
         rows = Experience.from_state(state)
-        if len(rows) != len(scores) * self.group_size:
-            logger.warning(
-                "%s holds groups of %d completions, expected num_generations=%d: the replay buffer begins empty. Resume with the "
-                "settings that it was saved with.", file, len(rows) // max(len(scores), 1), self.group_size,
-            )  # fmt: skip
-            return
-        self.add(rows, scores)
+        if len(rows) == len(scores) * self.group_size:
+            self.add(rows, scores)
+        else:
+            message = "%s has groups of another size than num_generations=%d: the replay buffer begins empty."
+            logger.warning(message, file, self.group_size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Any
@@ -12,8 +13,7 @@ from typing import Any
 import torch
 
 from trl.data.prompts import PROMPT_IDS
-from trl.rollouts.columns import SAMPLING_LOGPS, STOPPED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import SAMPLING_LOGPS, STOPPED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.tensors.ragged import Ragged
 
@@ -49,10 +49,7 @@ def check_rollout_func(function: Any) -> None:
         try:
             inspect.signature(function).bind([], None)
         except TypeError as error:
-            raise TypeError(
-                f"rollout_func must be a function of (prompts, trainer), got {function!r}: {error}. The trainer has args, "
-                "processing_class and model."
-            ) from None
+            raise TypeError(f"rollout_func must be a function of (prompts, trainer): {error}.") from None
 
 
 def read_rollouts(
@@ -66,40 +63,30 @@ def read_rollouts(
     """The result of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, optionally `logprobs` of the
     completions' tokens, and further fields. A completion whose last token is one of `end_tokens` has stopped.
 
-    Raises: TypeError or ValueError for an answer that is none, has another number of rows or log-probs, token ids that are not
-    below `vocabulary`, more than `context_length` tokens in a row, or log-probs that are none.
+    Raises: TypeError or ValueError for another number of rows or log-probs, token ids that are not below `vocabulary`, more than
+    `context_length` tokens in a row, and log-probs above 0.
     """
     if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= found.keys():
-        given = sorted(found) if isinstance(found, Mapping) else type(found).__name__
+        shown = sorted(found) if isinstance(found, Mapping) else type(found).__name__
         raise TypeError(
-            f"rollout_func returned {given}, expected a dict with 'prompt_ids' and 'completion_ids'. Give a list of token ids "
-            "for every prompt in each."
+            f"rollout_func returned {shown}, expected a dict with 'prompt_ids' and 'completion_ids'."
         )
-    given = {
-        name: list(values) if isinstance(values, Iterable) else values
-        for name, values in found.items()
-        if values is not None
-    }
+    given = {name: list(values) for name, values in found.items() if values is not None}
     for name, values in given.items():
-        if not isinstance(values, list) or len(values) != count:
-            what = (
-                f"{len(values)} {name}"
-                if isinstance(values, list)
-                else f"{name} of type {type(values).__name__}"
-            )
+        if len(values) != count:
             raise ValueError(
-                f"rollout_func returned {what}, expected a list with one value for each of {count} prompts, which come once for "
-                "each completion."
+                f"rollout_func returned {len(values)} {name}, expected one for each of {count} prompts, which come once for each "
+                "completion."
             )
     prompts, completions = (
         [_ids(name, row, ids, vocabulary) for row, ids in enumerate(given[name])]
         for name in ("prompt_ids", "completion_ids")
     )
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if context_length is not None and len(prompt) + len(completion) > context_length:
+    for row, tokens in enumerate(map(len, map(operator.add, prompts, completions))):
+        if context_length is not None and tokens > context_length:
             raise ValueError(
-                f"rollout_func returned {len(prompt) + len(completion)} tokens of prompt and completion in row {row}, expected at "
-                f"most {context_length}, the model's context_length. Cut the completion."
+                f"rollout_func returned {tokens} tokens of prompt and completion in row {row}, expected at most {context_length}, "
+                "the model's context length."
             )
     columns = {SAMPLING_LOGPS: _logps(given["logprobs"], completions)} if "logprobs" in given else {}
     stopped = torch.tensor([ids[-1] in end_tokens for ids in completions])
@@ -114,7 +101,7 @@ def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
     if wrong or not ids:
         raise ValueError(
             f"rollout_func returned {repr(wrong[0]) if wrong else 'nothing'} in {name} of row {row}, expected token ids "
-            f"from 0 to {most}. Tokenize with the policy's tokenizer; an empty completion is its end token."
+            f"from 0 to {most}; an empty completion is its end token."
         )
     return [int(token) for token in ids]
 
@@ -123,14 +110,13 @@ def _logps(rows: Sequence[Any], completions: Sequence[Sequence[int]]) -> torch.T
     for row, (logps, ids) in enumerate(zip(rows, completions, strict=True)):
         if len(logps) != len(ids):
             raise ValueError(
-                f"rollout_func returned {len(logps)} logprobs for the {len(ids)} tokens of completion {row}. Give one for each "
-                "token, or none at all."
+                f"rollout_func returned {len(logps)} logprobs for the {len(ids)} tokens of completion {row}."
             )
     found = Ragged.of(rows, dtype=torch.float32).values
     wrong = found[~((found <= _ROUNDING) & found.isfinite())]
     if len(wrong):
         raise ValueError(
-            f"rollout_func returned the log-prob {float(wrong[0]):g}, expected finite numbers <= 0, in nats. Give the logarithms "
-            "of the probabilities with which the tokens were drawn, or leave logprobs out."
+            f"rollout_func returned the log-prob {float(wrong[0]):g}, expected finite numbers <= 0, in nats. Leave logprobs out if "
+            "they are unknown."
         )
     return found

@@ -1,4 +1,4 @@
-"""The rows of each rollout batch and of each optimiser step, as functions of the seed.
+"""The sizes of a rollout batch, and the rows of each of them and of each optimiser step, as functions of the seed.
 
 There is no state, so the rows are the same after resuming and for any number of processes.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +56,106 @@ class RolloutSizes:
     def own_rows(self) -> int:
         """Rows of one process."""
         return self.rows // self.processes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The settings of a config that determine the sizes; `processes` share every micro-batch."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    processes: int
+    num_generations: int
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    num_iterations: int = 1
+
+
+class GroupSizes(NamedTuple):
+    """The sizes of a rollout batch, and both settings of a generation."""
+
+    sizes: RolloutSizes
+    generation_batch_size: int
+    steps_per_generation: int
+
+
+def group_sizes(settings: GroupSettings) -> GroupSizes:
+    """The rollout batch of a configuration, in rows (completions).
+
+    If `steps_per_generation` is no multiple of an optimiser step's micro-batches, a rollout batch has several generations.
+
+    Raises: ValueError for numbers that do not divide, with those that would.
+
+    >>> found = group_sizes(GroupSettings(4, 2, processes=1, num_generations=8))
+    >>> found.generation_batch_size, found.steps_per_generation, found.sizes.steps
+    (8, 2, 1)
+    """
+    rows = settings.per_device_train_batch_size * settings.processes
+    accumulated = settings.gradient_accumulation_steps
+    given, steps = settings.generation_batch_size, settings.steps_per_generation
+    if steps is None:
+        steps = accumulated if given is None else given // rows
+    generated, whole = rows * steps, math.lcm(rows * accumulated, settings.num_generations)
+    if given not in (None, generated):
+        raise ValueError(
+            f"generation_batch_size={given} must be per_device_train_batch_size times the processes ({rows}) times "
+            f"steps_per_generation. Set generation_batch_size alone, to a multiple of {whole}."
+        )
+    if generated % settings.num_generations:
+        raise ValueError(
+            f"{generated} completions are generated at once, expected a multiple of num_generations={settings.num_generations}. Set "
+            f"generation_batch_size to a multiple of {whole}."
+        )
+    micro_batches = math.lcm(steps, accumulated)
+    sizes = RolloutSizes(
+        rows=rows * micro_batches,
+        mini_batches=micro_batches // accumulated,
+        passes=settings.num_iterations,
+        micro_batches=accumulated,
+        processes=settings.processes,
+    )
+    return GroupSizes(sizes, generated, steps)
+
+
+def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:
+    """How the `keep` best completions of each of a rollout batch's groups are cut into the same optimiser steps.
+
+    Raises ValueError where a process has parts of groups, or the kept do not divide into its micro-batches.
+
+    >>> sizes = RolloutSizes(rows=16, mini_batches=2, passes=1, micro_batches=1, processes=1, group=8)
+    >>> kept_sizes(sizes, 3).rows
+    6
+    """
+    cuts, groups = sizes.mini_batches * sizes.micro_batches, sizes.own_rows // sizes.group
+    if sizes.own_rows % sizes.group:
+        raise ValueError(
+            f"each of {sizes.processes} processes generates {sizes.own_rows} completions at once, expected whole groups of "
+            f"{sizes.group}. Set generation_batch_size to a multiple of {math.lcm(cuts, sizes.group) * sizes.processes}."
+        )
+    if groups * keep % cuts:
+        raise ValueError(
+            f"num_remains_in_group={keep} leaves {groups * keep} completions to each process, expected a multiple of its {cuts} "
+            f"micro-batches. Change it, or set per_device_train_batch_size to a multiple of {sizes.group}."
+        )
+    return replace(sizes, rows=groups * keep * sizes.processes, group=keep)
+
+
+def check_evaluation(rows: int, num_generations: int) -> None:
+    """Raise ValueError if an evaluation batch of all processes, in rows, does not contain whole groups."""
+    if rows % num_generations:
+        raise ValueError(
+            f"an evaluation batch has {rows} completions over all processes, expected a multiple of num_generations_eval="
+            f"{num_generations}. Set num_generations_eval to a divisor of {rows}, or another per_device_eval_batch_size."
+        )
+
+
+def rows_of_groups(groups: Tensor, size: int) -> Tensor:
+    """The rows of some groups of `size` neighbouring rows, in order.
+
+    >>> rows_of_groups(torch.tensor([2, 0]), 2)
+    tensor([4, 5, 0, 1])
+    """
+    return (groups[:, None] * size + torch.arange(size)).flatten()
 
 
 def rollout_rows(batch: int, rows: int, *, dataset: int, seed: int, shuffle: bool = True) -> list[int]:
@@ -173,16 +274,8 @@ def _generator(seed: int, *stream: int) -> np.random.Generator:
 class RepeatSampler(Sampler[int]):
     """Indices of a data set in batches of `batch_size`: each index `mini_repeat_count` times, the batch `repeat_count` times.
 
-    Every pass is shuffled by `torch.randperm`, in the order in which GRPO and RLOO draw prompts with the same seed. An incomplete
-    last batch is dropped (trainers keep it).
-
-    Args:
-        data_source: the data set, of which only the length is used.
-        mini_repeat_count: copies of an index, one after another (`num_generations`).
-        batch_size: different indices of a batch.
-        repeat_count: copies of a batch, one after another (`num_iterations`).
-        shuffle: False for the order of the data set.
-        seed: of the order; None draws one.
+    Every pass is shuffled by `torch.randperm`, in the order in which GRPO and RLOO draw prompts with the same `seed` (None: a
+    random one). An incomplete last batch is dropped (trainers keep it).
 
     Example:
         >>> sampler = RepeatSampler(
@@ -205,10 +298,10 @@ class RepeatSampler(Sampler[int]):
         check_at_least("batch_size", batch_size, minimum=1, optional=False)
         check_at_least("repeat_count", repeat_count, minimum=1, optional=False)
         self.data_source, self.mini_repeat_count = data_source, mini_repeat_count
-        self.batch_size, self.repeat_count = batch_size, repeat_count
-        self.shuffle = shuffle
+        self.batch_size, self.repeat_count, self.shuffle = batch_size, repeat_count, shuffle
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         self._pass = 0
+        self._rows = len(data_source) // batch_size * batch_size  # of a pass
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass number `epoch`."""
@@ -217,14 +310,10 @@ class RepeatSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order = pass_order(self._pass, len(self.data_source), seed=self.seed, shuffle=self.shuffle)
         self._pass += 1
-        for first in range(0, self._rows(), self.batch_size):
+        for first in range(0, self._rows, self.batch_size):
             for _ in range(self.repeat_count):
                 for index in order[first : first + self.batch_size]:
                     yield from [index] * self.mini_repeat_count
 
     def __len__(self) -> int:
-        return self._rows() * self.mini_repeat_count * self.repeat_count
-
-    def _rows(self) -> int:
-        """Different rows of a pass."""
-        return len(self.data_source) // self.batch_size * self.batch_size
+        return self._rows * self.mini_repeat_count * self.repeat_count

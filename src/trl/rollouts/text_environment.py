@@ -78,7 +78,7 @@ class TextHistory:
     """Segments of the model or the system (prompt, tools), one after another.
 
     `text` and `tokens` `(T,)` are those of all segments; `text_spans` and `token_spans` their (begin, end), `system_spans` whether
-    the system wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`, `truncated` and `reward` are set at the end.
+    the system wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`, `truncated` and `reward` are set last.
     """
 
     def __init__(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
@@ -131,25 +131,22 @@ class TextHistory:
 
     def show_text(self, show_legend: bool = False) -> None:
         """Print the text, coloured by who wrote it, and the reward."""
-        self._show([[self.text[slice(*span)]] for span in self.text_spans], show_legend)
+        self._show([self.text[slice(*span)] for span in self.text_spans], show_legend)
 
     def show_tokens(self, tokenizer: Any, show_legend: bool = False) -> None:
-        """Print the tokens one by one, coloured by who wrote them, and the reward."""
+        """Print the tokens, coloured by who wrote them, and the reward."""
         parts = [self.tokens[slice(*span)].tolist() for span in self.token_spans]
-        names = [[f"{tokenizer.convert_ids_to_tokens(token)} " for token in part] for part in parts]
-        self._show(names, show_legend)
+        self._show([" ".join([*tokenizer.convert_ids_to_tokens(part), ""]) for part in parts], show_legend)
 
     def show_colour_legend(self) -> None:
         """Print what the colours mean."""
         legend = Text("|").join(Text(name, style) for name, style in STYLES.items())
         Console(highlight=False).print(legend)
 
-    def _show(self, segments: list[list[str]], show_legend: bool) -> None:
+    def _show(self, segments: list[str], show_legend: bool) -> None:
         shown = Text()
-        for index, (system, parts) in enumerate(zip(self.system_spans, segments, strict=True)):
-            author = "Model" if not system else "System" if index else "Prompt"
-            for part in parts:
-                shown.append(part, STYLES[author])
+        for index, (system, segment) in enumerate(zip(self.system_spans, segments, strict=True)):
+            shown.append(segment, STYLES["Model" if not system else "System" if index else "Prompt"])
         if self.reward is not None:
             shown.append(f"\n\nReward: {float(self.reward):.4g}", STYLES["Reward"])
         Console(highlight=False).print(shown)
@@ -168,16 +165,14 @@ class Episodes(NamedTuple):
 
 
 class TextEnvironment:
-    """Lets a model answer queries in turns: it calls tools in its text, their answers are put behind the
-    call.
+    """Lets a model answer queries in turns: it calls tools in its text, whose answers follow the call.
 
-    The model's turn ends with `<request><Tool>query<call>`, with `<submit>`, with an end token or at its
-    length. After a call `answer<response>` is appended and the model goes on. `tools` are callables from text
-    to anything that can be text, by name or in a list. `reward_fn(texts, **columns)` scores the last text
-    that the model wrote in each episode; it returns a number for each, or one for all. `prompt` is put in
-    front of every query. `max_turns` (of model and tool), `max_length` (tokens of an episode; also at most
-    the model's context length) and `max_tool_reponse` (characters of an answer; TRL's spelling, the attribute is `max_tool_response`) are
-    limits. `generation_kwargs` are settings of `Sampling`. `engine` (default: a `TransformersEngine` around `model`) generates.
+    The model's turn ends with `<request><Tool>query<call>`, with `<submit>`, with an end token or at its length. After a call
+    `answer<response>` is appended and the model continues. `tools` are callables of a text, by name or in a list.
+    `reward_fn(texts, **columns)` scores the last text that the model wrote in each episode: a number for each, or one for all.
+    `prompt` precedes every query. `max_turns`, `max_length` (tokens of an episode) and `max_tool_reponse` (characters of an
+    answer; TRL's spelling, the attribute is `max_tool_response`) are limits. `generation_kwargs` are settings of `Sampling`.
+    `engine` (default: a `TransformersEngine` around `model`) generates.
 
     Example:
         >>> env = TextEnvironment(model, tokenizer, {"Calculator": calculate}, reward_fn)  # doctest: +SKIP
@@ -258,9 +253,9 @@ class TextEnvironment:
             text = self.prompt + query
             history = TextHistory(text, self.tokenizer(text)["input_ids"], system=True)
             if self._room(history) == 0:
+                found = f"{len(history.tokens)} tokens with the prompt"
                 raise ValueError(
-                    f"queries[{index}] has {len(history.tokens)} tokens with the prompt, an episode has at "
-                    f"most {self.max_length}. Shorten it, or raise max_length."
+                    f"queries[{index}] has {found}, an episode has at most {self.max_length} (max_length)."
                 )
             histories.append(history)
         return histories
@@ -269,14 +264,12 @@ class TextEnvironment:
         """Generate the model's next turn in every history that is not completed."""
         active = [index for index, history in enumerate(histories) if not history.completed]
         prompts = [histories[index].tokens.tolist() for index in active]
-        found = self.engine.generate(
-            prompts, self.sampling, streams=[first_rng_stream() + one for one in active]
-        )
-        for index, completion in zip(active, found, strict=True):
-            ids = completion.ids
-            last = self.tokenizer.convert_ids_to_tokens(ids[-1])
-            ends = ids[-1] in self.tokenizer.all_special_ids
-            ends = ends and last not in (self.request_token, self.call_token, self.submit_token)
+        streams = [first_rng_stream() + one for one in active]
+        own = (self.request_token, self.call_token, self.submit_token)
+        found = self.engine.generate(prompts, self.sampling, streams=streams)
+        for index, ids in zip(active, (completion.ids for completion in found), strict=True):
+            is_own = self.tokenizer.convert_ids_to_tokens(ids[-1]) in own
+            ends = ids[-1] in self.tokenizer.all_special_ids and not is_own
             text = self._decode(ids[:-1] if ends else ids)  # an end token is no part of the text
             histories[index].append_segment(text, ids, system=False)
         return histories

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl.rollouts.columns import (
+from trl.rollouts.experience import (
     ADVANTAGE,
     CORRECTION,
     FILTERED,
@@ -18,8 +18,8 @@ from trl.rollouts.columns import (
     STOPPED,
     TOOL_OUTPUT,
     TRAINED,
+    Experience,
 )
-from trl.rollouts.experience import Experience
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,10 @@ BUCKETS: tuple[str, ...] = (
 
 METRIC = "tokens/"
 _WHY = {
-    "zero_advantage": "the rewards of each group are equal: check the reward functions, sample more diversely (temperature, "
-    "num_generations), or use dynamic_sampling=True",
-    TRUNCATED: "completions reached max_completion_length and mask_truncated_completions=True masks them: change either",
-    "reward_failed": "every reward function returned None: return a number from at least one of them",
-    "masked": "the sampler's probabilities differ too much from the trainer's: check the sampler, or raise "
-    "vllm_importance_sampling_cap",
+    "zero_advantage": "the rewards of each group are equal (see dynamic_sampling and num_generations)",
+    TRUNCATED: "completions reached max_completion_length (see mask_truncated_completions)",
+    "reward_failed": "every reward function returned None",
+    "masked": "the sampler's probabilities differ too much from the trainer's (see vllm_importance_sampling_cap)",
 }
 
 
@@ -126,23 +124,18 @@ class TokenCounts:
         if added["trained"] or not reasons:
             return
         why = max(reasons, key=lambda name: reasons[name])
-        if why in self._warned:
-            return
-        self._warned.add(why)
-        logger.warning(
-            "No token of a batch of completions is trained (%s), so its loss is 0, apart from the KL penalty. For most of them %s. "
-            "Logged once; counted in tokens/%s.",
-            ", ".join(f"{name} {count}" for name, count in added.items() if count), _WHY[why], why,
-        )  # fmt: skip
+        if why not in self._warned:
+            self._warned.add(why)
+            counts = ", ".join(f"{name} {count}" for name, count in added.items() if count)
+            message = "No token of a batch of completions is trained (%s): for most, %s. Logged once; counted in tokens/%s."
+            logger.warning(message, counts, _WHY[why], why)
 
     def warn_only_kl_differs(self, beta: float, *, metric: str) -> None:
         """Warn, once, that completions of a batch only differ by their KL penalty."""
         if "kl" not in self._warned:
             self._warned.add("kl")
-            logger.warning(
-                "In a batch of completions %s. They only differ by the KL penalty (beta=%s). Logged once; counted in %s.",
-                _WHY["zero_advantage"], beta, metric,
-            )  # fmt: skip
+            message = "In a batch of completions %s: they only differ by the KL penalty (beta=%s). Logged once; counted in %s."
+            logger.warning(message, _WHY["zero_advantage"], beta, metric)
 
     def logged(self) -> dict[str, float]:
         """`tokens/<bucket>` of the run so far, of `trained` and buckets that are not empty."""

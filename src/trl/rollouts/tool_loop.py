@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -16,8 +16,7 @@ from trl.data.formats import remove_none_values
 from trl.data.prompts import PROMPT_IDS
 from trl.data.rendering import Message, ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
-from trl.rollouts.columns import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader, check_tool_template
 from trl.rollouts.tools import FAILURES, Reply, Tool, ToolCall, ToolRunner
@@ -30,12 +29,8 @@ FAILED_OF = "tool_failed_"
 _TURN = 1 << 56  # between the random streams of a row's turns; other streams are far below
 
 
-class Generate(Protocol):
-    """One turn of the policy after each context, each with a random stream and a limit in tokens."""
-
-    def __call__(
-        self, contexts: Sequence[Sequence[int]], *, streams: Sequence[int], limits: Sequence[int]
-    ) -> list[Generated]: ...
+Generate = Callable[..., list[Generated]]
+"""`(contexts, *, streams, limits)`: one turn after each context, with its random stream and limit in tokens."""
 
 
 @dataclass(slots=True)
@@ -106,11 +101,9 @@ class ToolLoop:
         self.iterations, self.context_length = iterations, context_length
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
-        def generate(
-            contexts: Sequence[Sequence[int]], *, streams: Sequence[int], limits: Sequence[int]
-        ) -> list[Generated]:
+        def generate(contexts: Sequence[Sequence[int]], **each: Sequence[int]) -> list[Generated]:
             with maker.accelerator.autocast():
-                return maker.engine.generate(contexts, maker.sampling, streams=streams, limits=limits)
+                return maker.engine.generate(contexts, maker.sampling, **each)
 
         is_alone = maker.accelerator.num_processes == 1 or not maker.engine.together
         own = rows.get("chat_template_kwargs") or [None] * len(streams)
@@ -195,9 +188,7 @@ class ToolLoop:
                 messages, last=episode.ids[-1], ends=ends, template_kwargs=episode.template_kwargs
             )
             if len(ids) < episode.room:
-                zeros = torch.zeros(
-                    len(ids), dtype=episode.logps[-1].dtype
-                )  # log-probs of tokens that were not drawn
+                zeros = torch.zeros(len(ids), dtype=episode.logps[-1].dtype)  # they were not drawn
                 episode.add(ids, zeros, zeros if episode.kept else None, from_tool=True)
                 episode.messages += messages
                 continuing.append(episode)

@@ -53,9 +53,7 @@ class TurnReader:
         self.tokenizer: Any = text_tokenizer(processing_class)
         self.schemas = list(schemas)
         template = getattr(self.tokenizer, "response_template", None)
-        self.template = (
-            None if template == QWEN_RESPONSE_TEMPLATE else template
-        )  # blocks, which are read one by one
+        self.template = None if template == QWEN_RESPONSE_TEMPLATE else template  # which has blocks
         marks = {OPEN, CLOSE, "<think>", "</think>"}
         special = [re.escape(token) for token in self.tokenizer.all_special_tokens if token not in marks]
         self._special = re.compile("|".join(special) or r"\b\B")
@@ -185,9 +183,7 @@ class ReplyWriter:
         text = render(self.processing_class, chat, add_generation_prompt=answered)
         _, mark, tail = text.partition(_MARK.format(len(replies) - 1))
         if not mark:
-            raise TemplateRefusal(
-                "the chat template leaves out the arguments of tool calls. Use one that writes them."
-            )
+            raise TemplateRefusal("the chat template leaves out the arguments of tool calls.")
         return tail
 
 
@@ -197,14 +193,10 @@ def _id(number: int) -> str:
 
 def _call_message(names: Sequence[str]) -> Message:
     """An assistant's message with calls, whose arguments can be found in the rendered text."""
-    calls = [
-        {
-            "id": _id(n),
-            "type": "function",
-            "function": {"name": name or "tool", "arguments": {"x": _MARK.format(n)}},
-        }
-        for n, name in enumerate(names)
+    functions = [
+        {"name": name or "tool", "arguments": {"x": _MARK.format(n)}} for n, name in enumerate(names)
     ]
+    calls = [{"id": _id(n), "type": "function", "function": each} for n, each in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -222,8 +214,7 @@ def check_tool_template(
         shown = render_prompt(processing_class, prompt)
         if shown == render_prompt(processing_class, prompt._replace(tools=None)):
             raise ValueError(
-                "the chat template reads no tools: its text is the same with and without them. Use the template of a model that was "
-                "trained with tools (such as Qwen3)."
+                "the chat template reads no tools. Use that of a model that was trained with tools (Qwen3)."
             )
         writer, calls = ReplyWriter(processing_class, schemas), _call_message([name])
         answered = writer._tail([{"role": "tool", "name": name, "content": _ANSWER}], template_kwargs)
@@ -232,12 +223,11 @@ def check_tool_template(
         raise ValueError(f"tools: {error}") from error
     if _ANSWER not in answered:
         raise ValueError(
-            "the chat template leaves messages of the role 'tool' out. Use the template of a model that was trained with tools."
+            "the chat template leaves messages of the role 'tool' out. Use that of a model with tools (Qwen3)."
         )
     found = TurnReader(processing_class, schemas).of_text(written, before).calls
     if found != [ToolCall(name, calls["tool_calls"][0]["function"]["arguments"])]:
         raise ValueError(
-            f"the calls that the chat template writes cannot be read back: {written[:200]!r} was read as {found}, expected {_SHAPE} or "
-            "the format of the tokenizer's response template. Set tokenizer.response_template (see "
-            "trl.chat_template_utils.add_response_schema), or change the template."
+            f"the calls that the chat template writes cannot be read back: {written[:200]!r} was read as {found}, expected {_SHAPE}. "
+            "Set tokenizer.response_template (trl.chat_template_utils.add_response_schema)."
         )

@@ -58,9 +58,7 @@ def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
     equal names.
     """
     if not isinstance(functions, (list, tuple)):
-        raise TypeError(
-            f"tools must be a list of functions, got {type(functions).__name__}. Put it in a list."
-        )
+        raise TypeError(f"tools must be a list of functions, got {type(functions).__name__}.")
     found: dict[str, Tool] = {}
     for index, function in enumerate(functions):
         tool = _tool(index, function)
@@ -71,19 +69,16 @@ def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
 
 
 def _tool(index: int, function: Any) -> Tool:
+    name = getattr(function, "__name__", type(function).__name__)
     if not callable(function) or inspect.isclass(function):
-        given = function.__name__ if inspect.isclass(function) else type(function).__name__
-        raise TypeError(f"tools[{index}] is a {given}, expected a function, sync or async. {_ADVICE}")
+        raise TypeError(f"tools[{index}] is a {name}, expected a function, sync or async. {_ADVICE}")
     try:
         schema = get_json_schema(function)
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind is parameter.POSITIONAL_ONLY:  # models give arguments by name
-                raise TypeError(f"argument {name!r} cannot be given by name (it stands before '/')")
+        parameters = inspect.signature(function).parameters.values()
+        if any(each.kind is each.POSITIONAL_ONLY for each in parameters):
+            raise TypeError("models give arguments by name, and '/' forbids it")
     except Exception as error:  # signatures that cannot be read raise all kinds of errors
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ValueError(
-            f"tools[{index}] ({name}) cannot be described to the model: {type(error).__name__}: {error}. {_ADVICE}"
-        ) from error
+        raise ValueError(f"tools[{index}] ({name}) has no schema: {error}. {_ADVICE}") from error
     return Tool(function, schema)
 
 

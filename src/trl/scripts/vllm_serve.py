@@ -58,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(arguments: ServeArguments) -> None:
-    """Load the model and answer requests until the process is told to end.
+    """Load the model and answer requests until SIGTERM or Ctrl-C.
 
-    Raises: CommandError for what was asked for in vain: vLLM or the token is missing, the address is taken.
+    Raises: CommandError if vLLM or the token is missing, or the address is taken.
     """
     from trl.generation.serving.connection import VARIABLE, check_token_source, server_token, token_file
 
@@ -85,9 +85,9 @@ def serve(arguments: ServeArguments) -> None:
         try:  # after the port is this server's: the file is named after it, and would replace that of another server
             token = stack.enter_context(server_token(arguments.host, arguments.port))
         except OSError as error:
+            place = token_file(arguments.port)
             raise CommandError(
-                f"The token cannot be written to {token_file(arguments.port)}: {error.strerror or error}. Set {VARIABLE} to a secret, "
-                "here and where the training runs."
+                f"The token cannot be written to {place}: {error}. Set {VARIABLE} to a secret."
             ) from error
         logger.info("Serving %s on http://%s:%d", arguments.model, arguments.host, arguments.port)
         try:
@@ -131,9 +131,7 @@ def loaded(arguments: ServeArguments) -> Iterator[VLLMBackend]:
     try:
         backend = VLLMBackend(ServedModel(**served))
     except Exception as error:
-        raise CommandError(
-            f"vLLM could not load {arguments.model}: {error} What it logged above says why; TRL_TRACEBACK=1 shows where."
-        ) from error
+        raise CommandError(f"vLLM could not load {arguments.model}: {error} See its log above.") from error
     try:
         yield backend
     finally:
@@ -141,10 +139,8 @@ def loaded(arguments: ServeArguments) -> Iterator[VLLMBackend]:
 
 
 def _taken(arguments: ServeArguments, error: OSError) -> str:
-    return (
-        f"Nothing can listen on {arguments.host}:{arguments.port}: {error.strerror or error}. Choose another --port, or end the "
-        "server that has it."
-    )
+    address = f"{arguments.host}:{arguments.port}"
+    return f"Nothing can listen on {address}: {error.strerror or error}. Choose another --port, or end its server."
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.objectives.distillation import Divergence, TeacherLoss
 from trl.options.training import config_or_default
-from trl.rollouts.columns import SCORES, TRAINED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import SCORES, TRAINED, Experience
 from trl.rollouts.measures import measured_lengths
 from trl.rollouts.tool_loop import tool_metrics
 from trl.tensors.reduce import LossTerms, Weighted, weighted

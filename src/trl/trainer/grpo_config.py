@@ -16,8 +16,7 @@ from trl.options.groups import documented, option, same
 from trl.options.methods import ReferenceSync, RewardFailure, RewardPolicy
 from trl.options.shared import PrefixSharingMode, shared
 from trl.options.training import TrainingDefaults
-from trl.rollouts.group_sizes import GroupSettings, check_evaluation, group_sizes
-from trl.rollouts.schedule import RolloutSizes
+from trl.rollouts.schedule import GroupSettings, RolloutSizes, check_evaluation, group_sizes
 
 
 @dataclass

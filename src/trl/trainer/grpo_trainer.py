@@ -23,7 +23,7 @@ from trl.objectives.group_policy import (
     token_losses,
 )
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
-from trl.rollouts.columns import (
+from trl.rollouts.experience import (
     ADVANTAGE,
     CHOSEN,
     CORRECTION,
@@ -35,8 +35,9 @@ from trl.rollouts.columns import (
     STUDENT,
     TEACHER,
     TRAINED,
+    Experience,
+    concatenate,
 )
-from trl.rollouts.experience import Experience, concatenate
 from trl.rollouts.token_counts import token_advantages
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.trainer.grpo_config import GroupTraining, GRPOConfig

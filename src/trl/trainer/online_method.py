@@ -14,7 +14,7 @@ from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
 from trl.objectives.group_policy import GroupOptions, GroupTokens
 from trl.rewards.result import RewardInputs
-from trl.rollouts.columns import (
+from trl.rollouts.experience import (
     CHOSEN,
     CORRECTION,
     LENGTH,
@@ -24,8 +24,8 @@ from trl.rollouts.columns import (
     STOPPED,
     TOOL_OUTPUT,
     TRAINED,
+    Experience,
 )
-from trl.rollouts.experience import Experience
 from trl.rollouts.measures import measured_groups
 from trl.rollouts.token_counts import token_advantages
 from trl.rollouts.tool_loop import tool_metrics

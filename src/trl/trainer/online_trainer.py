@@ -33,7 +33,7 @@ from trl.models.switches import undisturbed, without_ddp
 from trl.options.training import config_or_default
 from trl.rewards.models import place_reward_models
 from trl.rewards.source import RewardSources
-from trl.rollouts.columns import (
+from trl.rollouts.experience import (
     ADVANTAGE,
     MEAN_LENGTH,
     OLD,
@@ -43,14 +43,15 @@ from trl.rollouts.columns import (
     STUDENT,
     TEACHER,
     VALUES,
+    Experience,
+    load_rollout_batch,
+    save_rollout_batch,
 )
-from trl.rollouts.experience import Experience, load_rollout_batch, save_rollout_batch
-from trl.rollouts.group_sizes import check_evaluation
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker
 from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, extremes_of_processes, of_all_processes
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
-from trl.rollouts.schedule import RolloutSizes, step_rows
+from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
 from trl.rollouts.token_counts import TokenCounts, sampled_tokens
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer import group_setup

@@ -41,8 +41,7 @@ from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalt
 from trl.objectives.ppo import ppo_losses, whitened_estimates
 from trl.reporting.ppo_statistics import MinibatchRecord, step_statistics
 from trl.reporting.step_statistics import stats_to_np
-from trl.rollouts.columns import ADVANTAGE, OLD, RETURNS, TRAINED, VALUES
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import ADVANTAGE, OLD, RETURNS, TRAINED, VALUES, Experience
 from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.tensors.reduce import Weighted, count_units, reduce_terms, where_counted
 from trl.tensors.statistics import entropy_from_logits

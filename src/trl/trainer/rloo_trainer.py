@@ -14,8 +14,7 @@ from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import leave_one_out, normalized, reward_statistics
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
-from trl.rollouts.columns import OLD, REF, SCORES, TRAINED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import OLD, REF, SCORES, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.grpo_config import GroupTraining

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from trl.options.groups import documented, option
-from trl.rollouts.group_sizes import kept_sizes
-from trl.rollouts.schedule import RolloutSizes
+from trl.rollouts.schedule import RolloutSizes, kept_sizes
 from trl.trainer.grpo_config import GRPOConfig
 
 

@@ -14,8 +14,7 @@ from trl.objectives.group_advantages import best_of_groups
 from trl.options.training import config_or_default
 from trl.rewards.functions import accepted, name_of, parameters_of
 from trl.rewards.result import RewardInputs
-from trl.rollouts.columns import FILTERED, LENGTH, SCORES
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import FILTERED, LENGTH, SCORES, Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.grpo_config import GroupTraining

@@ -16,13 +16,11 @@ from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config imp
 from trl.legacy.interface import NOT_CALLED_OF_REPLAY
 from trl.objectives.group_advantages import group_moments, has_no_variance
 from trl.options.training import config_or_default
-from trl.rollouts.columns import MEAN_LENGTH, OLD, REPLAYED, SCORES
-from trl.rollouts.experience import Experience, concatenate
-from trl.rollouts.group_sizes import rows_of_groups
+from trl.rollouts.experience import MEAN_LENGTH, OLD, REPLAYED, SCORES, Experience, concatenate
 from trl.rollouts.measures import sampled_lengths
 from trl.rollouts.replay import GroupBuffer
 from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
-from trl.rollouts.schedule import replayed_groups
+from trl.rollouts.schedule import replayed_groups, rows_of_groups
 from trl.tensors.reduce import Weighted
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.experimental.minillm.minillm_config import MiniLLMConfig
 from trl.objectives.distillation import Divergence, discounted_advantages
 from trl.objectives.group_policy import LOSS_TYPES
-from trl.rollouts.columns import MEAN_LENGTH, TRAINED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, weighted
 from trl.trainer.grpo_config import RolloutTraining
 from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer

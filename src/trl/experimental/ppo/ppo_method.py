@@ -15,8 +15,7 @@ from trl.objectives.advantages import TokenRewards, rollout_metrics, token_rewar
 from trl.objectives.kl import kl_penalty, probability_ratio
 from trl.objectives.ppo import clipped_surrogate, ppo_losses, whitened_estimates
 from trl.rewards.result import RewardInputs
-from trl.rollouts.columns import OLD, REF, RETURNS, SCORES, TRAINED, VALUES
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import OLD, REF, RETURNS, SCORES, TRAINED, VALUES, Experience
 from trl.rollouts.maker import ends_with
 from trl.tensors.moments import over_processes
 from trl.tensors.ragged import Ragged

@@ -53,8 +53,7 @@ from trl.models.switches import undisturbed
 from trl.objectives.kl import k1
 from trl.reporting.step_scores import Processes
 from trl.rewards.result import source_means
-from trl.rollouts.columns import OLD, REF
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.maker import Completed
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer

@@ -65,24 +65,24 @@ class Run:
         """Train with a trainer and a config of these `kinds`, and save the model.
 
         `given` are arguments of the trainer, `settings` values of the config, `steps` its optimiser steps; the `shown` metrics
-        (name -> label) are printed, with the model's answers if there are `answers`.
+        (name -> label) are printed, with exact match if the model `answers`.
         """
         steps = self.max_steps or steps
-        common = {
-            "output_dir": str(self.output_dir / stage),
-            "max_steps": steps,
-            "warmup_steps": min(20, steps // 10),
-            "adam_beta2": 0.95,
-            "weight_decay": 0.01,
-            "gradient_checkpointing": False,
-            "logging_steps": min(10, steps),
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "seed": self.seed,
-        }
-        args = kinds[1](**{**common, **settings})
+        args = kinds[1](
+            output_dir=str(self.output_dir / stage),
+            max_steps=steps,
+            warmup_steps=min(20, steps // 10),
+            adam_beta2=0.95,
+            weight_decay=0.01,
+            gradient_checkpointing=False,
+            logging_steps=min(10, steps),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=self.seed,
+            **settings,
+        )
         trainer = kinds[0](**{"model": self.model, "args": args, "processing_class": self.tokenizer, **given})
         progress = Progress(self.console, shown, self.tokenizer, self.task.held_out if answers else None)
         trainer.remove_callback(PrinterCallback)
