@@ -153,7 +153,7 @@ NOTHING = {
     "no reward": ({"reward_funcs": nobody}, "every reward function returned None", "reward_failed"),
     "all truncated": (
         {"mask_truncated_completions": True, "generation_kwargs": {"min_new_tokens": 4}, "max_completion_length": 4},
-        "reached max_completion_length and mask_truncated_completions=True",
+        "reached max_completion_length",
         "truncated",
     ),
 }  # fmt: skip

@@ -189,9 +189,8 @@ class RewardSources:
             raise RewardError(f"{text} reward_failure='skip' continues without its scores.") from cause
         if (number, type(error)) not in self._warned:
             self._warned.add((number, type(error)))
-            logger.warning(
-                "%s These rows have no score of it (logged once, then counted).", text, exc_info=cause
-            )
+            skipped = "These rows have no score of it (reward_failure='skip'; logged once, then counted)."
+            logger.warning("%s %s", text, skipped, exc_info=cause)
 
     def _result(self, answers: Sequence[Answers], inputs: RewardInputs) -> RewardResult:
         columns = [[math.nan if v is None else v for v in each.values] for each in answers]
