@@ -12,8 +12,7 @@ from benchmarks.group_loops import Work, make_trainer, now
 from benchmarks.prefix_sharing import Sharing, seconds_in_turn
 from benchmarks.throughput import tree_operations
 
-from trl.rollouts.experience import SAMPLING_LOGPS, STOPPED
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import SAMPLING_LOGPS, STOPPED, Experience
 from trl.rollouts.maker import Completed
 from trl.tensors.ragged import Ragged
 
