@@ -11,15 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import (
-    Row,
-    as_ids,
-    check_columns,
-    mask_of,
-    pad_with_mask,
-    real_tokens,
-    round_up,
-)
+from trl.collators.rows import Row, as_ids, check_columns, mask_of, pad_with_mask, real_tokens, round_up
 from trl.options.checks import check_at_least
 from trl.tensors.segments import Segments
 

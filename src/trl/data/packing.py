@@ -30,10 +30,7 @@ ROWS_AT_ONCE = 100_000  # bounds memory; a streaming data set takes `map`'s own 
 
 
 def pack_dataset(
-    dataset: DatasetType,
-    seq_length: int,
-    strategy: str = "bfd",
-    map_kwargs: dict[str, Any] | None = None,
+    dataset: DatasetType, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
 ) -> DatasetType:
     """Rows of up to `seq_length` tokens, each made of several rows of `dataset`; all columns are lists per token.
 

@@ -13,11 +13,7 @@ from typing import Any, cast
 import datasets
 import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
-from datasets.exceptions import (
-    DataFilesNotFoundError,
-    DatasetGenerationError,
-    DatasetNotFoundError,
-)
+from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 
 from trl.data.formats import column_names
 from trl.data.hub import HubUnreachable, loading_from_hub, may_be_on_hub

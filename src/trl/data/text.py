@@ -28,22 +28,8 @@ from trl.data.pipeline import (
 from trl.data.ragged import Ragged, is_number_list, read_ragged, truncate_rows
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
-from trl.data.tokenization import (
-    encode,
-    encode_closed,
-    read_chat,
-    read_text,
-    tokenize_split,
-    with_eos,
-)
-from trl.data.validation import (
-    SFT_TYPES,
-    Place,
-    RowType,
-    check_sft_settings,
-    check_tokenizer,
-    sft_row_type,
-)
+from trl.data.tokenization import encode, encode_closed, read_chat, read_text, tokenize_split, with_eos
+from trl.data.validation import SFT_TYPES, Place, RowType, check_sft_settings, check_tokenizer, sft_row_type
 
 logger = logging.getLogger(__name__)
 

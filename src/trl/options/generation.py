@@ -19,18 +19,10 @@ class Completions(OptionGroup):
         "max_completion_length", 256, help="Longest completion, in tokens. None: the model's context length."
     )
     temperature: float = shared("temperature")
-    top_p: float = option(
-        1.0, "Draw from the fewest most likely tokens of this total probability. 1: from all.", "(0, 1]"
-    )
-    top_k: int | None = option(
-        None, "Draw from this many most likely tokens. None, 0 or -1: from all.", ">= 0"
-    )
-    min_p: float | None = option(
-        None, "Draw from tokens at least this share as likely as the likeliest. None: from all.", "[0, 1]"
-    )
-    repetition_penalty: float = option(
-        1.0, "Divides the scores of tokens that the prompt or completion already has. 1: none.", "> 0"
-    )
+    top_p: float = option(1.0, "Draw from the fewest likeliest tokens of this total probability.", "(0, 1]")
+    top_k: int | None = option(None, "Draw from this many likeliest tokens. None, 0 or -1: all.", ">= 0")
+    min_p: float | None = option(None, "Least probability of a token, relative to the likeliest.", "[0, 1]")
+    repetition_penalty: float = option(1.0, "Divides the scores of tokens that were there before.", "> 0")
     generation_kwargs: dict[str, Any] | str | None = option(
         None, "Further fields of GenerationConfig, as a dict or JSON object; they win over these fields."
     )
@@ -42,9 +34,7 @@ class Completions(OptionGroup):
     vllm_model_impl: VLLMModelImpl = option(
         "vllm", "With 'colocate', whose code of the model vLLM runs: 'vllm' or 'transformers'."
     )
-    vllm_enable_sleep_mode: bool = option(
-        False, "With 'colocate', free vLLM's memory while the policy is updated."
-    )
+    vllm_enable_sleep_mode: bool = option(False, "With 'colocate', free vLLM's memory during updates.")
     vllm_guided_decoding_regex: str | None = option(
         None, "Regular expression that every completion must match. None: none.", needs="use_vllm"
     )
@@ -53,12 +43,8 @@ class Completions(OptionGroup):
     )
     vllm_server_host: str = option("0.0.0.0", "Host of the server. 0.0.0.0: this machine.")
     vllm_server_port: int = option(8000, "Port of the server.")
-    vllm_server_timeout: float = option(
-        240.0, "Seconds to wait for the server, at the start and when it restarts during a run.", "(0, inf]"
-    )
-    vllm_group_port: int = option(
-        51216, "Port of the server's machine for the transfer of weights; each server needs its own."
-    )
+    vllm_server_timeout: float = option(240.0, "Seconds to wait for the server to start.", "(0, inf]")
+    vllm_group_port: int = option(51216, "Port for the transfer of weights; each server needs its own.")
     vllm_gpu_memory_utilization: float = option(
         0.3, "With 'colocate', the share of each device's memory that vLLM takes.", "(0, 1]"
     )
@@ -96,10 +82,8 @@ class Generation(Completions):
     )
     wandb_log_unique_prompts: bool | None = moved(to="log_unique_prompts", flag=True)
     max_tool_calling_iterations: int | None = option(
-        None,
-        "Rounds of tool calls per completion; further ones are cut off and counted. None: no limit.",
-        ">= 1",
+        None, "Rounds of tool calls per completion; further ones are cut off. None: no limit.", ">= 1"
     )
     tool_deadline: float | None = option(
-        60.0, "Seconds after which the policy is told that a tool call failed. None: no limit.", "(0, inf]"
+        60.0, "Seconds until a tool call has failed. None: never.", "(0, inf]"
     )

@@ -18,19 +18,11 @@ class PreferenceOptions(RowOptions):
 
     max_prompt_length: int | None = shared("max_prompt_length")
     max_completion_length: int | None = shared("max_completion_length")
-    truncation_mode: TruncationMode = option(
-        "keep_end", "Which end of a text that is too long is kept: 'keep_end' or 'keep_start'."
-    )
+    truncation_mode: TruncationMode = option("keep_end", "Kept end of a long text: keep_end or keep_start.")
     disable_dropout: bool = shared("disable_dropout")
-    generate_during_eval: bool = option(
-        False, "At each evaluation, log a table of completions by the policy and the reference."
-    )
-    label_pad_token_id: int = option(
-        -100, "Label of untrained positions. Only -100 is supported.", "[-100, -100]"
-    )
-    padding_value: int | None = option(
-        None, "Token id of padded positions, which are masked. None: that of pad_token.", "(-inf, inf)"
-    )
+    generate_during_eval: bool = option(False, "At evaluations, log completions of policy and reference.")
+    label_pad_token_id: int = option(-100, "Label of untrained positions: only -100.", "[-100, -100]")
+    padding_value: int | None = option(None, "Padding token id. None: that of pad_token.", "(-inf, inf)")
 
     def prompt_limit(self, *, is_encoder_decoder: bool) -> int | None:
         """`max_prompt_length`; None where its default is no less than `max_length`, which then limits prompts alone."""
@@ -56,7 +48,7 @@ class PromptFirstOptions(PreferenceOptions):
         "max_completion_length", help="Longest completion of an encoder-decoder, in tokens. None: no limit."
     )
     is_encoder_decoder: bool | None = option(
-        None, "Whether the model is an encoder-decoder. None: read its config.", flag=True
+        None, "Whether the model is one. None: read its config.", flag=True
     )
 
     def prompt_limit(self, *, is_encoder_decoder: bool) -> int | None:
@@ -70,9 +62,7 @@ class PromptFirstOptions(PreferenceOptions):
 class ReferencePolicy(OptionGroup):
     """The implicit reward and the reference policy of DPO, KTO and BCO."""
 
-    beta: float = option(
-        0.1, "Scale of the implicit reward, beta * log-ratio. Larger: closer to the reference."
-    )
+    beta: float = option(0.1, "Scale of the implicit reward. Larger: closer to the reference.")
     ref_model_init_kwargs: dict[str, Any] | str | None = option(
         None, "Arguments of from_pretrained, as a dict or JSON object, for a ref_model given by name or path."
     )
@@ -87,18 +77,10 @@ class PPOOptions(OptionGroup):
     """Generalised advantage estimation, and PPO's losses of policy and value function."""
 
     gamma: float = option(1.0, "Discount of rewards, per token.", "[0, 1]")
-    lam: float = option(
-        0.95, "Lambda of generalised advantage estimation. 0: values alone; 1: rewards alone.", "[0, 1]"
-    )
-    whiten_rewards: bool = option(
-        False, "Scale the tokens' rewards to unit variance before advantages are estimated."
-    )
-    cliprange: float = option(
-        0.2, "How far the ratio of new to old probability may leave 1 before it is clipped.", "(0, inf]"
-    )
-    cliprange_value: float = option(
-        0.2, "How far a value may leave that of the rollout before it is clipped.", "(0, inf]"
-    )
+    lam: float = option(0.95, "Lambda of generalised advantage estimation. 0: values alone.", "[0, 1]")
+    whiten_rewards: bool = option(False, "Scale the tokens' rewards to unit variance.")
+    cliprange: float = option(0.2, "How far the ratio of probabilities may leave 1 unclipped.", "(0, inf]")
+    cliprange_value: float = option(0.2, "How far a value may leave the rollout's unclipped.", "(0, inf]")
     vf_coef: float = option(0.1, "Weight of the value loss beside the policy loss, >= 0.")
 
 
@@ -106,9 +88,7 @@ class PPOOptions(OptionGroup):
 class RewardPolicy(OptionGroup):
     """Weights of reward functions and models, and what happens if they fail."""
 
-    reward_weights: list[float] | None = option(
-        None, "Weight of each reward function or model in the sum. None: 1 each."
-    )
+    reward_weights: list[float] | None = option(None, "Weight of each reward in the sum. None: 1 each.")
     reward_deadline: float | None = option(
         None, "Seconds after which a call of a reward function is abandoned. None: no limit.", "(0, inf]"
     )
@@ -121,8 +101,6 @@ class RewardPolicy(OptionGroup):
 class ReferenceSync(OptionGroup):
     """A reference that follows the policy (TR-DPO)."""
 
-    sync_ref_model: bool = option(
-        False, "Every ref_model_sync_steps steps, replace the reference by a mixture of policy and reference."
-    )
+    sync_ref_model: bool = option(False, "Mix the policy into the reference every ref_model_sync_steps.")
     ref_model_mixup_alpha: float = option(0.6, "Share of the policy in that mixture.", "[0, 1]")
     ref_model_sync_steps: int = option(512, "Optimiser steps between two updates of the reference.", ">= 1")

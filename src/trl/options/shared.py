@@ -16,29 +16,17 @@ class SharedFields:
     model_init_kwargs: dict[str, Any] | str | None = option(
         None, "Arguments of from_pretrained, as a dict or JSON object, for a model given by name or path."
     )
-    model_adapter_name: str | None = option(
-        None, "Name of the adapter that is trained, in a model with several."
-    )
-    ref_adapter_name: str | None = option(
-        None, "Name of the adapter that is the reference. None: the base model without any adapter."
-    )
-    disable_dropout: bool = option(
-        True, "Train without dropout, so that policy and reference differ by their weights only."
-    )
+    model_adapter_name: str | None = option(None, "Adapter that is trained, in a model with several.")
+    ref_adapter_name: str | None = option(None, "Adapter that is the reference. None: no adapter.")
+    disable_dropout: bool = option(True, "Train without dropout, as the reference is scored.")
     prefix_sharing: PrefixSharingMode = option(
         "auto",
         "Run each prompt once for all of its completions: same losses and gradients, less time and memory. "
         "'auto': if the model can; True: or raise an error; False: repeat the prompt for each completion.",
     )
-    padding_free: bool = option(
-        False, "Concatenate the sequences of a batch without padding: same loss, less memory and time."
-    )
-    dataset_num_proc: int | None = option(
-        None, "Processes that prepare the dataset. None: this process.", ">= 1"
-    )
-    shuffle_dataset: bool = option(
-        False, "Shuffle the rows once, with `seed`, before they are packed and sampled."
-    )
+    padding_free: bool = option(False, "Concatenate the sequences of a batch without padding: same loss.")
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset. None: one.", ">= 1")
+    shuffle_dataset: bool = option(False, "Shuffle the rows once, before they are packed and sampled.")
     max_length: int | None = option(
         1024, "Longest sequence or packed row, in tokens; longer ones lose their end. None: no limit.", ">= 1"
     )
@@ -48,12 +36,8 @@ class SharedFields:
     max_completion_length: int | None = option(
         None, "Longest completion, in tokens; longer ones lose their end. None: no limit.", ">= 1"
     )
-    pad_token: str | None = option(
-        None, "Token used for padding. None: the tokenizer's padding token, else its end-of-sequence token."
-    )
-    label_smoothing: float = option(
-        0.0, "Probability that a pair's label is wrong (cDPO, robust DPO). 0: clean labels.", "[0, 0.5)"
-    )
+    pad_token: str | None = option(None, "Padding token. None: the tokenizer's, else its eos token.")
+    label_smoothing: float = option(0.0, "Probability that a pair's label is wrong (cDPO).", "[0, 0.5)")
     teacher_model_name_or_path: str | None = option(None, "Teacher, if none is passed to the trainer.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = option(
         None, "Arguments of from_pretrained for the teacher, as a dict or JSON object."
@@ -69,11 +53,9 @@ class SharedFields:
     )
     temperature: float = option(1.0, "Divides the logits, in sampling and in all log-probabilities.", "> 0")
     ds3_gather_for_generation: bool = option(
-        True, "Under ZeRO-3, gather the weights once for a rollout: faster, but they must fit on a device."
+        True, "Under ZeRO-3, gather the weights for a rollout: faster, but they must fit on a device."
     )
-    use_liger_loss: bool | None = moved(
-        "every loss is computed in chunks, without logits of the whole vocabulary.", flag=True
-    )
+    use_liger_loss: bool | None = moved("losses never need logits of the whole vocabulary.", flag=True)
     base_model_attribute_name: str = option("model", "Deprecated: the decoder is found automatically.")
 
 

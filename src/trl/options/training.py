@@ -85,12 +85,8 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         "Train in bfloat16 mixed precision. None: where the accelerator has it, unless fp16 is set.",
         flag=True,
     )
-    gradient_checkpointing: bool = option(
-        True, "Recompute activations in the backward pass: less memory for about one more forward pass."
-    )
-    resume_from_checkpoint: str | None = option(
-        None, "Checkpoint to resume from: its folder, or true for the newest in output_dir."
-    )
+    gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
+    resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(
         None,
         "Parts of the checkpoint that resuming starts anew, for a checkpoint that lost them: optimizer (with the "
@@ -164,15 +160,11 @@ class SequenceOptions(RowOptions):
     chat_template_path: str | None = option(
         None, "Chat template: a Jinja file, or a tokenizer whose added tokens are cloned too. None: the own."
     )
-    eos_token: str | None = option(
-        None, "Token that ends a sequence. None: the tokenizer's end-of-sequence token."
-    )
+    eos_token: str | None = option(None, "Token that ends a sequence. None: the tokenizer's eos token.")
     pad_to_multiple_of: int | None = option(
         None, "Pad batches to a multiple of this many tokens. None: to the longest sequence.", ">= 1"
     )
-    activation_offloading: bool = option(
-        False, "Keep the activations of the backward pass in CPU memory. No effect on a CPU."
-    )
+    activation_offloading: bool = option(False, "Keep activations in CPU memory. No effect on a CPU.")
 
 
 def wrong_config(args: Any, config_class: type) -> TypeError:
