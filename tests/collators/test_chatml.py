@@ -36,15 +36,6 @@ def test_only_the_last_answer_is_trained(tokenizer):
     assert tokenizer.convert_ids_to_tokens(labels[labels != -7].tolist()) == ["no", "</s>"]
 
 
-def test_the_end_token_is_trained_when_it_is_the_pad_token():
-    tokenizer = word_tokenizer(pad_token="</s>", chat_template=CHAT_TEMPLATE)
-    batch = DataCollatorForChatML(tokenizer)(
-        [{"messages": chat("hi", "yes")}, {"messages": chat("a b", "no")}]
-    )
-    assert batch["labels"][:, -1].tolist() == [3, 3]
-    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1], [1] * 7]
-
-
 def test_rows_that_bring_their_tokens_and_prompt(tokenizer):
     collate = DataCollatorForChatML(tokenizer, prompt_key="question", messages_key="chat")
     expected = collate([{"chat": chat("hi", "yes")}])
@@ -66,10 +57,6 @@ def test_long_rows_lose_their_end_and_untrained_ones_are_counted(tokenizer):
         batch = collate([{"messages": chat("hi", "yes")}, {"messages": chat("a b c d", "yes")}])
     assert (batch["labels"][1] == -100).all()
     assert batch["prompts"].shape == (2, 5)
-
-
-def test_the_default_length(tokenizer):
-    assert DataCollatorForChatML(tokenizer).max_length == 1024
 
 
 @pytest.mark.parametrize(

@@ -39,17 +39,6 @@ def test_every_answer_with_an_instruction_template(tokenizer):
     assert trained_words(tokenizer, collate, *texts) == ["b </s> d e", "b c", "c"]
 
 
-def test_batch_by_hand(tokenizer):
-    collate = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer)
-    rows = [{"input_ids": [7, 15, 8, 3]}, {"input_ids": [15, 9]}]
-    batch = collate(rows)
-    assert {name: value.tolist() for name, value in batch.items()} == {
-        "input_ids": [[7, 15, 8, 3], [15, 9, 0, 0]],
-        "attention_mask": [[1, 1, 1, 1], [1, 1, 0, 0]],
-        "labels": [[-100, -100, 8, 3], [-100, 9, -100, -100]],
-    }
-
-
 def test_lists_of_ids_on_the_left():
     tokenizer = word_tokenizer()
     tokenizer.padding_side = "left"
@@ -91,12 +80,6 @@ def test_the_end_token_is_trained_when_it_is_the_pad_token():
     )
     assert batch["labels"].tolist() == [[-100, 8, 3], [-100, 3, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-
-
-def test_padding_in_the_rows_is_removed(tokenizer):
-    collate = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer)
-    batch = collate([{"input_ids": [15, 8, 3, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}])
-    assert batch["labels"].tolist() == [[-100, 8, 3]]
 
 
 def test_rows_without_a_template_are_masked_and_counted(tokenizer):

@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
-from trl.data.packing import pack_dataset
 
 ROWS = [
     {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]},
@@ -54,13 +52,6 @@ def test_padding_free_by_hand():
     }
 
 
-def test_the_loss_on_everything():
-    padded = DataCollatorForLanguageModeling(pad_token_id=0, completion_only_loss=False)(ROWS)
-    assert padded["labels"].tolist() == [[5, 6, 7], [8, 9, -100]]
-    packed = DataCollatorForLanguageModeling(0, completion_only_loss=False, padding_free=True)(ROWS)
-    assert packed["labels"].tolist() == [[-100, 6, 7, -100, 9]]
-
-
 def test_all_masks_must_allow_a_token():
     rows = [{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}]
     assert DataCollatorForLanguageModeling(0)(rows)["labels"].tolist() == [[-100, 2, -100, 4]]
@@ -86,29 +77,6 @@ def test_packed_rows_are_packed_with_restarting_positions():
         "input_ids": [[1, 2, 3, 4, 5, 6, 7]],
         "position_ids": [[0, 1, 2, 0, 1, 0, 1]],
         "labels": [[-100, 2, 3, -100, 5, -100, 7]],
-    }
-
-
-def test_packing_gives_the_batch_of_the_unpacked_rows():
-    rng = np.random.default_rng(0)
-    lengths = np.sort(rng.integers(1, 30, 12))[::-1]
-    rows = [
-        {"input_ids": rng.integers(3, 90, n).tolist(), "completion_mask": rng.integers(0, 2, n).tolist()}
-        for n in lengths
-    ]
-    collate = DataCollatorForLanguageModeling(0, padding_free=True)
-    packed = collate(list(pack_dataset(Dataset.from_list(rows), 1000)))
-    assert as_lists(packed) == as_lists(collate(rows))
-
-
-def test_multiples_padded():
-    batch = DataCollatorForLanguageModeling(0, pad_to_multiple_of=4)(
-        [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6]}]
-    )
-    assert as_lists(batch) == {
-        "input_ids": [[1, 2, 3, 4, 5, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0, 0]],
-        "attention_mask": [[1, 1, 1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
-        "labels": [[1, 2, 3, 4, 5, -100, -100, -100], [6] + [-100] * 7],
     }
 
 

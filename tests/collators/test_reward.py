@@ -108,11 +108,6 @@ def test_the_older_collator(older, side):
         assert all(found[name].tolist() == expected[name].tolist() for name in expected)
 
 
-def test_the_older_collator_rounds_up():
-    batch = RewardDataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8)(ROWS)
-    assert batch["input_ids_chosen"].shape == batch["input_ids_rejected"].shape == (4, 8)
-
-
 def test_batches_of_other_collators():
     ids = torch.tensor([[5, 6], [5, 7], [3, 4], [4, 4]])
     batch = as_reward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=True)
@@ -127,8 +122,3 @@ def test_batches_of_other_collators():
         as_reward_batch({"tokens": ids}, prefix_sharing=True)
     with pytest.raises(ValueError, match="'input_ids_chosen'"):
         RewardDataCollatorWithPadding(tokenizer())([{"text": "Look up."}])
-
-
-def test_a_batch_of_one_row_has_its_margin():
-    row = {"input_ids_chosen": [5, 6], "input_ids_rejected": [5], "margin": 0.5}
-    assert RewardDataCollatorWithPadding(tokenizer())([row])["margin"].tolist() == [0.5]

@@ -15,6 +15,7 @@ from trl.data.preference import (
     prepare_preference_dataset,
     prepare_reward_dataset,
 )
+from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset
 from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 
@@ -29,6 +30,7 @@ CHATS = {"prompt": [ASK], "chosen": [UP], "rejected": [NEXT]}
 TOKENS = {"prompt_input_ids": [5, 6], "chosen_input_ids": [7], "rejected_input_ids": [8, 9]}
 LONG = [TOKENS, {**TOKENS, "prompt_input_ids": [5, 6, 7, 8, 9]}]
 JUDGED: dict[str, Any] = {"prompt": "Q: Why?", "completion": " A: So.", "label": True}
+SOLVED = {"prompt": "How many?", "completions": ["Seven.", "And 12."], "labels": [True, False]}
 JUDGED_TOKENS = {"prompt_input_ids": [5], "completion_input_ids": [6], "label": True}
 ONLY = {"assistant_only_loss": True}
 NAN = float("nan")
@@ -181,11 +183,31 @@ UNPAIRED = {
     "no chat template": Bad([{**TURN, "label": True}], ValueError, "row 0, column 'completion'", template="none"),
 }  # fmt: skip
 
+STEPS = {
+    "labels of another number": Bad(after(SOLVED, labels=[True]), ValueError, "train dataset, row 1, column 'labels': 1 labels for 2 steps"),
+    "labels that are numbers": Bad([{**SOLVED, "labels": [1, 0]}], TypeError, "row 0, column 'labels[0]': 1 is of type int, expected true or false. Convert the column"),
+    "a label that is missing": Bad([{**SOLVED, "labels": [True, None]}], ValueError, "row 0, column 'labels[1]': None"),
+    "one label": Bad([{**SOLVED, "labels": True}], TypeError, "row 0, column 'labels': True is of type bool, expected a list"),
+    "no steps": Bad([{**SOLVED, "completions": [], "labels": []}], ValueError, "row 0, column 'completions': an empty list"),
+    "an empty step": Bad([{**SOLVED, "completions": ["a", ""]}], ValueError, "row 0, column 'completions[1]': an empty string"),
+    "steps in one text": Bad([{**SOLVED, "completions": "a"}], TypeError, "row 0, column 'completions': 'a' is of type str, expected a list of steps"),
+    "steps that are messages": Bad([{**SOLVED, "completions": [[UP]] * 2}], TypeError, "row 0, column 'completions[0]': a list"),
+    "no prompt": Bad([{**SOLVED, "prompt": ""}], ValueError, "row 0, column 'prompt': an empty string"),
+    "no labels": Bad([{"prompt": "a", "completions": ["b"]}], ValueError, "add 'labels'"),
+    "one completion": Bad([{"prompt": "a", "completion": "b", "label": True}], ValueError, "add 'completions'"),
+    "nothing left": Bad([SOLVED], ValueError, "none of the row's", {"max_length": 3}),
+    "separator without tokens": Bad([SOLVED], ValueError, "step_separator '' has no token under this tokenizer", {"step_separator": ""}),
+    "unknown token": Bad([{"input_ids": [5, 9999], "labels": [-100, 1]}], ValueError, "token id 9999, expected 0 to"),
+    "token labels of another length": Bad([{"input_ids": [5, 6], "labels": [1]}], ValueError, "row 0, column 'labels': 1 labels for 2 tokens"),
+    "token labels that are no classes": Bad([{"input_ids": [5, 6], "labels": [-1, 1]}], ValueError, "row 0, column 'labels': -1, expected a class"),
+}  # fmt: skip
+
 KINDS: dict[str, tuple[Any, Any, dict[str, Bad]]] = {
     "sft": (prepare_sft_dataset, SFTPreparation, SFT),
     "pairs": (prepare_preference_dataset, PreferencePreparation, {**BOTH, **PAIRS}),
     "reward": (prepare_reward_dataset, RewardPreparation, {**BOTH, **REWARDS}),
     "unpaired": (prepare_unpaired_dataset, UnpairedPreparation, UNPAIRED),
+    "steps": (prepare_stepwise_dataset, StepwisePreparation, STEPS),
 }
 CASES = {f"{kind}: {name}": (kind, case) for kind, (_, _, cases) in KINDS.items() for name, case in cases.items()}  # fmt: skip
 
@@ -218,6 +240,7 @@ def test_bad_rows_are_refused_before_the_first_step(kind: str, case: Bad, stream
         (PreferencePreparation, {"truncation_order": "none"}),
         (PreferencePreparation, {"untrained_rows": "report"}),
         (UnpairedPreparation, {"max_length": 2}),
+        (StepwisePreparation, {"max_prompt_length": 0}),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: Any, given: dict) -> None:

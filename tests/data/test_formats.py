@@ -1,5 +1,6 @@
 """Dataset types: detection, conversion to ChatML, prompts taken out, preferences unpaired."""
 
+import json
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from trl.data.formats import (
     maybe_convert_to_chatml,
     maybe_extract_prompt,
     maybe_unpair_preference_dataset,
+    prepare_multimodal_messages,
+    prepare_multimodal_messages_vllm,
     remove_none_values,
+    split_dialogue,
     unpair_preference_dataset,
 )
 
@@ -73,26 +77,10 @@ def test_from_value_conversations_become_messages() -> None:
         "id": 3,
     }
     assert maybe_convert_to_chatml(converted) == converted
-
-
-def test_unknown_speakers_keep_their_name_and_prompts_are_converted_too() -> None:
-    row = {
-        "prompt": [{"from": "narrator", "value": "Once"}],
-        "completion": [{"from": "gpt", "value": "upon"}],
-    }
-    assert maybe_convert_to_chatml(row) == {
-        "prompt": [{"role": "narrator", "content": "Once"}],
-        "completion": [{"role": "assistant", "content": "upon"}],
-    }
-
-
-@pytest.mark.parametrize("row", STANDARD.values(), ids=STANDARD)
-def test_standard_rows_are_not_converted(row: dict[str, Any]) -> None:
-    assert maybe_convert_to_chatml(row) == row
-
-
-def test_conversations_in_chatml_style_are_only_renamed() -> None:
     assert maybe_convert_to_chatml({"conversations": USER}) == {"messages": USER}
+    row = {"prompt": [{"from": "narrator", "value": "Once"}], "completion": "upon"}
+    assert maybe_convert_to_chatml(row)["prompt"] == [{"role": "narrator", "content": "Once"}]  # type: ignore[arg-type]
+    assert maybe_convert_to_chatml(STANDARD["stepwise"]) == STANDARD["stepwise"]
 
 
 def test_nones_from_columnar_storage_are_removed() -> None:
@@ -157,14 +145,6 @@ def test_unpair_stored_and_streaming() -> None:
     assert list(unpair_preference_dataset(streams)["train"]) == UNPAIRED
 
 
-def test_unpair_implicit_prompts() -> None:
-    dataset = Dataset.from_dict({"chosen": ["1"], "rejected": ["2"]})
-    assert list(unpair_preference_dataset(dataset)) == [
-        {"completion": "1", "label": True},
-        {"completion": "2", "label": False},
-    ]
-
-
 def test_maybe_unpair_leaves_others_alone() -> None:
     unpaired = Dataset.from_list(UNPAIRED)
     assert maybe_unpair_preference_dataset(unpaired) is unpaired
@@ -173,3 +153,110 @@ def test_maybe_unpair_leaves_others_alone() -> None:
     assert column_names(stream) == ["chosen", "rejected"]
     assert len(list(maybe_unpair_preference_dataset(stream))) == 2
     assert len(maybe_unpair_preference_dataset(DatasetDict(train=Dataset.from_dict(PAIRS)))["train"]) == 4
+
+
+# ---- dialogues written as text
+
+ASK = "\n\nHuman: Why?\n\nAssistant:"
+
+
+def test_at_the_last_turn_that_both_share():
+    row = {"chosen": ASK + " So." + ASK + " Because.", "rejected": ASK + " So." + ASK + " Go away."}
+    assert split_dialogue(row) == {
+        "prompt": ASK + " So." + ASK,
+        "chosen": " Because.",
+        "rejected": " Go away.",
+    }
+
+
+def test_where_dialogues_part_before_their_last_turn():
+    row = {"chosen": ASK + " So." + ASK + " Because.", "rejected": ASK + " No." + ASK + " Go away."}
+    assert split_dialogue(row) == {
+        "prompt": ASK,
+        "chosen": " So." + ASK + " Because.",
+        "rejected": " No." + ASK + " Go away.",
+    }
+
+
+def test_no_shared_turn():
+    with pytest.raises(ValueError, match=r"share no '\\n\\nAssistant:'"):
+        split_dialogue({"chosen": "Why?", "rejected": "Why not?"})
+
+
+def test_every_row_of_hh_harmless(shared):
+    file = shared / "data" / "hh_harmless" / "test.jsonl"
+    if not file.is_file():
+        pytest.skip(f"{file} is not present on this machine")
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        found = split_dialogue(row)
+        assert found["prompt"].endswith("Assistant:")
+        for side in ("chosen", "rejected"):
+            assert found["prompt"] + found[side] == row[side]
+
+
+# ---- images in messages
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is it?"},
+    {"role": "assistant", "content": "A cat."},
+]
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def image(value: str) -> dict[str, str]:
+    return {"type": "image", "image": value}
+
+
+def test_images_go_to_the_first_user_message() -> None:
+    prepared = prepare_multimodal_messages(TALK, images=["a", "b"])
+    assert [message["content"] for message in prepared] == [
+        [text("Be brief.")],
+        [image("a"), image("b"), text("What is it?")],
+        [text("A cat.")],
+    ]
+    assert TALK[1]["content"] == "What is it?"
+
+
+def test_places_are_filled_in_order_and_filled_ones_kept() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, text("or"), {"type": "image"}]},
+        {"role": "user", "content": [image("c")]},
+    ]
+    prepared = prepare_multimodal_messages(messages, images=["a", "b"])
+    assert [part.get("image") for message in prepared for part in message["content"]] == ["a", None, "b", "c"]
+    assert messages[0]["content"][0] == {"type": "image"}  # type: ignore[index]
+
+
+def test_without_images_only_the_structure_changes() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}
+    prepared = prepare_multimodal_messages([*TALK, call], images=[])
+    assert prepared[1]["content"] == [text("What is it?")]
+    assert prepared[3] == {**call, "content": []}
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "match"),
+    [
+        ([{"role": "user", "content": [{"type": "image"}]}], ValueError, "2 images for 1 image places"),
+        ([{"role": "assistant", "content": "A cat."}], ValueError, "no user message"),
+        ([{"role": "user", "content": 3}], TypeError, "of type int"),
+    ],
+)
+def test_refusals(messages: list[dict[str, Any]], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        prepare_multimodal_messages(messages, images=["a", "b"])
+
+
+def test_vllm_form() -> None:
+    prepared = prepare_multimodal_messages_vllm(
+        [{"role": "user", "content": [image("a"), text("?")]}, TALK[2]]
+    )
+    assert prepared == [
+        {"role": "user", "content": [{"type": "image_pil", "image_pil": "a"}, text("?")]},
+        TALK[2],
+    ]

@@ -32,15 +32,9 @@ def trained_text(template: str, messages: list[dict], **special: str | None) -> 
 
 @pytest.mark.parametrize("template", ["chatml", "marked", "begin", "stop_in_next"])
 def test_turns_are_trained_with_their_stop_token_and_nothing_else(template: str) -> None:
-    assert trained_text(template, TALK) == "It is blue.<|im_end|>|Look up.<|im_end|>"
-
-
-def test_a_special_token_that_closes_turns_counts_as_their_stop_token() -> None:
+    assert trained_text(template, TALK, pad_token="<|im_end|>") == "It is blue.<|im_end|>|Look up.<|im_end|>"
+    assert trained_text("chatml", TALK[2:]) == "It is blue.<|im_end|>|Look up.<|im_end|>"
     assert trained_text("other_stop", TALK) == "It is blue.<|stop|>|Look up.<|stop|>"
-
-
-def test_pad_as_eos_stays_trained() -> None:
-    assert trained_text("chatml", TALK, pad_token="<|im_end|>") == "It is blue.<|im_end|>|Look up.<|im_end|>"
 
 
 def test_stop_token_in_the_next_message_is_added_after_the_last() -> None:
@@ -80,10 +74,6 @@ def test_marked_and_derived_masks_agree_on_awkward_text() -> None:
         assert derived.unstopped == derived.shifted == 0
 
 
-def test_conversation_that_the_assistant_opens() -> None:
-    assert trained_text("chatml", TALK[2:]) == "It is blue.<|im_end|>|Look up.<|im_end|>"
-
-
 def test_a_stop_token_right_behind_the_mark_is_trained() -> None:
     tokens = assistant_tokens(tiny_tokenizer("marked_without_stop"), Chat(TALK))
     assert tokens == assistant_tokens(tiny_tokenizer("marked"), Chat(TALK))
@@ -95,10 +85,6 @@ def test_marked_turns_without_any_stop_token_are_counted() -> None:
     tokens = assistant_tokens(tiny_tokenizer("marked_stopless"), Chat(TALK))
     assert tokens.unstopped == 2
     assert trained_text("marked_stopless", TALK) == "It is blue.|Look up."
-
-
-def test_marks_that_mark_nothing_give_an_empty_mask() -> None:
-    assert sum(assistant_tokens(tiny_tokenizer("marked_nowhere"), Chat(TALK)).mask) == 0
 
 
 @pytest.mark.parametrize(
@@ -127,15 +113,6 @@ def test_a_start_inside_a_token_is_refused_when_derived_and_trained_when_marked(
     kept = [i for i, m in zip(tokens.input_ids, tokens.mask, strict=True) if m]
     assert merged.decode(kept) == "\n\nBlue.<|im_end|>"
     assert tokens.shifted == 1
-
-
-def test_qwen3_conversations_train_with_the_training_template() -> None:
-    tokenizer = tiny_tokenizer("qwen3_like")
-    tokenizer.chat_template = get_training_chat_template(tokenizer)
-    tokens = assistant_tokens(tokenizer, Chat(TALK))
-    kept = [i for i, m in zip(tokens.input_ids, tokens.mask, strict=True) if m]
-    empty = "<think>\n\n</think>\n\n"
-    assert tokenizer.decode(kept) == f"{empty}It is blue.<|im_end|>{empty}Look up.<|im_end|>"
 
 
 EMPTY = "<think>\n\n</think>\n\n"

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset
@@ -85,69 +85,3 @@ def test_tokens_pass_and_are_cut() -> None:
     rows, report = prepare(given, max_length=3)
     assert rows[:] == {"input_ids": [[5, 6, 7]], "labels": [[-100, 1, -100]]}
     assert (report.steps, report.removed_steps, report.removed_tokens) == (2, 1, 1)
-
-
-def row(**changes: Any) -> dict[str, Any]:
-    return {**ROWS[0], **changes}
-
-
-BAD = {
-    "labels of another number": (
-        [ROWS[1], row(labels=[True])], {}, ValueError,
-        "train dataset, row 1, column 'labels': 1 labels for 2 steps in 'completions', expected as many",
-    ),
-    "labels that are numbers": (
-        [row(labels=[1, 0])], {}, TypeError,
-        r"row 0, column 'labels\[0\]': 1 is of type int, expected true or false. Convert the column",
-    ),
-    "labels that are words": (
-        [row(labels=["+", "-"])], {}, TypeError, r"row 0, column 'labels\[0\]': '\+' is of type str, expected true or false. Map it"
-    ),
-    "a label that is missing": ([row(labels=[True, None])], {}, ValueError, r"row 0, column 'labels\[1\]': None"),
-    "one label": ([row(labels=True)], {}, TypeError, "row 0, column 'labels': True is of type bool, expected a list"),
-    "no steps": ([row(completions=[], labels=[])], {}, ValueError, "row 0, column 'completions': an empty list"),
-    "an empty step": (
-        [row(completions=["a", ""])], {}, ValueError, r"row 0, column 'completions\[1\]': an empty string"
-    ),
-    "steps in one text": ([row(completions="a")], {}, TypeError, "row 0, column 'completions': 'a' is of type str, expected a list of steps"),
-    "steps that are messages": (
-        [row(completions=[[{"role": "assistant", "content": "a"}]] * 2)], {}, TypeError, r"row 0, column 'completions\[0\]': a list, expected a string",
-    ),
-    "no prompt": ([row(prompt="")], {}, ValueError, "row 0, column 'prompt': an empty string"),
-    "no labels": (
-        [{"prompt": "a", "completions": ["b"]}], {}, ValueError, "has columns .* add 'labels'"
-    ),
-    "one completion": (
-        [{"prompt": "a", "completion": "b", "label": True}], {}, ValueError, "add 'completions'"
-    ),
-    "no rows": ([], {}, ValueError, "train dataset: no rows, expected at least one with prompt, completions, labels"),
-    "nothing left": (
-        ROWS, {"max_length": 3}, ValueError, "none of the row's .* 3 rows are (all )?like this"
-    ),
-    "separator without tokens": (ROWS, {"step_separator": ""}, ValueError, "step_separator '' has no token under this tokenizer"),
-    "token of another vocabulary": ([{"input_ids": [5, 9999], "labels": [-100, 1]}], {}, ValueError, "token id 9999, expected 0 to"),
-    "token labels of another length": (
-        [{"input_ids": [5, 6], "labels": [1]}], {}, ValueError, "row 0, column 'labels': 1 labels for 2 tokens"
-    ),
-    "token labels that are no classes": (
-        [{"input_ids": [5, 6], "labels": [-1, 1]}], {}, ValueError, "row 0, column 'labels': -1, expected a class"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(("rows", "settings", "error", "says"), BAD.values(), ids=BAD)
-def test_bad_rows_are_refused(rows: list, settings: dict, error: type, says: str, streaming: bool) -> None:
-    dataset: Any = Dataset.from_list(rows)
-    if streaming:
-        dataset = IterableDataset.from_generator(lambda: iter(rows))
-    with pytest.raises(error, match=says) as caught:
-        prepare_stepwise_dataset(dataset, tiny_tokenizer(), StepwisePreparation(**settings))
-    assert type(caught.value) is error
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_prompt_length must be .*, got 0"):
-        StepwisePreparation(max_prompt_length=0)
-    with pytest.raises(TypeError, match="step_separator must be a string, got None"):
-        StepwisePreparation(step_separator=None)  # type: ignore[arg-type]

@@ -4,10 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.rendering import Chat, TemplateRefusal, read_tools, render, render_with_marks
+from trl.data.rendering import Chat, TemplateRefusal, read_tools, render
 from trl.data.templates import (
     CHATML_TRAINING_TEMPLATE,
     QWEN3_TRAINING_TEMPLATE,
@@ -84,15 +83,6 @@ def test_cut_where_the_generation_prompt_writes_more_than_the_conversation_keeps
     assert rendered == {"prompt": OPENED, "chosen": "Blue.<|im_end|>\n", "rejected": "Green.<|im_end|>\n"}
 
 
-def test_one_prompt_for_both_answers_even_if_one_agrees_longer_with_the_generation_prompt() -> None:
-    tokenizer = tiny_tokenizer("opens_thought")
-    thought = [{"role": "assistant", "content": "<think>\nHm.</think>"}]
-    rendered = apply_chat_template({"prompt": USER, "chosen": thought, "rejected": GREEN}, tokenizer)
-    assert rendered["prompt"] == OPENED
-    assert rendered["chosen"] == "<think>\nHm.</think><|im_end|>\n"
-    assert rendered["rejected"] == "Green.<|im_end|>\n"
-
-
 def test_a_completion_that_changes_the_prompt_is_refused() -> None:
     tokenizer = tiny_tokenizer("qwen3_like")
     prompt = [*USER, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nBlue."}, *USER]
@@ -122,20 +112,6 @@ def test_tools_from_argument_column_and_json_string() -> None:
     assert "# Tools" not in apply_chat_template({"prompt": USER, "tools": []}, tokenizer)["prompt"]
 
 
-def test_nones_that_storage_adds_to_tool_calls_and_schemas_do_not_reach_the_template() -> None:
-    tokenizer = tiny_tokenizer("qwen3_like")
-    arguments = [{"where": "up"}, {"far": True}]
-    calls = [
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": a}}]}
-        for a in arguments
-    ]
-    rows = [{"prompt": USER, "completion": [call], "tools": [LOOK]} for call in calls]
-    stored = Dataset.from_list(rows)
-    for row, original in zip(stored, rows, strict=True):
-        assert apply_chat_template(row, tokenizer) == apply_chat_template(original, tokenizer)  # type: ignore[arg-type]
-        assert "null" not in apply_chat_template(row, tokenizer)["completion"]  # type: ignore[arg-type]
-
-
 def test_template_kwargs_come_from_the_row_and_the_call() -> None:
     tokenizer = tiny_tokenizer("qwen3_like")
     row = {"prompt": USER, "chat_template_kwargs": {"enable_thinking": False}}
@@ -153,13 +129,6 @@ def test_read_tools_refuses_other_things() -> None:
         read_tools(3)
     with pytest.raises(TypeError, match="holds a int"):
         read_tools([3])
-
-
-def test_marks_are_character_ranges_of_the_rendering() -> None:
-    tokenizer = tiny_tokenizer("marked")
-    text, spans = render_with_marks(tokenizer, Chat([*USER, *BLUE]))
-    assert text == render(tokenizer, Chat([*USER, *BLUE]))
-    assert [text[start:end] for start, end in spans] == ["Blue.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -216,30 +185,6 @@ def test_qwen3_as_published_gives_calls_a_thought_only_where_they_have_one_or_co
     assert "Up." in render(tokenizer, Chat([*USER, thought, as_user]))
     assert "Up." not in render(tokenizer, Chat([*USER, thought, *USER]))
     assert get_training_chat_template(tokenizer) == QWEN3_TRAINING_TEMPLATE
-
-
-def test_qwen3_training_template_keeps_every_thought_and_marks_it() -> None:
-    tokenizer = tiny_tokenizer("qwen3_like")
-    tokenizer.chat_template = QWEN3_TRAINING_TEMPLATE
-    call = {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "Up.",
-        "tool_calls": [{"function": {"name": "look", "arguments": {"where": "up"}}}],
-    }
-    results = [{"role": "tool", "content": "blue"}, {"role": "tool", "content": "clear"}]
-    text, spans = render_with_marks(
-        tokenizer, Chat([*USER, call, *results, *BLUE, *USER, *GREEN], read_tools([LOOK]))
-    )
-    assert [text[start:end] for start, end in spans] == [
-        '<think>\nUp.\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call><|im_end|>',
-        "<think>\n\n</think>\n\nBlue.<|im_end|>",
-        "<think>\n\n</think>\n\nGreen.<|im_end|>",
-    ]
-    assert (
-        "<|im_start|>user\n<tool_response>\nblue\n</tool_response>\n<tool_response>\nclear\n</tool_response><|im_end|>\n"
-        in text
-    )
 
 
 ANSWERS = {

@@ -72,17 +72,10 @@ def test_eos_that_the_tokenizer_adds_is_not_doubled_and_not_in_the_prompt() -> N
 
 
 def test_completion_mask_covers_the_completion_and_its_eos() -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(pad_token="<|im_end|>")
     row = one_row(tokenizer, PAIR, {"prompt": "The sky is", "completion": " blue."}, completion_mask=True)
     assert text_where(tokenizer, row, "completion_mask") == " blue.<|im_end|>"
     assert row["shifted_rows"] == 0
-
-
-def test_pad_as_eos_leaves_the_stop_token_trained() -> None:
-    tokenizer = tiny_tokenizer(pad_token="<|im_end|>")
-    row = one_row(tokenizer, PAIR, {"prompt": "The sky is", "completion": " blue."}, completion_mask=True)
-    assert row["input_ids"][-1] == tokenizer.pad_token_id
-    assert row["completion_mask"][-1] == 1
 
 
 def test_boundary_inside_a_token_starts_the_completion_at_that_token() -> None:
@@ -91,11 +84,6 @@ def test_boundary_inside_a_token_starts_the_completion_at_that_token() -> None:
     row = one_row(tokenizer, PAIR, {"prompt": "The sky is bl", "completion": "ue."}, completion_mask=True)
     assert text_where(tokenizer, row, "completion_mask") == " blue.<|im_end|>"
     assert row["shifted_rows"] == 1
-
-
-def test_empty_prompt_trains_everything() -> None:
-    row = one_row(tiny_tokenizer(), PAIR, {"prompt": "", "completion": "Blue."}, completion_mask=True)
-    assert all(row["completion_mask"])
 
 
 def test_conversations_get_no_extra_eos() -> None:
@@ -120,21 +108,3 @@ def test_both_masks_of_a_conversational_pair(template: str) -> None:
     row = one_row(tokenizer, CHAT_PAIR, pair, completion_mask=True, assistant_masks=True)
     assert text_where(tokenizer, row, "completion_mask") == "Blue.<|im_end|>\n"
     assert text_where(tokenizer, row, "assistant_masks") == "Blue.<|im_end|>Blue.<|im_end|>"
-
-
-def test_cut_generation_prompt_leaves_no_completion_text_untrained() -> None:
-    tokenizer = tiny_tokenizer("opens_thought")
-    row = one_row(tokenizer, CHAT_PAIR, {"prompt": USER, "completion": BLUE}, completion_mask=True)
-    assert text_where(tokenizer, row, "completion_mask") == "Blue.<|im_end|>\n"
-
-
-def test_batches_give_what_single_rows_give() -> None:
-    tokenizer = tiny_tokenizer()
-    rows = [
-        {"prompt": "The sky is", "completion": " blue."},
-        {"prompt": "Q:", "completion": " A longer answer."},
-    ]
-    tokenize = SFTTokenizer(tokenizer, PAIR, "train", completion_mask=True)
-    together = tokenize({key: [row[key] for row in rows] for key in rows[0]}, [0, 1])
-    singly = [one_row(tokenizer, PAIR, row, completion_mask=True) for row in rows]
-    assert together == {key: [row[key] for row in singly] for key in singly[0]}
