@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trl.checkpoints.ownership import clear, owned, run_folder_name
-from trl.checkpoints.progress import on_main
 from trl.checkpoints.wholeness import CheckpointError, faults, listed, write_manifest
 from trl.models.value_wrapper import under_module_names
 from trl.tensors.moments import RunningMoments
@@ -29,39 +26,34 @@ def save_step_state(
 
     All processes must call it.
     """
-    final = Path(folder)
-    staging = final.parent / on_main(accelerator, run_folder_name) / final.name
-    with ExitStack() as stack:
-        if accelerator.is_main_process:
-            clear(final.parent, alone=False)
-            stack.enter_context(owned(staging.parent))
-            staging.mkdir()
-        accelerator.wait_for_everyone()
-        # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
-        with under_module_names(accelerator):
-            accelerator.save_state(str(staging), safe_serialization=False)
-        streams = rng_states()
-        torch.save(streams, staging / f"random_streams_{accelerator.process_index}.pt")
-        if accelerator.is_main_process:
-            if scheduler is not None:
-                torch.save(scheduler.state_dict(), staging / "scheduler.pt")
-            known = {"format": _FORMAT, "processes": accelerator.num_processes, **state}
-            (staging / _FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            write_manifest(staging, {})
-            replaced = _replaced(final)
-            shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():
-                final.rename(replaced)
-            staging.rename(final)
-            shutil.rmtree(replaced, ignore_errors=True)
+    final, staging, replaced = Path(folder), _beside(folder, "saving"), _beside(folder, "replaced")
+    if accelerator.is_main_process:
+        shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed
+        staging.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
+    with under_module_names(accelerator):
+        accelerator.save_state(str(staging), safe_serialization=False)
+    torch.save(rng_states(), staging / f"random_streams_{accelerator.process_index}.pt")
+    if accelerator.is_main_process:
+        if scheduler is not None:
+            torch.save(scheduler.state_dict(), staging / "scheduler.pt")
+        known = {"format": _FORMAT, "processes": accelerator.num_processes, **state}
+        (staging / _FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_manifest(staging, {})
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        staging.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
-def _replaced(folder: Path) -> Path:
-    """The last state's folder while the next is renamed into place."""
-    return folder.with_name(f"_replaced-{folder.name}")
+def _beside(folder: str | Path, kind: str) -> Path:
+    """The folder of a state that is being saved, or of the last state while the next is renamed into place."""
+    return Path(folder).with_name(f"_{kind}-{Path(folder).name}")
 
 
 def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None) -> dict[str, Any]:
@@ -71,8 +63,8 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
     of processes.
     """
     folder = Path(folder)
-    if not folder.exists() and _replaced(folder).exists():  # killed between two renames
-        folder = _replaced(folder)
+    if not folder.exists() and _beside(folder, "replaced").exists():  # killed between two renames
+        folder = _beside(folder, "replaced")
     file = folder / _FILE
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing. Give a folder that save_state wrote.")
