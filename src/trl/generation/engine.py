@@ -137,14 +137,10 @@ def _ends(value: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in several if int(token) >= 0)
 
 
-def _not_negative(value: Any) -> int:
-    return max(int(value), 0)
-
-
 # The field of each setting, and the function that converts its values.
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **{name: (name, int) for name in ("max_new_tokens", "max_length")},
-    **{name: (name, _not_negative) for name in ("min_new_tokens", "min_length", "top_k")},
+    **{name: (name, lambda value: max(int(value), 0)) for name in ("min_new_tokens", "min_length", "top_k")},
     **{name: (name, float) for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
     "do_sample": ("do_sample", bool),
     "eos_token_id": ("stop_token_ids", _ends),

@@ -94,10 +94,8 @@ class Moves:
         self.order = torch.arange(self.remaining, device=keep.device)  # the old number of each new one
         self.order[self.target] = self.source
 
-    def apply(self, buffer: Tensor, columns: int | None = None) -> None:
-        """Move entries of a buffer (along the third dimension only the first `columns`), in place."""
-        if columns is not None:
-            buffer = buffer[:, :, :columns]
+    def apply(self, buffer: Tensor) -> None:
+        """Move entries of a buffer, in place."""
         if len(self.source):
             buffer[self.target] = buffer[self.source]
 
@@ -249,16 +247,17 @@ class RolloutCache:
 
     def drop_rows(self, moves: Moves, width: int) -> None:
         """Remove rows; `width` is the longest completion so far."""
-        self._move(("own_key", "own_value"), moves, width)
+        for cache in self.layers:
+            for name in ("own_key", "own_value"):
+                if name in cache:
+                    moves.apply(cache[name][:, :, :width])
 
     def drop_prompts(self, moves: Moves) -> None:
         """Remove prompts."""
         self.prompts = moves.remaining
-        self._move(("prompt_key", "prompt_value"), moves)
-
-    def _move(self, names: Sequence[str], moves: Moves, columns: int | None = None) -> None:
-        for buffer in (cache[name] for cache in self.layers for name in names if name in cache):
-            moves.apply(buffer, columns)
+        for cache in self.layers:
+            for name in ("prompt_key", "prompt_value"):
+                moves.apply(cache[name])
 
 
 ROLLOUT_ATTENTION = "trl_rollout"

@@ -204,7 +204,9 @@ class VLLMBackend:
     def close(self) -> None:
         """End the engine and its workers, and remove their shared memory."""
         self._llm.llm_engine.engine_core.shutdown(timeout=_CLOSING_S)
-        remove_shared_memory(self._shared, _SHARED_MEMORY)
+        for name in self._shared:  # would prevent another server with this name from starting
+            for file in _SHARED_MEMORY.glob(f"{name}-*cpushm*"):
+                file.unlink(missing_ok=True)
 
     @contextmanager
     def _working(self) -> Iterator[Any]:
@@ -275,13 +277,6 @@ def as_value_errors() -> Iterator[None]:
         yield
     except getattr(exceptions, "VLLMClientError", ValueError) as error:
         raise ValueError(str(error)) from error
-
-
-def remove_shared_memory(names: set[str], folder: Path) -> None:
-    """Remove the workers' files, which would prevent another server with one of these names from starting."""
-    for name in names:
-        for file in folder.glob(f"{name}-*cpushm*"):
-            file.unlink(missing_ok=True)
 
 
 def _prompt(prompt: str | list[int], images: Sequence[str]) -> dict[str, Any]:

@@ -46,12 +46,6 @@ FLASH_ATTENTION_VARIANTS = {
 VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "kernels-community/")
 
 
-def is_segment_table(attention_mask: Tensor | None) -> bool:
-    """Whether an attention mask is a segment table: int64 of shape `(1, 1, S, 4)`."""
-    mask = attention_mask
-    return mask is not None and mask.dtype == torch.int64 and mask.ndim == 4 and mask.shape[-1] == 4
-
-
 class _Call(NamedTuple):
     """One kernel call: the row's next `length` queries over the first `prompt` keys of call `prefix` and their own keys."""
 
@@ -127,7 +121,8 @@ def packed_attention(
     Without a segment table this is transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the same
     written out.
     """
-    if attention_mask is None or not is_segment_table(attention_mask):
+    mask = attention_mask
+    if mask is None or mask.dtype != torch.int64 or mask.ndim != 4 or mask.shape[-1] != 4:
         if softcap is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling,
@@ -137,7 +132,7 @@ def packed_attention(
         capped = _soft_capped(query, key, value, attention_mask, dropout, scaling, softcap)
         return capped.transpose(1, 2).contiguous(), None
 
-    plan = _Plan.of(attention_mask)
+    plan = _Plan.of(mask)
     # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
     window: int | None = sliding_window or getattr(module, "sliding_window", None)
     if window and max(call.prompt + call.length for call in plan.calls) <= window:
