@@ -48,22 +48,12 @@ class Sampling:
     processors: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
-        cuts = [("top_p", self.top_p), ("min_p", self.min_p or None)]
-        for name, value in cuts + [each for each in self.processors if each[0] in _FRACTIONS]:
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(
-                    f"{name} must be in (0, 1], got {value}. Leave it out for the whole distribution."
-                )
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}. Use 0 for greedy decoding.")
-        if self.top_k is not None and (self.top_k < 0 or self.top_k != int(self.top_k)):
-            raise ValueError(f"top_k must be a whole number >= 0, got {self.top_k}. Use 0 for all tokens.")
-        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
-            raise ValueError(
-                f"repetition_penalty must be > 0, got {self.repetition_penalty}. Use 1.0 for none."
-            )
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
+        given = {name: getattr(self, name) for name in names} | {"min_p": self.min_p or None}
+        for name, value in (given | dict(self.processors)).items():
+            allowed, words = _ALLOWED.get(name, (None, ""))
+            if allowed is not None and value is not None and not allowed(value):
+                raise ValueError(f"{name} must be {words}, got {value}.")
         if "" in self.stop_strings:
             raise ValueError("stop_strings must not be empty texts, got ''. Leave it out.")
 
@@ -117,6 +107,13 @@ _WITHOUT_EFFECT = frozenset([
 ])  # fmt: skip
 # Applied by transformers' logits processors.
 _FRACTIONS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
+    **{name: (lambda x: 0 < x <= 1, "in (0, 1]") for name in ("top_p", "min_p", *_FRACTIONS)},
+    "max_new_tokens": (lambda x: x >= 1, "at least 1"),
+    "temperature": (lambda x: 0 <= x < math.inf, ">= 0"),
+    "top_k": (lambda x: x >= 0 and x == int(x), "a whole number >= 0 (0: all tokens)"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "> 0"),
+}
 _PROCESSED = frozenset([
     *_FRACTIONS, "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids",
     "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
