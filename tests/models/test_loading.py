@@ -88,6 +88,14 @@ def test_missing_models(name):
             create_model_from_path(name, architecture)
 
 
+@pytest.mark.parametrize("architecture", [None, AutoModelForSequenceClassification])
+def test_a_folder_of_models_is_no_model(saved, tmp_path, architecture):
+    shutil.copytree(saved, tmp_path / "run" / "small")
+    with pytest.raises(FileNotFoundError, match=r"run'"):
+        create_model_from_path(str(tmp_path / "run"), architecture)
+    assert create_model_from_path(str(tmp_path / "run"), subfolder="small").dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
 def test_a_folder_without_tokenizer_files_is_said(architecture, tmp_path):
     """transformers makes a tokenizer of one special token of it."""

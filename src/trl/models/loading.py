@@ -58,8 +58,14 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     _check_local_path(model_id)
     with loading_from_hub(model_id, "model"):
         folder = Path(model_id)
-        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        has_config = (folder / "config.json").is_file()
+        if (folder / "adapter_config.json").is_file() and not has_config:
             return _load_adapter(model_id, architecture, kwargs)
+        elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
+        if folder.is_dir() and not (has_config or elsewhere):
+            raise FileNotFoundError(
+                f"'{model_id}' has no config.json. Give a folder that a model was saved in."
+            )
         allows_missing = kwargs.pop("allow_missing_weights", False)
         if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
             kwargs["device_map"] = get_kbit_device_map()
