@@ -124,6 +124,12 @@ def variant(method: str) -> Callable[[], str]:
     return lambda: logged_names(group_runs.make(method, max_steps=2)[0], grpo_runs.prompts(2))
 
 
+def gold() -> str:
+    from tests.experimental import gold_runs
+
+    return logged_names(gold_runs.gold(uld_use_hybrid_loss=True, lmbda=0.5, max_steps=4), gold_runs.ROWS)
+
+
 def data_set_ppo() -> str:
     from tests.experimental import ppo_runs
 
@@ -144,6 +150,7 @@ def iterative() -> str:
 
 RUNS: dict[str, Callable[[], str]] = {
     "sft": sft,
+    "gold": gold,
     "dpo": of_pairs(dpo_runs.make, dpo_runs.pairs()),
     "dpo-mixed": of_pairs(dpo_runs.make, dpo_runs.pairs(), loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]),
     "cpo": of_pairs(cpo_runs.make, dpo_runs.pairs()),

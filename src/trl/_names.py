@@ -90,6 +90,10 @@ NAMES: dict[str, Row] = {
         "GRPOWithReplayBufferConfig",
         "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_trainer":
         "GRPOWithReplayBufferTrainer", "trl.rollouts.replay": "ReplayBuffer"},
+    "trl.experimental.gold": {"trl.experimental.gold.gold_config": "GOLDConfig",
+        "trl.experimental.gold.gold_trainer": "GOLDTrainer"},
+    "trl.experimental.gold.gold_trainer": {"trl.experimental.gold.methods": "GOLDVLLMSyncCallback ULDLoss "
+        "build_teacher_inputs_from_texts print_prompt_completions_sample_uld"},
     "trl.experimental.gspo_token": {"trl.trainer.grpo_trainer": "GRPOTrainer"},
     "trl.experimental.gspo_token.grpo_trainer": {"trl.trainer.grpo_trainer": "GRPOTrainer"},
     "trl.experimental.judges": _JUDGES,
@@ -225,8 +229,6 @@ NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMomen
 
 # Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
 NOT_YET: dict[str, str] = {
-    "distillation": "GOLDConfig GOLDTrainer GOLDVLLMSyncCallback ULDLoss "
-    "build_teacher_inputs_from_texts print_prompt_completions_sample_uld gold",
     "online preference optimisation": "NashMDConfig NashMDTrainer OnlineDPOConfig OnlineDPOTrainer WinRateCallback XPOConfig "
     "XPOTrainer nash_md nash_md_config nash_md_trainer online_dpo online_dpo_config online_dpo_trainer winrate_callback xpo "
     "xpo_config xpo_trainer",

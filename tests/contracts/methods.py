@@ -13,6 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from tests.experimental import ppo_runs
+from tests.experimental.gold_runs import gold
 from tests.tiny import tiny_model
 from tests.trainer import group_methods, preference_methods
 from tests.trainer.one_step import fixed_rows, trainer_of
@@ -88,6 +89,8 @@ ROWS: dict[str, preference_methods.Method] = {
     "gkd-base": (gkd, {"teacher_model": None, "model": adapted}),
     "gkd-columns": (gkd_columns, {}),
     "gkd-columns-padding-free": (gkd_columns, {"padding_free": True}),
+    "gold": (gold, {}),
+    "gold-hybrid": (gold, {"uld_use_hybrid_loss": True, "uld_crossentropy_weight": 0.5, "lmbda": 1.0}),
     **preference_methods.METHODS,
 }
 HALVES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}

@@ -72,7 +72,7 @@ def applies(family: str, method: str, settings: dict[str, Any]) -> bool:
     if family != "rows":
         return True
     refers = method.startswith(("dpo", "kto", "bco")) and method != "dpo-reference-free"
-    shares = not method.startswith(("sft", "gkd", "prm"))
+    shares = not method.startswith(("sft", "gkd", "gold", "prm"))
     return (refers or IN_ADVANCE.keys().isdisjoint(settings)) and (
         shares or REPEATED.keys().isdisjoint(settings)
     )

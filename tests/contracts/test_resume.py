@@ -10,6 +10,7 @@ import pytest
 
 from tests.contracts.methods import gkd, sft
 from tests.experimental import ppo_runs
+from tests.experimental.gold_runs import gold
 from tests.trainer import grpo_runs
 from tests.trainer.dpo_runs import make as dpo
 from tests.trainer.group_methods import METHODS as GROUPS
@@ -64,6 +65,7 @@ def following(out: str) -> Any:
 
 METHODS: dict[str, Any] = {
     "sft": lambda out: of_rows(out, sft, {"neftune_noise_alpha": 5.0}),
+    "gold": lambda out: of_rows(out, gold, {"lmbda": 0.5, "seq_kd": True}),
     "gkd": lambda out: of_rows(out, gkd, {"lmbda": 0.5, "seq_kd": True}),
     "gkd, ema": following,
     **{name: lambda out, given=given: of_rows(out, *given) for name, given in RESUMED.items()},

@@ -67,7 +67,7 @@ def test_a_student_like_its_teacher_learns_nothing() -> None:
 
 def test_an_evaluation_is_the_divergence_and_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = gkd(lmbda=1.0, per_device_eval_batch_size=3)
-    monkeypatch.setattr(trainer._generated.student, "generate", None)
+    monkeypatch.setattr(trainer._generated.student.engine, "generate", None)
     found = trainer.evaluate(Dataset.from_list(fixed_rows()))
     student, teacher = trainer.model, trainer.teacher.model
     values = [row_values(student, teacher, row, beta=0.5, temperature=0.9) for row in fixed_rows()]
@@ -104,16 +104,16 @@ def test_completions_of_the_student_follow_the_prompts_of_the_rows() -> None:
 
 def test_a_share_of_the_micro_batches_is_generated_alike_in_all_processes() -> None:
     generated = on_policy(lmbda=0.3, seq_kd=True)._generated
-    drawn = [generated.engines(step, 4) for step in range(200)]
-    share = sum(each is generated.student for engines in drawn for each in engines) / 800
+    drawn = [generated.writers(step, 4) for step in range(200)]
+    share = sum(each is generated.student for writers in drawn for each in writers) / 800
     assert abs(share - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 800)
-    assert {id(each) for engines in drawn for each in engines} == {
+    assert {id(each) for writers in drawn for each in writers} == {
         id(generated.student),
         id(generated.teacher),
     }
     again = on_policy(lmbda=0.3, seq_kd=True)._generated
     assert [[x is generated.student for x in row] for row in drawn] == [
-        [x is again.student for x in again.engines(step, 4)] for step in range(200)
+        [x is again.student for x in again.writers(step, 4)] for step in range(200)
     ]
 
 

@@ -54,11 +54,15 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
+STOP = b"\xff<stop>\xff"
+"""What the end tokens of both tokenizers stand for in an alignment, whatever their names: no text has these bytes."""
+
+
 class Alignment(NamedTuple):
     """Spans of tokens of two tokenizers that cover the same bytes.
 
-    `own (S,)` and `other (S',)`, int64: the span of each token, -1 for those behind the bytes that both have in common.
-    Spans are as short as they can be, in order, `count` of them.
+    `own (S,)` and `other (S',)`, int64: the span of each token, -1 for tokens in none. Spans are as short as they can be and
+    have rising numbers, `count` of them.
     """
 
     own: np.ndarray
@@ -66,20 +70,47 @@ class Alignment(NamedTuple):
     count: int
 
 
-def align(own: Sequence[bytes], other: Sequence[bytes]) -> Alignment:
-    """The shortest spans of tokens with the same bytes; every byte of the common beginning is in one span.
+def align(
+    own: Sequence[bytes], other: Sequence[bytes], texts: Sequence[bytes] | None = None, *, stops: bool = True
+) -> Alignment:
+    """The shortest spans of tokens with the same bytes; every byte of what both have in common is in one span.
+
+    In common are the `texts`, which both have in this order, between other bytes of their chat templates, each with the `STOP`
+    behind it (unless `stops` is False); without `texts`, or where both have the same bytes, their common beginning. A span
+    begins and ends at a border of tokens on both sides, so a token that reaches over the beginning of a text is in none.
 
     >>> align([b"ab", b"c", b"d"], [b"a", b"bc", b"d"])
     Alignment(own=array([0, 0, 1]), other=array([0, 0, 1]), count=2)
+    >>> align([b"<", b"ab", b">"], [b"(", b"a", b"b"], [b"ab"]).other
+    array([-1,  0,  0])
     """
-    own_ends, other_ends = (
-        np.cumsum([len(token) for token in tokens], dtype=np.int64) for tokens in (own, other)
-    )
-    alike = _common_length(b"".join(own), b"".join(other))
-    common = np.intersect1d(own_ends, other_ends)
-    common = common[(common > 0) & (common <= alike)]
-    spans = [np.searchsorted(common, ends) for ends in (own_ends, other_ends)]
-    return Alignment(*(np.where(each < len(common), each, -1) for each in spans), count=len(common))
+    wholes = [b"".join(tokens) for tokens in (own, other)]
+    ends = [np.cumsum([len(token) for token in tokens], dtype=np.int64) for tokens in (own, other)]
+    starts = [np.concatenate([[0], each])[:-1] for each in ends]
+    found = [np.full(len(tokens), -1, np.int64) for tokens in (own, other)]
+    if texts is None or wholes[0] == wholes[1]:
+        texts = [wholes[0][: _common_length(*wholes)]]
+    count, read = 0, [0, 0]
+    for text in texts:
+        places = [whole.find(text, begin) for whole, begin in zip(wholes, read, strict=True)]
+        if min(places) < 0:
+            continue
+        if all(w.startswith(STOP, place + len(text)) for w, place in zip(wholes, places, strict=True)):
+            text += STOP
+        read = [place + len(text) for place in places]
+        inside = [(s >= p) & (e <= last) for s, e, p, last in zip(starts, ends, places, read, strict=True)]
+        borders = [
+            np.union1d(s[own], e[own]) - p for s, e, own, p in zip(starts, ends, inside, places, strict=True)
+        ]
+        common = np.intersect1d(borders[0], borders[1])
+        for side, end, part, place in zip(found, ends, inside, places, strict=True):
+            spans = np.searchsorted(common, end[part] - place) - 1
+            side[part] = np.where((spans >= 0) & (spans < len(common) - 1), spans + count, -1)
+        count += max(len(common) - 1, 0)
+    if not stops:
+        for side, tokens in zip(found, (own, other), strict=True):
+            side[[token == STOP for token in tokens]] = -1
+    return Alignment(*found, count=len(np.unique(found[0][found[0] >= 0])))
 
 
 def _common_length(first: bytes, second: bytes) -> int:

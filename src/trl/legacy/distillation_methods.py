@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trl.models.packed.layout import IGNORED
+from trl.objectives.cross_vocabulary import measure_divergence
 from trl.objectives.distillation import divergence
 from trl.tensors.padding import first_true_indices
 
@@ -19,13 +20,20 @@ def generalized_jsd_loss(
     beta: float = 0.5,
     temperature: float = 1.0,
     reduction: Literal["batchmean", "sum", "mean", "none"] = "batchmean",
+    logits_are_probs: bool = False,
 ) -> Tensor:
     """The divergence of logits `(B, T, V)`; `labels (B, T)` are aligned to them, and -100 where nothing counts.
 
     `batchmean`: over the tokens that count, or without labels the sum over the batch size. `sum`: over tokens. `mean`: over
-    tokens and vocabulary. `none`: one value per token that counts, or `(B, T)` without labels.
+    tokens and vocabulary. `none`: one value per token that counts, or `(B, T)` without labels. `logits_are_probs`: of
+    probabilities, which need not sum to 1 and have no temperature.
     """
-    values = divergence(student_logits / temperature, teacher_logits / temperature, beta=beta)
+    if logits_are_probs:
+        values = measure_divergence(
+            *(x.clamp(min=1e-8).log() for x in (student_logits, teacher_logits)), beta=beta
+        )
+    else:
+        values = divergence(student_logits / temperature, teacher_logits / temperature, beta=beta)
     counted = len(values) if labels is None else int((labels != IGNORED).sum())
     if labels is not None:
         values = values[labels != IGNORED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from trl.data.teacher_columns import (
     check_teacher_columns,
     has_teacher_columns,
 )
-from trl.generation.engine import Engine, Sampling
+from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.teacher_servers import TeacherServers, connected, is_address
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.requests import stop_tokens
@@ -35,7 +35,6 @@ from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_po
 from trl.legacy.interface import NOT_CALLED_OF_GKD
 from trl.models.packed.layout import IGNORED, TEACHER_IDS
 from trl.models.parts import causal_core, embedded_tokens
-from trl.models.scoring.causal import Scorer
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
 from trl.objectives.distillation import Divergence
@@ -67,6 +66,15 @@ class GKDMethod(SFTMethod):
         return Outcome([terms], None, None, scored.aux_loss, local=scored.total)
 
 
+class Writer(NamedTuple):
+    """An engine, the prompts that it completes of a micro-batch, and the micro-batch with its completions."""
+
+    engine: Engine
+    sampling: Sampling
+    prompts: Callable[[Any], list[list[int]]]
+    batch: Callable[[Any, list[list[int]], list[Generated]], Any]
+
+
 @dataclass(frozen=True)
 class GeneratedCompletions:
     """Replaces the completions of micro-batches: by the student's in a share `lmbda` of them, else by a teacher's, if it has one.
@@ -74,40 +82,39 @@ class GeneratedCompletions:
     The draw and the completions follow from the seed and the optimiser step. `rows` is the number of rows of a micro-batch.
     """
 
-    student: Engine
-    teacher: Engine | None
-    sampling: Sampling
+    student: Writer
+    teacher: Writer | None
     lmbda: float
     rows: int
     rank: int
     world_size: int
 
-    def engines(self, step: int, count: int) -> list[Engine | None]:
+    def writers(self, step: int, count: int) -> list[Writer | None]:
         """What completes each micro-batch of an optimiser step, alike in all processes; None: the data set."""
-        draws = np.random.default_rng([(self.sampling.seed or 0) % 2**63, step]).random(count).tolist()
+        seed = (self.student.sampling.seed or 0) % 2**63
+        draws = np.random.default_rng([seed, step]).random(count).tolist()
         return [self.student if draw < self.lmbda else self.teacher for draw in draws]
 
-    def replaced(self, batches: Sequence[Any], scorer: Scorer, step: int, model: Any) -> list[Any]:
+    def replaced(self, batches: Sequence[Any], step: int, model: Any) -> list[Any]:
         """The micro-batches of an optimiser step; `model` is the student's, with its present weights."""
-        found, engines = list(batches), self.engines(step, len(batches))
-        for engine in (self.student, self.teacher):
-            turns = [turn for turn, each in enumerate(engines) if engine is not None and each is engine]
-            if engine is None or not turns:
+        found, writers = list(batches), self.writers(step, len(batches))
+        for writer in (self.student, self.teacher):
+            turns = [turn for turn, each in enumerate(writers) if writer is not None and each is writer]
+            if writer is None or not turns:
                 continue
-            if engine is self.student:
-                engine.sync_weights(model, step)
-            prompts = {turn: prompts_of(scorer.padded_inputs(batches[turn])) for turn in turns}
+            if writer is self.student:
+                writer.engine.sync_weights(model, step)
+            prompts = {turn: writer.prompts(batches[turn]) for turn in turns}
             streams = [
                 ((step * len(batches) + turn) * self.world_size + self.rank) * self.rows + row
                 for turn in turns
                 for row in range(len(prompts[turn]))
             ]
             flat = [prompt for turn in turns for prompt in prompts[turn]]
-            completions = iter(engine.generate(flat, self.sampling, streams=streams))
+            completions = iter(writer.engine.generate(flat, writer.sampling, streams=streams))
             for turn in turns:
-                rows = [(prompt, [next(completions).ids]) for prompt in prompts[turn]]
-                own = {name: batches[turn][name] for name in (TEACHER,) if name in batches[turn]}
-                found[turn] = {**completion_batch(rows, prefix_sharing=False), **own}
+                own = list(islice(completions, len(prompts[turn])))
+                found[turn] = writer.batch(batches[turn], prompts[turn], own)
         return found
 
 
@@ -132,6 +139,15 @@ def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
         start = int((labels[real] != IGNORED).int().argmax())
         prompts.append(ids[real][: max(start, 1)].tolist())
     return prompts
+
+
+def completed(
+    batch: Mapping[str, Any], prompts: list[list[int]], completions: list[Generated]
+) -> dict[str, Tensor]:
+    """The prompts of a batch with one completion each, of the same teachers."""
+    rows = [(prompt, [each.ids]) for prompt, each in zip(prompts, completions, strict=True)]
+    own = {TEACHER: batch[TEACHER]} if TEACHER in batch else {}
+    return {**completion_batch(rows, prefix_sharing=False), **own}
 
 
 class GKDDatasets(SFTDatasets):
@@ -230,7 +246,7 @@ class GKDTrainer(SFTTrainer):
                 "seq_kd=False."
             )
         self.teacher.prepare(self.accelerator)
-        self._generated = self._completions(tokenizer) if args.lmbda or args.seq_kd else None
+        self._generated = self._completions() if args.lmbda or args.seq_kd else None
         self._check_lengths()
 
     def _make_teacher(self, given: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
@@ -270,51 +286,65 @@ class GKDTrainer(SFTTrainer):
 
     _servers: TeacherServers | None = None
 
-    def _completions(self, tokenizer: Any) -> GeneratedCompletions:
-        args, student = self.args, self.model
-        assert student is not None
-        parts = {"tokenizer": tokenizer, "accelerator": self.accelerator}
-        sampling = Sampling(
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            stop_token_ids=tuple(stop_tokens(student, tokenizer)),
-            seed=self.order_seed,
-        )
+    def _completions(self) -> GeneratedCompletions:
+        args = self.args
+        sizes = args.lmbda, args.per_device_train_batch_size, args.process_index, args.world_size
         return GeneratedCompletions(
-            TransformersEngine(student, **parts),
-            TransformersEngine(self.teacher.model, **parts) if args.seq_kd else None,
-            sampling,
-            args.lmbda,
-            args.per_device_train_batch_size,
-            args.process_index,
-            args.world_size,
+            self.student_writer(), self.teacher_writer() if args.seq_kd else None, *sizes
         )
 
+    def student_writer(self) -> Writer:
+        """What generates the student's completions."""
+        assert self.model is not None
+        return self._writer(self.model, self._tokenizer)
+
+    def teacher_writer(self) -> Writer:
+        """What generates the teacher's."""
+        return self._writer(self.teacher.model, self._tokenizer)
+
+    def _writer(self, model: Any, tokenizer: Any) -> Writer:
+        engine = TransformersEngine(model, tokenizer=tokenizer, accelerator=self.accelerator)
+        return Writer(engine, self.sampling(model, tokenizer), self._prompts, completed)
+
+    def sampling(self, model: Any, tokenizer: Any) -> Sampling:
+        """How a model's completions are drawn."""
+        return Sampling(
+            max_new_tokens=self.args.max_new_tokens,
+            temperature=self.args.temperature,
+            stop_token_ids=tuple(stop_tokens(model, tokenizer)),
+            seed=self.order_seed,
+        )
+
+    def _prompts(self, batch: Mapping[str, Any]) -> list[list[int]]:
+        return prompts_of(self.scorer.padded_inputs(batch))
+
     def _check_lengths(self) -> None:
-        """Raise ValueError for rows that the teacher has no positions for, and, if completions are generated, without a prompt or
-        with one that fills a context. Rows of streams are not known before."""
-        dataset, args = self.train_dataset, self.args
-        if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
-            return
-        teacher = self.teacher.model or self.model
+        """`check_side` of the training set. Rows of streams are not known before."""
+        dataset, teacher = self.train_dataset, self.teacher.model or self.model
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+            self.check_side(dataset, [self.model, *([teacher] if self.args.seq_kd else [])], teacher)
+
+    def check_side(self, dataset: Dataset, writers: Sequence[Any], reader: Any) -> None:
+        """Raise ValueError for rows that the `reader` has no positions for, and, if completions are generated, without a prompt
+        or with one that fills the context of one of the `writers`."""
         if self._generated is None:
-            check_positions(teacher, sequence_lengths(dataset), dataset_name="train")
+            check_positions(reader, sequence_lengths(dataset), dataset_name="train")
             return
         prompts = prompt_lengths(dataset)
         if not prompts.all():
             raise ValueError(
-                f"{int((prompts == 0).sum())} of {len(prompts)} rows have no prompt to complete (or max_length={args.max_length} "
-                "leaves none). Use rows of messages, or of prompt and completion, filter these rows out, or set lmbda=0 and "
-                "seq_kd=False."
+                f"{int((prompts == 0).sum())} of {len(prompts)} rows have no prompt to complete (or "
+                f"max_length={self.args.max_length} leaves none). Use rows of messages, or of prompt and completion, filter these "
+                "rows out, or set lmbda=0 and seq_kd=False."
             )
-        models = [self.model, *([teacher] if args.seq_kd else [])]
-        window = min((n for n in map(context_length_of, models) if n is not None), default=None)
+        window = min((n for n in map(context_length_of, writers) if n is not None), default=None)
         if window is not None and prompts.max() >= window:
             raise ValueError(
                 f"the longest prompt has {prompts.max()} tokens, the context length is {window}: no room for a completion. "
                 f"Set max_length below {window}."
             )
-        check_positions(teacher, prompts + args.max_new_tokens, dataset_name="train")
+        longest = prompts + (self._generated.student.sampling.new_tokens or 0)
+        check_positions(reader, longest, dataset_name="train")
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -323,7 +353,7 @@ class GKDTrainer(SFTTrainer):
         batches: Any = list(islice(epoch_iterator, num_batches))
         if self._generated is not None and batches:
             step, model = self.state.global_step, self.model_wrapped
-            batches = self._generated.replaced(batches, self.scorer, step, model)
+            batches = self._generated.replaced(batches, step, model)
         if self._servers is not None and batches:
             batches = self._servers.filled(batches, self.scorer.padded_inputs)
         return super().get_batch_samples(iter(batches), num_batches, device)
@@ -343,5 +373,5 @@ class GKDTrainer(SFTTrainer):
         if not with_outputs:
             return found
         with torch.no_grad(), self.accelerator.autocast():
-            _, logits = self.scorer.score_with_logits(model, batch)
+            _, logits = self.scorer.score_with_logits(model, self.method.learned(batch))
         return found._replace(predictions=logits)

@@ -30,6 +30,7 @@ ROW_KEYS = frozenset(
         "row_weights",
         "prompt_tokens",
         "teacher",
+        "on_policy",
     ]
 )
 # A teacher's answers `(K, k)` in the order of the scored positions, and the batch that it is shown in place of the student's.

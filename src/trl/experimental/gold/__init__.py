@@ -1,0 +1,5 @@
+"""GOLD: distillation from a teacher with another tokenizer. Public names are lazy."""
+
+from trl._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,0 +1,250 @@
+"""Rows and batches for two tokenizers: each completion as tokens of both, and the spans that they have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from datasets import Dataset, concatenate_datasets
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl.collators.rows import as_ids, pad_with_mask
+from trl.data.byte_alignment import STOP, Alignment, align, shared_tokens, vocabulary_bytes
+from trl.data.formats import column_names
+from trl.data.ragged import column_blocks, read_ragged
+from trl.data.text import SFTPreparation, prepare_sft_dataset
+from trl.data.tokenization import encode
+from trl.experimental.gold.gold_config import GOLDConfig
+from trl.models.packed.layout import IGNORED, TEACHER_BATCH
+from trl.objectives.cross_vocabulary import Vocabularies
+from trl.trainer.gkd_trainer import GKDDatasets, prompts_of
+
+logger = logging.getLogger(__name__)
+
+THEIRS = "teacher_"
+"""Begins the names of the teacher's columns; those of the student have their usual names."""
+COLUMNS = tuple(
+    f"{side}{name}" for side in ("", THEIRS) for name in ("input_ids", "completion_mask", "spans")
+)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Aligns tokens of two tokenizers: by bytes, or (`extended=False`) by number. `stops`: end tokens count."""
+
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
+    known: tuple[list[bytes], list[bytes]]
+    extended: bool = True
+    stops: bool = False
+
+    @classmethod
+    def of(
+        cls, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, args: GOLDConfig
+    ) -> Pairing:
+        """Raises: ValueError for a tokenizer whose tokens do not join to their text."""
+        known = vocabulary_bytes(student), vocabulary_bytes(teacher)
+        for tokenizer, own in zip((student, teacher), known, strict=True):
+            if tokenizer.eos_token_id is not None:
+                own[int(tokenizer.eos_token_id)] = STOP  # type: ignore[arg-type]
+        stops = not (args.uld_skip_student_eos or args.uld_skip_teacher_eos)
+        return cls((student, teacher), known, args.use_extended_uld, stops)
+
+    def vocabularies(self, sizes: tuple[int, int]) -> Vocabularies:
+        """The tokens that models of so many logits share, and the others: all ids in order where the tokenizers are equal."""
+        if self.known[0] == self.known[1]:
+            shared = [list(range(min(sizes)))] * 2
+        else:
+            shared = list(shared_tokens(*self.known))
+        ids = [torch.tensor(each, dtype=torch.int64) for each in shared]
+        rest = [
+            torch.ones(size).index_fill(0, own, 0).nonzero()[:, 0]
+            for size, own in zip(sizes, ids, strict=True)
+        ]
+        return Vocabularies(*ids, *rest)
+
+    @property
+    def shared_part(self) -> float:
+        """The share of the teacher's tokens that the student has."""
+        return len(shared_tokens(*self.known)[0]) / len({*self.known[1]} - {b""})
+
+    def spans(
+        self, own: Sequence[int], other: Sequence[int], texts: Sequence[str] | None = None
+    ) -> Alignment:
+        """The spans of two token rows, within `texts` where the rows differ."""
+        sides = [[known[token] for token in ids] for known, ids in zip(self.known, (own, other), strict=True)]
+        if self.extended:
+            wholes = [b"".join(side) for side in sides]
+            found = [text.encode() for text in texts or ()]
+            found = [text if all(text in whole for whole in wholes) else text.strip() for text in found]
+            within = None if texts is None else [text for text in found if text]
+            return align(sides[0], sides[1], within, stops=self.stops)
+        lengths = [len(side) - (not self.stops and side[-1:] == [STOP]) for side in sides]
+        numbers = [np.where(np.arange(len(side)) < min(lengths), np.arange(len(side)), -1) for side in sides]
+        return Alignment(*numbers, count=min(lengths))
+
+    def row(
+        self, own: Mapping[str, Any], other: Mapping[str, Any], texts: Sequence[str] | None
+    ) -> dict[str, Any]:
+        """A row of `COLUMNS`: the spans of the two sides' completions, 0 for tokens in none.
+
+        A row's first token, which nothing predicts, is in none.
+        """
+        rows = [(list(side["input_ids"]), list(side["completion_mask"])) for side in (own, other)]
+        starts = [mask.index(1) if 1 in mask else len(mask) for _, mask in rows]
+        completions = [ids[start:] for (ids, _), start in zip(rows, starts, strict=True)]
+        found = self.spans(completions[0], completions[1], texts)
+        spans = [
+            np.concatenate([np.full(start, -1), each]) for start, each in zip(starts, found[:2], strict=True)
+        ]
+        unpredicted = [each[0] for each in spans if len(each)]
+        spans = [np.where(np.isin(each, unpredicted), 0, each + 1).tolist() for each in spans]
+        return {
+            f"{side}{name}": column
+            for side, (ids, mask), numbers in zip(("", THEIRS), rows, spans, strict=True)
+            for name, column in (("input_ids", ids), ("completion_mask", mask), ("spans", numbers))
+        }
+
+    def translated(self, ids: Sequence[int], *, to_teacher: bool, ended: bool) -> tuple[list[int], str]:
+        """A completion as tokens of the other side, without what is no text, with its end token if it `ended`; and the text."""
+        known, target = self.known[not to_teacher], self.tokenizers[to_teacher]
+        whole = b"".join(known[token] for token in (ids[:-1] if ended else ids))
+        try:
+            text = whole.decode()
+        except UnicodeDecodeError as error:
+            text = whole[: error.start].decode()
+        end: Any = [target.eos_token_id] if ended and target.eos_token_id is not None else []
+        return [*encode(target, [text])[0], *end], text
+
+    def generated(
+        self, batch: Mapping[str, Any], completions: Sequence[Any], *, by_teacher: bool
+    ) -> list[dict[str, Any]]:
+        """The rows of a batch with other completions, of the student or the teacher."""
+        rows = []
+        prompts = zip(*map(prompts_of, (batch, batch[TEACHER_BATCH])), strict=True)
+        for own_prompts, made in zip(prompts, completions, strict=True):
+            ended = made.finish_reason == "stop"
+            other, text = self.translated(made.ids, to_teacher=not by_teacher, ended=ended)
+            each = (other, list(made.ids)) if by_teacher else (list(made.ids), other)
+            sides = [
+                {"input_ids": [*prompt, *ids], "completion_mask": [0] * len(prompt) + [1] * len(ids)}
+                for prompt, ids in zip(own_prompts, each, strict=True)
+            ]
+            rows.append(self.row(*sides, texts=[text]))
+        return rows
+
+
+@dataclass(frozen=True)
+class PairedCollator:
+    """Rows of `COLUMNS` as a batch of padded tensors `(B, T)`, with the teacher's `(B, T')` as its `teacher_batch`."""
+
+    pads: tuple[int, int]
+    multiple: int | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        own, theirs = (self._side(rows, *side) for side in zip(("", THEIRS), self.pads, strict=True))
+        return {**own, TEACHER_BATCH: theirs}
+
+    def _side(self, rows: Sequence[Mapping[str, Any]], name: str, pad: int) -> dict[str, Tensor]:
+        ids, masks, spans = (
+            [as_ids(row[f"{name}{column}"]) for row in rows]
+            for column in ("input_ids", "completion_mask", "spans")
+        )
+        labels = [own.where(mask == 1, IGNORED) for own, mask in zip(ids, masks, strict=True)]
+        padded, mask = pad_with_mask(ids, pad, multiple=self.multiple)
+        return {
+            "input_ids": padded,
+            "attention_mask": mask,
+            "labels": pad_with_mask(labels, IGNORED, multiple=self.multiple)[0],
+            "spans": pad_with_mask(spans, 0, multiple=self.multiple)[0],
+        }
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """The rows of both sides as rows of `COLUMNS`, for `Dataset.map`."""
+
+    pairing: Pairing
+    text_field: str
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        sides = [
+            {
+                "input_ids": row[f"{name}input_ids"],
+                "completion_mask": row.get(f"{name}completion_mask") or [1] * len(row[f"{name}input_ids"]),
+            }
+            for name in ("", THEIRS)
+        ]
+        return self.pairing.row(*sides, texts=_texts(row, self.text_field))
+
+
+def _texts(row: Mapping[str, Any], text_field: str) -> list[str]:
+    """The texts of a row that its completion consists of: without what chat templates add."""
+    given = next(row[name] for name in ("completion", text_field, "messages") if row.get(name) is not None)
+    if isinstance(given, str):
+        return [given]
+    contents = [message.get("content") for message in given if message["role"] == "assistant"]
+    return [content for content in contents if isinstance(content, str)]
+
+
+class GOLDDatasets(GKDDatasets):
+    """Each row tokenised for both sides, with the chat template of each, and aligned."""
+
+    pairing: Pairing
+
+    def is_prepared(self, dataset: Any) -> bool:
+        return super().is_prepared(dataset) or set(COLUMNS) <= set(column_names(dataset))
+
+    def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
+        if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
+            raise ValueError(
+                f"{name} dataset: a stream, or rows of tokens, were given with use_uld_loss=True, expected a datasets.Dataset of "
+                "texts or messages, which both tokenizers read. Load it without streaming, before it is tokenised."
+            )
+        args, rows = self.args, self.rows(dataset)
+        assert isinstance(rows, Dataset)
+        own = super()._prepare(dataset, name, packing=packing)
+        settings = SFTPreparation(
+            text_field=args.dataset_text_field,
+            completion_only_loss=args.completion_only_loss,
+            num_proc=args.dataset_num_proc,
+            dataset_name=f"teacher's {name}",
+        )
+        with PartialState().main_process_first():
+            theirs, _ = prepare_sft_dataset(rows, self.pairing.tokenizers[1], settings)
+            theirs = theirs.rename_columns({column: f"{THEIRS}{column}" for column in theirs.column_names})
+            every = concatenate_datasets([rows, own, theirs], axis=1)
+            removed = [column for column in every.column_names if column not in COLUMNS]
+            found = every.map(
+                Aligned(self.pairing, args.dataset_text_field),
+                remove_columns=removed,
+                num_proc=args.dataset_num_proc,
+                desc=f"Aligning {name} dataset",
+            )
+        _report(found, name)
+        return found
+
+
+def _report(dataset: Dataset, name: str) -> None:
+    """Warn of rows without a span. Raises: ValueError where no row has one."""
+    counts = []
+    for column in column_blocks(dataset, "spans"):
+        spans = read_ragged(column, "spans")
+        counts.append(np.diff(np.concatenate([[0], np.cumsum(spans.values > 0)])[spans.offsets]))
+    empty = np.flatnonzero(np.concatenate(counts) == 0).tolist()
+    if len(empty) == len(dataset):
+        raise ValueError(
+            f"{name} dataset: no row has a span of tokens that student and teacher read alike, expected the same text on both "
+            "sides. Check that both chat templates write the messages unchanged, or raise max_length."
+        )
+    if empty:
+        logger.warning(
+            "%s dataset: in %d of %d rows (first: %s) no span of tokens is the same text for student and teacher; they are not "
+            "trained. Check both chat templates, or raise max_length.",
+            name, len(empty), len(dataset), empty[:3],
+        )  # fmt: skip

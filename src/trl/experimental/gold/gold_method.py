@@ -1,0 +1,155 @@
+"""The mathematics of GOLD: the loss of spans of tokens of two tokenizers, in chunks of whole spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trl.experimental.gold.gold_config import GOLDConfig
+from trl.experimental.gold.gold_data import Pairing
+from trl.models.packed.layout import IGNORED, TEACHER_BATCH
+from trl.objectives.cross_vocabulary import cross_vocabulary, span_measures
+from trl.tensors import heads
+from trl.tensors.reduce import LossTerms, Unit, weighted
+from trl.tensors.statistics import selective_log_softmax
+from trl.tensors.vocabulary_loss import VocabularyLoss
+from trl.trainer.gkd_trainer import GKDMethod
+from trl.trainer.method import Outcome, Step
+
+TOKEN_WEIGHT = "token_weight"
+"""The entry of a batch with the step's number of spans over that of its tokens."""
+
+
+class Spans(NamedTuple):
+    """Scored tokens of one side in order, `(K,)` each: the token, whether it is the first of a span, and whether it is in one."""
+
+    targets: Tensor
+    first: Tensor
+    inside: Tensor
+
+    def part(self, rows: slice) -> Spans:
+        """Those of some rows."""
+        return Spans(*(each[rows] for each in self))
+
+
+def scored_spans(rows: Mapping[str, Tensor], spans: Tensor) -> Spans:
+    """The scored tokens of rows whose tokens have the numbers `spans (B, T)`, 0 for none."""
+    scored = rows["labels"] != IGNORED
+    row = torch.arange(len(spans), device=spans.device)[:, None] * (spans.amax() + 1)
+    inside, numbers = spans[scored] > 0, (spans + row)[scored]
+    is_new = torch.ones_like(inside)
+    is_new[1:] = numbers[1:] != numbers[:-1]
+    return Spans(rows["labels"][scored], inside & is_new, inside)
+
+
+def chunks_of_spans(own: Spans, other: Spans, size: int) -> list[tuple[slice, slice]]:
+    """Slices of both sides' tokens that cover them and hold whole spans, of at most `size` tokens unless a span is longer.
+
+    All tokens of `other` are in spans, as many as those of `own`, in one order.
+    """
+    first, inside = own.first.cpu().numpy(), own.inside.cpu().numpy()
+    begins = np.flatnonzero(first | ~inside)  # of a span, or of a token in none
+    of_spans = np.append(other.first.nonzero()[:, 0].cpu().numpy(), len(other.first))
+    theirs = of_spans[np.cumsum(first)[begins] - first[begins]]
+    ends, their_ends = np.append(begins[1:], len(first)), np.append(theirs[1:], len(other.first))
+    found, start = [], 0
+    for unit in range(1, len(begins) + 1):
+        if unit == len(begins) or max(ends[unit] - begins[start], their_ends[unit] - theirs[start]) > size:
+            last = unit - 1
+            found.append((slice(begins[start], ends[last]), slice(theirs[start], their_ends[last])))
+            start = unit
+    return found
+
+
+class GOLDMethod(GKDMethod):
+    """The distance from the teacher over spans of tokens with the same bytes, and the cross-entropy: means over the step."""
+
+    units: ClassVar[tuple[Unit, ...]] = ("group", "token")
+    args: GOLDConfig
+
+    def __init__(self, args: GOLDConfig, pairing: Pairing, sizes: tuple[int, int]) -> None:
+        super().__init__(args)
+        self.sizes, share = sizes, pairing.shared_part
+        self.vocabularies = pairing.vocabularies(sizes) if args.uld_use_hybrid_loss else None
+        given = args.uld_hybrid_matched_weight, args.uld_hybrid_unmatched_weight
+        self.weights: Any = (share, 1 - share) if None in given else given
+
+    def sides(self, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """The student's and the teacher's rows, with labels of the tokens in spans; for cross-entropy all of the student's."""
+        found = []
+        for rows in (batch, batch[TEACHER_BATCH]):
+            kept = rows["spans"] > 0
+            if rows is batch and self.args.uld_crossentropy_weight:
+                kept |= rows["labels"] != IGNORED
+            kept[:, 0] = False  # nothing predicts a first token
+            inputs = {name: rows[name] for name in ("input_ids", "attention_mask")}
+            found.append({**inputs, "labels": rows["labels"].where(kept, IGNORED)})
+        return found
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """Spans, and scored tokens."""
+        first = scored_spans(self.sides(batch)[0], batch["spans"]).first
+        return torch.stack([first.sum(), torch.tensor(len(first), device=first.device)])
+
+    def learned(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The student's rows."""
+        return {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+
+    def terms(self, batch: Mapping[str, Any], scored: VocabularyLoss, step: Step) -> Outcome:  # type: ignore[override]
+        """The distance of each span, and the cross-entropy of each token."""
+        args, first = self.args, scored_spans(self.sides(batch)[0], batch["spans"]).first
+        assert scored.statistics is not None
+        nll, distance, matched, unmatched = scored.statistics.unbind(1)
+        metrics = {}
+        if self.vocabularies is not None:
+            metrics = {"matched_loss": weighted(matched[first]), "unmatched_loss": weighted(unmatched[first])}
+        distance, nll = args.uld_distillation_weight * distance[first], args.uld_crossentropy_weight * nll
+        terms = [
+            LossTerms(distance, torch.ones_like(distance), "group", metrics),
+            LossTerms(nll, torch.ones_like(nll), "token", {}),
+        ]
+        # An evaluation divides each by its own number: its batches have no common weight of a token.
+        return Outcome(terms, None, None, scored.aux_loss, local=scored.total if step.training else None)
+
+
+class SpanLoss:
+    """The loss of a batch's chunks, for `over_chunks`, and the `parts` of both sides' `rows` that they are."""
+
+    def __init__(self, method: GOLDMethod, batch: Mapping[str, Any], size: int | None = None) -> None:
+        self.method, self.rows = method, method.sides(batch)
+        self.own, self.other = (
+            scored_spans(rows, given["spans"])
+            for rows, given in zip(self.rows, (batch, batch[TEACHER_BATCH]), strict=True)
+        )
+        device = self.own.first.device
+        size = size or heads.default_chunk_size(max(method.sizes), itemsize=4, device=device)
+        self.parts = chunks_of_spans(self.own, self.other, size)
+        self._places = {own.start: other for own, other in self.parts}
+        self._token_weight = batch.get(TOKEN_WEIGHT, 1.0) * method.args.uld_crossentropy_weight
+
+    def __call__(self, logits: Tensor, other: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """`(C, V), (C', V') -> (C,), (C, 4)`: the loss of a span is that of its first token.
+
+        Statistics: each token's cross-entropy, and at first tokens the distance and its matched and unmatched part.
+        """
+        args, method = self.method.args, self.method
+        own, theirs = self.own.part(rows), self.other.part(self._places.get(rows.start, rows))
+        matched, distance = cross_vocabulary(
+            span_measures(logits / args.uld_student_temperature, *own),
+            span_measures(other / args.uld_teacher_temperature, *theirs),
+            method.vocabularies,
+            beta=args.beta,
+        )
+        parts = (distance, distance) if matched is None else (matched, distance)
+        if matched is not None:
+            distance = method.weights[0] * matched + method.weights[1] * distance
+        values = [distance.new_zeros(len(logits)).masked_scatter(own.first, x) for x in (distance, *parts)]
+        nll = torch.zeros_like(values[0])
+        if self._token_weight:
+            nll = -selective_log_softmax(logits, own.targets)
+        loss = args.uld_distillation_weight * values[0] + self._token_weight * nll
+        return loss, torch.stack([nll, *values], dim=1)

@@ -1,0 +1,258 @@
+"""GOLD: distillation from a teacher with another tokenizer, on data or on the student's own completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from trl._lazy import attach
+from trl.data.rendering import text_tokenizer
+from trl.experimental.gold.gold_config import GOLDConfig
+from trl.experimental.gold.gold_data import COLUMNS, THEIRS, GOLDDatasets, PairedCollator, Pairing
+from trl.experimental.gold.gold_method import TOKEN_WEIGHT, GOLDMethod, SpanLoss
+from trl.experimental.gold.methods import print_prompt_completions_sample_uld
+from trl.generation.engine import Generated, Sampling
+from trl.models.loading import get_config_model_id, load_processing_class
+from trl.models.packed.layout import TEACHER_BATCH
+from trl.models.parts import causal_core, share_parameters
+from trl.models.policy import Policy, make_scorer
+from trl.models.reference import FrozenModel
+from trl.models.setup import load_model, pad_token_id
+from trl.models.teacher import FrozenTeacher, Teacher
+from trl.tensors.reduce import weighted
+from trl.trainer.gkd_trainer import GKDDatasets, GKDTrainer, Writer, completed, prompts_of
+from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
+from trl.trainer.method import Outcome
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
+
+ON_POLICY = "on_policy"
+
+
+class GOLDTrainer(GKDTrainer):
+    """Trainer of a student that learns from a teacher with another tokenizer.
+
+    Args:
+        model: the student: a causal language model, or a name or path.
+        teacher_model: the teacher: a causal language model, or a name or path.
+        args: a `GOLDConfig`. Without `use_uld_loss` the loss is that of `GKDTrainer`, for a teacher of the same tokenizer.
+        train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion, as texts or messages.
+
+    The other arguments are those of `SFTTrainer`. Each side reads a row with its own tokenizer and chat template. The loss is the
+    mean over all spans of tokens with the same bytes of an optimiser step.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> trainer = GOLDTrainer(
+        ...     "Qwen/Qwen3-0.6B",
+        ...     teacher_model="HuggingFaceTB/SmolLM3-3B",
+        ...     args=GOLDConfig("my-model", use_uld_loss=True, uld_use_hybrid_loss=True),
+        ...     train_dataset=load_dataset("trl-lib/chatbot_arena_completions", split="train"),
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "gold"]
+    _name: ClassVar[str] = "GOLD"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
+        "arxiv": "2402.12030",
+    }
+    _config_class: ClassVar[type[GOLDConfig]] = GOLDConfig
+    _columns = (*GKDTrainer._columns, *COLUMNS)
+    args: GOLDConfig
+    teacher_tokenizer: PreTrainedTokenizerBase | None = None
+    pairing: Pairing | None = None
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module | None = None,
+        teacher_model: str | PreTrainedModel | nn.Module | None = None,
+        args: GOLDConfig | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any | None = None,
+        **older: Any,
+    ) -> None:
+        if getattr(args, "use_uld_loss", False):
+            if data_collator is not None:
+                raise ValueError(
+                    "data_collator was given with use_uld_loss=True, whose batches hold the tokens of both sides. Leave it out."
+                )
+            self.teacher_tokenizer = _tokenizer_of(args, teacher_model)
+        if isinstance(model, str) and getattr(args, "student_model_revision", "main") != "main":
+            given: Any = args
+            given.model_init_kwargs = {
+                "revision": given.student_model_revision,
+                **(given.model_init_kwargs or {}),
+            }
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            **older,
+        )
+        if self.pairing is not None:
+            assert isinstance(self.teacher, FrozenTeacher)
+            sizes = self.scorer.vocabulary, self.teacher.reference.scorer.vocabulary
+            self.method = GOLDMethod(self.args, self.pairing, sizes)
+
+    def _sets_class(self, args: Any, policy: Policy, *, formatting_func: Any = None) -> GKDDatasets:  # type: ignore[override]
+        """The data sets, which a teacher with another tokenizer reads too."""
+        if self.teacher_tokenizer is None:
+            return GKDDatasets(args, policy, formatting_func=formatting_func)
+        if formatting_func is not None:
+            raise TypeError("formatting_func was given with use_uld_loss=True, expected rows of texts or messages. Leave it out.")  # fmt: skip
+        sets = GOLDDatasets(args, policy, formatting_func=None)
+        sets.pairing = self.pairing = Pairing.of(policy.tokenizer, self.teacher_tokenizer, args)
+        return sets
+
+    def make_collator(self, args: Any) -> Callable[[list[Any]], dict[str, Any]]:
+        """Batches of both sides."""
+        if self.teacher_tokenizer is None:
+            return super().make_collator(args)
+        return PairedCollator(
+            (self.scorer.pad_token_id, pad_token_id(self.teacher_tokenizer)), args.pad_to_multiple_of
+        )
+
+    def _make_teacher(self, given: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
+        """The teacher; with a tokenizer of its own it is a model, of any vocabulary."""
+        if self.teacher_tokenizer is None:
+            return super()._make_teacher(given, tokenizer, rows=rows)
+        if self.args.teacher_model_server_url is not None:
+            raise ValueError(
+                "teacher_model_server_url was given with use_uld_loss=True, which needs whole distributions. Pass teacher_model."
+            )
+        if given is None:
+            raise ValueError(
+                "use_uld_loss=True needs a teacher_model, a model, or its name or path, got None."
+            )
+        kwargs: Any = self.args.teacher_model_init_kwargs
+        model = load_model(given, kwargs)
+        if share_parameters(self.model, model, trained=True):  # type: ignore[arg-type]
+            raise ValueError(
+                "teacher_model and model share weights that train, expected a separate model. Load the teacher a second time."
+            )
+        return FrozenTeacher(FrozenModel(model, make_scorer(model, self.teacher_tokenizer)))
+
+    # ---- completions
+
+    def sampling(self, model: Any, tokenizer: Any) -> Sampling:
+        """How a model's completions are drawn."""
+        policy: Any = Policy(model, tokenizer, tokenizer, None)
+        return replace(sampling_of(self.args, policy), seed=self.order_seed)  # type: ignore[arg-type]
+
+    def student_writer(self) -> Writer:
+        """The student, or vLLM with its weights."""
+        args: Any = self.args
+        policy = Policy(self.model, self.processing_class, self._tokenizer, self.scorer)  # type: ignore[arg-type]
+        served = check_engine(args)
+        if served is not None:
+            policy = with_served_window(policy, args, served)
+        engine = engine_of(args, self.model, policy, self.accelerator, served=served)
+        return super().student_writer()._replace(engine=engine, batch=self._on_policy)
+
+    def teacher_writer(self) -> Writer:
+        """The teacher, in its own tokens."""
+        if self.teacher_tokenizer is None:
+            return super().teacher_writer()
+        found = self._writer(self.teacher.model, self.teacher_tokenizer)
+        return found._replace(
+            prompts=lambda batch: prompts_of(batch[TEACHER_BATCH]),
+            batch=lambda batch, _, made: self._paired(batch, made, by_teacher=True),
+        )
+
+    def _paired(
+        self, batch: Mapping[str, Any], made: list[Generated], *, by_teacher: bool
+    ) -> dict[str, Tensor]:
+        assert self.pairing is not None
+        return self.make_collator(self.args)(self.pairing.generated(batch, made, by_teacher=by_teacher))
+
+    def _on_policy(self, batch: Any, prompts: list[list[int]], made: list[Generated]) -> dict[str, Tensor]:
+        """A micro-batch with the student's completions, of which some are printed."""
+        args, step = self.args, self.state.global_step
+        if args.log_completions and step % args.log_completions_steps == 0 and self.is_world_process_zero():
+            texts = self._tokenizer.batch_decode(prompts), self._tokenizer.batch_decode([x.ids for x in made])
+            print_prompt_completions_sample_uld(*texts, step, args.num_completions_to_print)
+        found = (
+            completed(batch, prompts, made)
+            if self.pairing is None
+            else self._paired(batch, made, by_teacher=False)
+        )
+        return {**found, ON_POLICY: torch.ones(len(prompts))}
+
+    def _check_lengths(self) -> None:
+        """Of both sides' tokens."""
+        dataset = self.train_dataset
+        if self.pairing is None or not isinstance(dataset, Dataset):
+            super()._check_lengths()
+            return
+        models = self.model, self.teacher.model
+        for name, model, writes in zip(("", THEIRS), models, (True, self.args.seq_kd), strict=True):
+            names = {f"{name}{column}": column for column in ("input_ids", "completion_mask")}
+            rows = dataset.select_columns(list(names)).rename_columns(names if name else {})
+            self.check_side(rows, [model] if writes else [], model)
+
+    # ---- the loss
+
+    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        """The distances of spans, or without `use_uld_loss` the divergence of tokens."""
+        if not isinstance(self.method, GOLDMethod):
+            return super().score_learned(model, batch)
+        loss = SpanLoss(self.method, batch)
+        reads = self.teacher.reads(model, {**loss.rows[0], TEACHER_BATCH: loss.rows[1]})
+        with self.accelerator.autocast():
+            return self.scorer.over_chunks(model, loss.rows[0], loss, parts=loss.parts, **reads)
+
+    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
+        """The terms of a batch, whose tokens weigh as much as the step's numbers of spans and tokens say."""
+        if isinstance(self.method, GOLDMethod) and self.args.uld_crossentropy_weight:
+            batch = {**batch, TOKEN_WEIGHT: int(step[0]) / int(step[1])}
+        return super().judged_batch(model, batch, step=step, with_outputs=with_outputs)
+
+    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        """With the mean loss of completions of the student, or of others."""
+        found = super().outcome(model, batch)
+        if self.mode != "train":
+            return found
+        first, *rest = found.terms
+        name = "on_policy_loss" if ON_POLICY in batch else "off_policy_loss"
+        metrics = {**first.metrics, name: weighted(first.values)}
+        return found._replace(terms=[first._replace(metrics=metrics), *rest])
+
+
+def _tokenizer_of(args: Any, teacher: Any) -> PreTrainedTokenizerBase:
+    """The teacher's tokenizer. Raises: ValueError where nothing says which it is."""
+    name = args.teacher_tokenizer_name_or_path or (
+        args.teacher_model_name_or_path if teacher is None else teacher
+    )
+    if isinstance(name, nn.Module):
+        name = get_config_model_id(causal_core(name).config)
+    if not name:
+        raise ValueError(
+            "use_uld_loss=True needs the teacher's tokenizer, and the teacher_model was not loaded by name. Set "
+            "teacher_tokenizer_name_or_path."
+        )
+    trusts = bool((args.teacher_model_init_kwargs or {}).get("trust_remote_code", False))
+    return text_tokenizer(load_processing_class(str(name), trust_remote_code=trusts))
