@@ -359,3 +359,11 @@ def test_functions_of_trl(capsys: pytest.CaptureFixture[str]) -> None:
     trainer.model_wrapped = other = tiny_model("gpt2", vocab_size=400)
     GOLDVLLMSyncCallback(trainer).on_step_end(trainer.args, trainer.state, trainer.control)
     assert trainer._generated.student.engine.model is other
+
+
+def test_settings_without_effect_are_named() -> None:
+    with pytest.warns(
+        FutureWarning,
+        match="vllm_sync_frequency -> nothing.*wandb_project -> nothing|wandb_project.*vllm_sync",
+    ):
+        GOLDConfig("out", use_cpu=True, vllm_sync_frequency=4, wandb_project="mine")
