@@ -47,9 +47,8 @@ def test_each_token_is_predicted_by_the_one_before_it_in_its_own_sequence(seed: 
     ("rows", "message"),
     [
         ([], "at least 1 row"),
-        ([([1], [[2]]), ([], [[2]])], "row 1 has a prompt of 0 tokens"),
-        ([([1], [])], "row 0 has a prompt of 1 tokens and 0 completions"),
-        ([([1], [[2], []])], "row 0, completion 1 has no tokens"),
+        ([([1], [[2]]), ([], [[2]])], r"row 1 of the batch has sequences of \[0, 1\] tokens"),
+        ([([1], [[2], []])], r"row 0 of the batch has sequences of \[1, 1, 0\] tokens"),
     ],
 )
 def test_prefix_groups_without_tokens_are_refused(rows, message: str):

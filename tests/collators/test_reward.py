@@ -68,9 +68,9 @@ def test_every_layout_holds_the_same_sequences(kind, multiple):
 
 def test_empty_sequences_and_batches_are_errors():
     for packed in (True, False):
-        with pytest.raises(ValueError, match="row 1 of the batch has sequences of 2 and 0 tokens"):
+        with pytest.raises(ValueError, match=r"row 1 of the batch has sequences of \[2, 0\] tokens"):
             RewardCollator(packed=packed)([ROWS[0], {"chosen_input_ids": [1, 2], "rejected_input_ids": []}])
-    with pytest.raises(ValueError, match="at least 1 pair"):
+    with pytest.raises(ValueError, match="at least 1 row"):
         as_reward_batch({"input_ids_chosen": torch.zeros(0, 1), "input_ids_rejected": torch.zeros(0, 1)}, prefix_sharing=True)  # fmt: skip
 
 
@@ -120,5 +120,5 @@ def test_batches_of_other_collators():
         as_reward_batch({"input_ids": ids[:3]}, prefix_sharing=True)
     with pytest.raises(ValueError, match="expected input_ids_chosen, input_ids_rejected"):
         as_reward_batch({"tokens": ids}, prefix_sharing=True)
-    with pytest.raises(ValueError, match="'input_ids_chosen'"):
+    with pytest.raises(ValueError, match="chosen_input_ids"):
         RewardDataCollatorWithPadding(tokenizer())([{"text": "Look up."}])

@@ -178,7 +178,7 @@ BAD = {
     ),
     "a placeholder in a message": (
         {"images": [IMAGE], "messages": [{"role": "user", "content": "<image>Look"}, BLUE]},
-        ValueError, "column 'messages', message 0: the text holds the placeholder '<image>'",
+        ValueError, "column 'messages': 1 images for 2 placeholders '<image>'",
     ),
     "no placeholder in text": ({"images": [IMAGE], "text": "Look up."}, ValueError, "column 'images': 1 images for 0 placeholders '<image>'"),
     "tokens": ({"images": [IMAGE], "input_ids": [1, 2]}, ValueError, "tokens beside images"),

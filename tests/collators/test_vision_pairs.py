@@ -221,7 +221,7 @@ BAD = {
     "None for a list": ({"images": None}, ValueError, "column 'images': None, expected a list of images"),
     "an image too many": ({"prompt": [{**ASK, "content": [PART]}], "images": [IMAGE, IMAGE]}, ValueError, "column 'images': 2 images for 1 image places"),
     "a place in one answer": ({"prompt": [{**ASK, "content": [PART]}], "rejected": [{**BLUE, "content": [PART]}]}, ValueError, "column 'images': 1 images for 2 image places"),
-    "a placeholder in an answer": ({"rejected": [{**BLUE, "content": "A <image>"}]}, ValueError, "column 'rejected', message 0: the text holds the placeholder '<image>'"),
+    "a placeholder in an answer": ({"rejected": [{**BLUE, "content": "A <image>"}]}, ValueError, "column 'rejected': 1 images for 2 placeholders '<image>'"),
     "an unknown role": ({"chosen": [{**BLUE, "role": "assistent"}]}, ValueError, "column 'chosen', message 0: unknown role"),
 }  # fmt: skip
 

@@ -183,7 +183,7 @@ BAD = {
         "row 0, column 'images': 1 images for 2 image places",
     ),
     "a placeholder in a message": (
-        with_row(prompt=[{"role": "user", "content": "<image> what?"}]), ValueError, "the text holds the placeholder '<image>'",
+        with_row(prompt=[{"role": "user", "content": "<image> what?"}]), ValueError, "images for 2 placeholders '<image>'",
     ),
     "placeholders of text": (
         [{"images": [tiny_image(0)], "prompt": "what?"}], ValueError, "1 images for 0 placeholders '<image>' in the text",

@@ -13,7 +13,7 @@ from transformers import ProcessorMixin
 from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.preference import reference_logps
-from trl.collators.rows import IGNORED, Row, check_not_empty
+from trl.collators.rows import IGNORED, Row, check_filled
 from trl.data.formats import common_prefix_length
 from trl.data.image_rows import ImagePairs, ImagePrompts, ImageRows, TextHalves, image_pairs, image_rows
 from trl.data.preference_rows import SIDES
@@ -167,7 +167,7 @@ class _ImageCollator(DataCollatorMixin):
 
         Raises: ValueError or TypeError naming the row of the batch and its column, also where an image would lose tokens.
         """
-        check_not_empty(examples)
+        check_filled([()] * len(examples))
         rows = self.rows(examples[0])
         columns = SIDES if isinstance(rows, ImagePairs) else (rows.column or rows.row_type.columns[0],)
         halves, images, places = [], [], []

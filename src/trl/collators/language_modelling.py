@@ -15,7 +15,7 @@ from trl.collators.rows import (
     Row,
     as_ids,
     as_rows,
-    check_not_empty,
+    check_filled,
     pack_sequences,
     pad_with_mask,
     read_column,
@@ -66,7 +66,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
-        check_not_empty(examples)
+        check_filled([()] * len(examples))
         examples = as_rows(examples)
         if examples[0].get("input_ids") is None:
             raise ValueError(

@@ -15,7 +15,7 @@ from trl.collators.rows import (
     Row,
     as_ids,
     check_columns,
-    check_not_empty,
+    check_filled,
     mask_of,
     pack_sequences,
     pad_with_mask,
@@ -77,7 +77,7 @@ def pack_prefix_groups(rows: Sequence[Prompted]) -> dict[str, Tensor]:
     ([[0, 1, 2, 3, 2]], [1, 2, 1], [7, 8, 9])
     """
     groups = [(as_ids(prompt), [as_ids(branch) for branch in branches]) for prompt, branches in rows]
-    _check(groups)
+    check_filled([(prompt, *branches) for prompt, branches in groups])
     segments = Segments.from_prefix_groups(
         [(len(prompt), [len(b) for b in branches]) for prompt, branches in groups]
     )
@@ -102,20 +102,6 @@ def pack_prefix_groups(rows: Sequence[Prompted]) -> dict[str, Tensor]:
     }
 
 
-def _check(groups: list[tuple[Tensor, list[Tensor]]]) -> None:
-    check_not_empty(groups)
-    for row, (prompt, branches) in enumerate(groups):
-        if not len(prompt) or not branches:
-            raise ValueError(
-                f"row {row} has a prompt of {len(prompt)} tokens and {len(branches)} completions, expected at least 1 of "
-                "each. Give the prompt a beginning-of-text token, or leave the row out."
-            )
-        for index in (index for index, branch in enumerate(branches) if not len(branch)):
-            raise ValueError(
-                f"row {row}, completion {index} has no tokens, expected at least 1. Leave it out."
-            )
-
-
 def seq2seq_batch(
     rows: Sequence[Row], *, pad_token_id: int = 0, completions: Sequence[str] = PAIR_COLUMNS[1:]
 ) -> dict[str, Tensor]:
@@ -124,21 +110,13 @@ def seq2seq_batch(
     `input_ids`, `attention_mask` `(B, P)`; `decoder_labels` `(S, T)`, -100 on padding; `decoder_prompt` `(S,)`, the row of
     each completion. Completions of one row follow one another: with pairs, completion 2i is row i's chosen one.
 
-    Raises: ValueError naming the row and column where a prompt or completion is missing or has no tokens.
+    Raises: ValueError naming the row where a prompt or completion has no tokens.
 
     >>> batch = seq2seq_batch([{"prompt_input_ids": [5, 6], "chosen_input_ids": [7, 1], "rejected_input_ids": [1]}])
     >>> batch["decoder_labels"].tolist(), batch["decoder_prompt"].tolist()
     ([[7, 1], [1, -100]], [0, 0])
     """
-    check_not_empty(rows)
-    for number, row in enumerate(rows):
-        for name in ("prompt_input_ids", *completions):
-            if row.get(name) is None or not len(row[name]):
-                what = "no" if row.get(name) is None else "no tokens in"
-                raise ValueError(
-                    f"row {number} of the batch has {what} {name!r}, expected at least 1 token. Prepare the data set first, or "
-                    "leave the row out."
-                )
+    check_filled([[row["prompt_input_ids"], *(row[name] for name in completions)] for row in rows])
     input_ids, mask = pad_with_mask([as_ids(row["prompt_input_ids"]) for row in rows], pad_token_id)
     return {
         "input_ids": input_ids,

@@ -11,7 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import Row, as_ids, check_columns, mask_of, pad_with_mask, real_tokens, round_up
+from trl.collators.rows import (
+    Row,
+    as_ids,
+    check_columns,
+    check_filled,
+    mask_of,
+    pad_with_mask,
+    real_tokens,
+    round_up,
+)
 from trl.options.checks import check_at_least
 from trl.tensors.segments import Segments
 
@@ -72,17 +81,6 @@ def group_batch(
     }
 
 
-def _check_pairs(pairs: Sequence[Pair]) -> None:
-    if not pairs:
-        raise ValueError("a batch must have at least 1 pair, got 0. Check the sampler and the data set.")
-    for row, lengths in enumerate((len(chosen), len(rejected)) for chosen, rejected in pairs):
-        if not all(lengths):
-            raise ValueError(
-                f"row {row} of the batch has sequences of {lengths[0]} and {lengths[1]} tokens, expected at least 1 each. "
-                "Leave it out."
-            )
-
-
 @dataclass
 class RewardCollator:
     """Batches rows of `chosen_input_ids` and `rejected_input_ids` (whole sequences), and `margin` where they have it.
@@ -111,16 +109,12 @@ class RewardCollator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         pairs = [(as_ids(row["chosen_input_ids"]), as_ids(row["rejected_input_ids"])) for row in rows]
-        pad, multiple = self.pad_token_id, self.pad_to_multiple_of
-        _check_pairs(pairs)
+        pad, multiple, sharing = self.pad_token_id, self.pad_to_multiple_of, self.prefix_sharing
+        check_filled(pairs)
         if self.packed:
-            batch = group_batch(
-                pairs, prefix_sharing=self.prefix_sharing, pad_token_id=pad, multiple=multiple
-            )
+            batch = group_batch(pairs, prefix_sharing=sharing, pad_token_id=pad, multiple=multiple)
         else:
-            ids, mask = pad_with_mask(
-                [sequence for pair in pairs for sequence in pair], pad, multiple=multiple
-            )
+            ids, mask = pad_with_mask([ids for pair in pairs for ids in pair], pad, multiple=multiple)
             batch = {"rows": torch.arange(len(pairs)), "input_ids": ids, "attention_mask": mask}
         if rows[0].get("margin") is not None:
             batch["margin"] = torch.tensor([float(row["margin"]) for row in rows], dtype=torch.float64)
@@ -155,14 +149,21 @@ class RewardDataCollatorWithPadding:
         """
         batch: dict[str, Any] = {"return_loss": True}
         for older, column in zip(OLDER_COLUMNS, REWARD_COLUMNS, strict=True):
+            name, mask = older if older in features[0] else column, mask_of(older)
+            for row in features:
+                check_columns(row, [name])
+            sides = [
+                {"input_ids": row[name], "attention_mask": row.get(mask) or [1] * len(row[name])}
+                for row in features
+            ]
             padded: Any = self.tokenizer.pad(
-                [_side(row, older, column) for row in features],
+                sides,
                 padding=self.padding,
                 pad_to_multiple_of=self.pad_to_multiple_of,
                 return_tensors=self.return_tensors,
             )
             batch[older] = padded["input_ids"]
-            batch[mask_of(older)] = padded["attention_mask"]
+            batch[mask] = padded["attention_mask"]
         if features[0].get("margin") is not None:
             batch["margin"] = torch.tensor([float(row["margin"]) for row in features])
         return batch
@@ -194,17 +195,6 @@ class DataCollatorForPreference(DataCollatorMixin):
         return batch
 
 
-def _side(row: Mapping[str, Any], older: str, column: str) -> dict[str, Any]:
-    name = older if older in row else column
-    if name not in row:
-        raise ValueError(
-            f"a row has {sorted(row)}, expected {' and '.join(map(repr, OLDER_COLUMNS))}. Tokenize the data set first, and "
-            "set remove_unused_columns=False."
-        )
-    mask = row.get(mask_of(older))
-    return {"input_ids": row[name], "attention_mask": [1] * len(row[name]) if mask is None else mask}
-
-
 def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
     """A batch of pairs in the form of `RewardCollator`, from any collator.
 
@@ -216,7 +206,7 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
     columns = REWARD_COLUMNS if set(REWARD_COLUMNS) <= set(batch) else OLDER_COLUMNS
     check_columns(batch, columns)
     pairs = list(zip(*(real_tokens(batch, column) for column in columns), strict=True))
-    _check_pairs(pairs)
+    check_filled(pairs)
     found = group_batch(pairs, prefix_sharing=prefix_sharing)
     found = {name: value.to(batch[columns[0]].device) for name, value in found.items()}
     return {**found, "margin": batch["margin"]} if batch.get("margin") is not None else found

@@ -115,10 +115,15 @@ def mask_of(column: str) -> str:
     return column.replace("input_ids", "attention_mask")
 
 
-def check_not_empty(rows: Sequence[Any]) -> None:
-    """Raise ValueError for a batch without rows."""
+def check_filled(rows: Sequence[Sequence[Any]]) -> None:
+    """Raise ValueError for a batch without rows, and for a row with a sequence (a prompt, a completion) without tokens."""
     if not rows:
         raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
+    for row, lengths in enumerate([len(part) for part in parts] for parts in rows):
+        if not all(lengths):
+            raise ValueError(
+                f"row {row} of the batch has sequences of {lengths} tokens, expected at least 1 each."
+            )
 
 
 def check_columns(batch: Mapping[str, Any], wanted: Sequence[str]) -> None:

@@ -25,7 +25,6 @@ from trl.data.pipeline import first_row
 from trl.data.preference_rows import SIDES, PairReader, pair_row_type
 from trl.data.rendering import (
     Chat,
-    Message,
     render,
     render_prompt,
     split_rendering,
@@ -188,8 +187,6 @@ class ImageRows:
                 found.append(self._closed(halves))
                 continue
             place = self.place(index, turns.column)
-            self._check_no_placeholder(turns.prompt, place._replace(column="prompt"))
-            self._check_no_placeholder(turns.completion, place)
             with self.place(index, self.column or self.row_type.columns[0]).named():
                 placed = prepare_multimodal_messages([*turns.prompt, *turns.completion], images)
             if is_rendered:
@@ -205,24 +202,12 @@ class ImageRows:
         prompt = chat._replace(messages=chat.messages[:prompt_length])
         return TextHalves(*split_rendering(self.processor, prompt, chat.messages[prompt_length:]))
 
-    def _check_no_placeholder(self, messages: list[Message], place: Place) -> None:
-        """The placeholder belongs to the template: written out in a message, it would stand for one image more."""
-        placeholder = _placeholder(self.processor)
-        for index, message in enumerate(messages if placeholder else ()):
-            content = message.get("content") or []
-            parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
-            if any(isinstance(part, str) and placeholder in part for part in parts):
-                raise ValueError(
-                    f"{place._replace(message=index)}: the text holds the placeholder {placeholder!r}, which the chat "
-                    'template writes itself. Remove it, or write {"type": "image"} parts where images belong.'
-                )
-
     def _check_count(self, halves: TextHalves, images: list[Any], place: Place) -> None:
         placeholder = _placeholder(self.processor)
         found = sum(half.count(placeholder) for half in halves) if placeholder else len(images)
         if found != len(images):
             remedy = (
-                "Use the processor's own chat template."
+                "Use the processor's own chat template, and no placeholders in messages: the template writes them."
                 if self.row_type.is_chat
                 else "Write one where each image belongs, and give the images in a column 'images' or 'image'."
             )

@@ -89,20 +89,9 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     _check_columns(table)
     columns = {name: read_ragged(table[name], name) for name in table.column_names}
     _check_lengths(columns)
-    packed = STRATEGIES[strategy](columns, seq_length)
-    arrays = {
-        name: write_ragged(ragged, table.schema.field(name).type) for name, ragged in packed.columns.items()
-    }
-    if packed.seq_lengths is not None:
-        arrays["seq_lengths"] = write_ragged(packed.seq_lengths, pa.list_(pa.int64()))
-    return pa.table(arrays)
-
-
-class Packed(NamedTuple):
-    """Packed columns, and how long the sequences in each packed row are (None where they are not kept whole)."""
-
-    columns: dict[str, Ragged]
-    seq_lengths: Ragged | None
+    packed, kinds = STRATEGIES[strategy](columns, seq_length), {"seq_lengths": pa.list_(pa.int64())}
+    kinds |= {name: table.schema.field(name).type for name in table.column_names}
+    return pa.table({name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()})
 
 
 class Bins(NamedTuple):
@@ -145,7 +134,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Bins:
     return Bins(order[np.argsort(bin_of, kind="stable")], np.concatenate([[0], counts.cumsum()]))
 
 
-def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> Packed:
+def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> dict[str, Ragged]:
     lengths = np.minimum(next(iter(columns.values())).lengths, seq_length)
     filled = np.flatnonzero(lengths)
     if len(filled) < len(lengths):
@@ -160,16 +149,16 @@ def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> Packed:
     packed = {
         name: Ragged(gather_rows(ragged, rows_list, sizes_list), ends) for name, ragged in columns.items()
     }
-    return Packed(packed, Ragged(sizes, bins.offsets))
+    return {**packed, "seq_lengths": Ragged(sizes, bins.offsets)}
 
 
-def _pack_wrapped(columns: dict[str, Ragged], seq_length: int) -> Packed:
+def _pack_wrapped(columns: dict[str, Ragged], seq_length: int) -> dict[str, Ragged]:
     total = int(next(iter(columns.values())).offsets[-1])
     cuts = np.append(np.arange(0, total, seq_length), total)
-    return Packed({name: Ragged(ragged.values, cuts) for name, ragged in columns.items()}, None)
+    return {name: Ragged(ragged.values, cuts) for name, ragged in columns.items()}
 
 
-STRATEGIES: Mapping[str, Callable[[dict[str, Ragged], int], Packed]] = {
+STRATEGIES: Mapping[str, Callable[[dict[str, Ragged], int], dict[str, Ragged]]] = {
     "bfd": _pack_bfd,
     "wrapped": _pack_wrapped,
 }

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset, List, Value
 
 from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.image_rows import has_images, refuse_images
-from trl.data.pipeline import STREAM_BATCH, RowKind, first_row, map_rows
+from trl.data.pipeline import STREAM_BATCH, RowKind, Vocabulary, check_ids, first_row, map_rows
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
 from trl.data.streaming import RowStream
 from trl.data.tokenization import encode_open, read_chat
@@ -141,12 +141,10 @@ def _real_tokens(row: Mapping[str, Any]) -> list[int]:
 
 def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Place) -> None:
     """Raise ValueError for a prompt without tokens, with ids that the model does not have, or with too many."""
-    longest, most = settings.longest, settings.vocabulary or 2**31
+    longest = settings.longest
     if not prompt:
         raise place.error("a prompt without tokens", "at least 1", "Begin it with the tokenizer's bos token.")
-    for wrong in (token for token in (min(prompt), max(prompt)) if not 0 <= token < most):
-        remedy = "Tokenize with the tokenizer that belongs to the model."
-        raise place.error(f"token id {wrong}", f"0 to {most - 1} (the model's vocabulary)", remedy)
+    check_ids(prompt, Vocabulary(settings.vocabulary or 2**31, "the model's vocabulary"), place)
     if longest is not None and len(prompt) > longest:
         expected = f"at most {longest}: the completion needs room in the model's context, too"
         raise place.error(

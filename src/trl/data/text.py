@@ -166,29 +166,28 @@ class RowFormatter:
     dataset_name: str
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, str]:
-        failures, text = [], None
+        failure, text = None, None
         for given in (row, {column: [value] for column, value in row.items()}):
             try:
                 text = self.formatting_func(given)
             except (IndexError, KeyError, TypeError) as error:
-                failures.append(error)
+                failure = failure or error
                 continue
             if given is not row and isinstance(text, list) and len(text) == 1:
                 text = text[0]
+            if isinstance(text, str):
+                return {self.text_field: text}
             if not isinstance(text, list):
                 break
-        if isinstance(text, str):
-            return {self.text_field: text}
         outcome = f"returned {str(text)[:40]!r} of type {type(text).__name__}"
-        if text is None and failures:
-            outcome = f"raised {type(failures[0]).__name__}: {failures[0]}"
+        if text is None and failure:
+            outcome = f"raised {type(failure).__name__}: {failure}"
         remedy = (
             f"It takes a row, a dict of the columns {sorted(row)}, and returns its text; or a batch, a dict of lists, and "
             "returns a list with one text per row."
         )
         place = Place(self.dataset_name, index, self.text_field)
-        cause = failures[0] if failures else None
-        raise place.error(f"formatting_func {outcome}", "a string", remedy, TypeError) from cause
+        raise place.error(f"formatting_func {outcome}", "a string", remedy, TypeError) from failure
 
 
 @dataclass(frozen=True)
