@@ -18,6 +18,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from trl.collators.preference import completion_batch
 from trl.models.packed.layout import padded_rows
 from trl.models.reference import AdapterReference, FrozenModel, InitialPolicy
+from trl.models.scoring import causal
 from trl.models.scoring.causal import Scorer
 from trl.models.teacher import (
     ColumnTeacher,
@@ -168,6 +169,14 @@ def test_64_tokens_and_a_tail_are_close_to_the_whole_distribution(beta: float) -
     best, loss = teacher.log_softmax(-1).topk(64), Divergence(beta)
     less = loss.of_logits(logits, teacher) - loss.of_top_k(logits, best.indices, best.values)
     assert less.min() >= 0 and 0 < less.mean() < 1e-2
+
+
+def test_an_adapter_of_a_sharded_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = student(adapter=True)
+    monkeypatch.setattr(causal, "is_sharded", lambda head: True)
+    teacher = SelfTeacher(AdapterReference(Scorer(model)))
+    with pytest.raises(ValueError, match="target_modules"):
+        teacher.divergence(Scorer(model), model, completion_batch(ROWS, prefix_sharing=True), LOSS)
 
 
 def saved(folder: Any, tokenizer: Any) -> str:

@@ -8,8 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 KINDS = ("fsdp2", "zero3")
-METHODS = ("sft", "kto", "distillation")
+METHODS = ("sft", "kto", "distillation", "self-distillation")
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": True,
@@ -54,9 +56,17 @@ def use_deepspeed_on_cpu() -> None:
 
 
 def models_of(method: str) -> dict:
-    """A tiny Llama in float32, for KTO a reference from which its KL is above 0, for distillation a teacher."""
+    """A tiny Llama in float32, for KTO a reference from which its KL is above 0, for distillation a teacher, or an adapter."""
+    from peft import LoraConfig, get_peft_model
+
     from tests.tiny import tiny_model
 
+    if method == "self-distillation":
+        config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        model = tiny_model("llama", tie_word_embeddings=False)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return {"model": get_peft_model(model, config), "teacher": None}
     if method == "sft":
         return {"model": tiny_model("llama")}
     if method == "distillation":
@@ -71,7 +81,7 @@ def three_steps(method: str, models: dict, **settings):
 
     if method == "sft":
         return run(**models, **{**STEPS, **settings})[0]
-    if method == "distillation":
+    if method.endswith("distillation"):
         return run(
             models["model"], trainer_class=distillation_from(models["teacher"]), **{**STEPS, **settings}
         )[0]
@@ -83,29 +93,34 @@ def three_steps(method: str, models: dict, **settings):
     return trainer
 
 
-def distillation_from(teacher):
-    """A trainer that learns the teacher's distributions, with `Scorer.over_chunks`."""
+def distillation_from(model):
+    """A trainer that learns from a model and, for some rows, from itself; None: from its base."""
     from trl import SFTTrainer
-    from trl.models.reference import FrozenModel
+    from trl.models.reference import AdapterReference, FrozenModel, InitialPolicy
     from trl.models.scoring.causal import Scorer
+    from trl.models.teacher import FrozenTeacher, SelfTeacher, TeacherByRow
+    from trl.objectives.distillation import Divergence
 
     class Distillation(SFTTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.teacher = FrozenModel(teacher, Scorer(teacher))
+            if model is None:
+                self.teacher = SelfTeacher(AdapterReference(self.scorer))
+            else:
+                live = SelfTeacher(InitialPolicy(self.model, self.scorer))
+                self.teacher = TeacherByRow(
+                    {"model": FrozenTeacher(FrozenModel(model, Scorer(model))), "live": live}
+                )
             self.teacher.prepare(self.accelerator)
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            teacher = (self.teacher.scorer, self.teacher.model)
-            found = self.scorer.over_chunks(model, inputs, forward_kl, other=teacher)
+            of_rows = (inputs["input_ids"][:, 0] % 3 == 0).long()
+            found = self.teacher.divergence(
+                self.scorer, model, {**inputs, "teacher": of_rows}, Divergence(0.0)
+            )
             return self.scale(found.total / num_items_in_batch)
 
     return Distillation
-
-
-def forward_kl(logits, teacher, rows):
-    """KL(teacher, student) of each token."""
-    return (teacher.softmax(-1) * (teacher.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
 
 
 def main(out: str, how: str) -> None:
@@ -115,8 +130,6 @@ def main(out: str, how: str) -> None:
     else:
         use_deepspeed_on_cpu()
         settings["deepspeed"] = DEEPSPEED
-    import torch
-
     torch.set_num_threads(1)
     models = {method: models_of(method) for method in METHODS}  # ZeRO-3, once on, shards new ones
     for method in METHODS:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trl.models.distributed import is_sharded
 from trl.models.packed.layout import ModelBatch, ScoredPositions
 from trl.models.parts import (
     causal_core,
@@ -32,6 +33,7 @@ from trl.models.scoring.head import (
     ScoreOptions,
     call_head,
     head_products,
+    plain_linear,
     router_inputs,
     router_loss,
     score_hidden,
@@ -143,6 +145,11 @@ class Scorer(ScorerBase):
 
         def run(others: Callable[[slice], Tensor] | None) -> VocabularyLoss:
             def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+                if plain_linear(head) is None and is_sharded(head):
+                    raise ValueError(
+                        f"the output head of {type(self.core).__name__} is a {type(head).__name__} whose weights are sharded. "
+                        "Take it out of the adapter (target_modules), or train without FSDP and ZeRO-3."
+                    )
                 rule = replace(rule, temperature=temperature)
                 logits_of = _logits_of(head, rule, bias)
                 reads = others if own is None else self._reads_own(own, logits_of, hidden.dtype, rule)
@@ -204,13 +211,19 @@ class Scorer(ScorerBase):
         self, own: OwnStates, logits_of: LogitsOf, dtype: torch.dtype, rule: LogitRule
     ) -> Callable[[slice], Tensor]:
         """The logits of states that the model computed before; `logits_of`: those of its head as it is now."""
-        head = self.core.get_output_embeddings() if self.uses_head else None
-        base = head if head is None or not own.base else _without_adapters(head)
-        if base is None or base is head:
+        head: Any = self.core.get_output_embeddings()
+        if not (own.base and self.uses_head and hasattr(head, "_disable_adapters")):
             return lambda part: logits_of(own.hidden[part].to(dtype))
 
         def logits_of_base(part: slice) -> Tensor:
-            products = base(own.hidden[part].to(dtype))  # a call, so that its hooks gather its weights
+            before, head._disable_adapters = (
+                head._disable_adapters,
+                True,
+            )  # PEFT 0.18; its own switch changes requires_grad too
+            try:
+                products = head(own.hidden[part].to(dtype))  # its hooks gather the weights
+            finally:
+                head._disable_adapters = before
             return rule.logits(products if self.bias is None else products + self.bias)
 
         return logits_of_base
@@ -295,13 +308,6 @@ def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsO
     """Hidden states `(C, H)` to logits `(C, V)`, in float32 or wider, with gradient."""
     products = head_products(head, bias)
     return lambda states: rule.logits(products.call(states))
-
-
-def _without_adapters(head: nn.Module) -> nn.Module:
-    """A head without PEFT's adapters, or before PEFT made the copy that it trains."""
-    if hasattr(head, "original_module"):
-        return head.original_module  # type: ignore[return-value]
-    return head.get_base_layer() if hasattr(head, "get_base_layer") else head  # type: ignore[operator]
 
 
 def _scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:
