@@ -239,7 +239,7 @@ BAD = {
     "places without a column": Bad(ValueError, ("row 0, column 'messages'", "0 images for 1 image places", "column 'images'"), lambda: [{"messages": ANY_PLACES}]),
     "placeholders without a column": Bad(ValueError, ("row 1, column 'text'", "placeholder '<image>'", "no images", "column 'images'"), lambda: [{"text": "Look up."}, {"text": "<image>Look up."}]),
     "text without placeholder": Bad(ValueError, ("row 0, column 'images'", "1 images for 0 placeholders '<image>'"), lambda: [{"images": [IMAGE], "text": "Look up."}]),
-    "placeholder in a message": Bad(ValueError, ("row 1, column 'messages', message 0", "placeholder '<image>'", "Remove it"), lambda: doubled({"messages": [{**USER, "content": "<image>Look"}, BLUE]})),
+    "placeholder in a message": Bad(ValueError, ("row 1, column 'messages'", "2 placeholders '<image>'"), lambda: doubled({"messages": [{**USER, "content": "<image>Look"}, BLUE]})),
     "no user": Bad(ValueError, ("row 1, column 'images'", "no user message"), lambda: doubled({"messages": [BLUE]})),
     "an unknown role": Bad(ValueError, ("row 1, column 'messages', message 0", "unknown role 'usr'"), lambda: doubled({"messages": [{**USER, "role": "usr"}, BLUE]})),
     "an empty completion": Bad(ValueError, ("row 0, column 'completion'", "an empty list"), lambda: [{**PAIR, "completion": []}]),
