@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import pickle
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -38,17 +37,8 @@ def test_nothing_is_imported_before_first_use(toy):
     assert toy.plain is sys.modules["toy.parts"].plain
 
 
-def test_a_value_is_kept_in_the_package(toy):
-    assert "plain" not in vars(toy)
-    assert toy.plain is vars(toy)["plain"]
-
-
 def test_a_name_may_be_another_one_at_home(toy):
     assert toy.renamed is toy.plain
-
-
-def test_submodules_are_attributes(toy):
-    assert toy.parts is importlib.import_module("toy.parts")
 
 
 def test_listing_holds_every_name(toy):
@@ -108,14 +98,6 @@ def test_a_path_without_a_file_is_a_module(module):
     assert all(found[name] is getattr(loaded, name) for name in loaded.__all__)
     for name, place in places(module).items():
         assert f"from {place.partition(':')[0]} import" in shown and name in dir(loaded)
-
-
-def test_objects_pickled_under_an_older_path_are_read():
-    """As a program of 0.7 wrote them: by the path that it imported from."""
-    from trl.core import LengthSampler
-
-    assert pickle.loads(b"ctrl.core\nLengthSampler\n.") is LengthSampler
-    assert pickle.loads(pickle.dumps(LengthSampler)) is LengthSampler
 
 
 def test_a_folder_that_was_left_over_does_not_hide_a_path(tmp_path):

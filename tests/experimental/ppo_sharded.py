@@ -10,7 +10,7 @@ from tests.trainer.sharded_worker import DEEPSPEED, save_and_exit, use_deepspeed
 
 KINDS = ("fsdp2", "zero3")
 SETTINGS = {
-    "architecture": "llama", "dtype": "float32", "max_steps": 4, "per_device_train_batch_size": 8, "num_mini_batches": 1,
+    "architecture": "llama", "dtype": "float32", "max_steps": 3, "response_length": 5, "per_device_train_batch_size": 8, "num_mini_batches": 1,
     "optim": "adamw_torch", "adam_epsilon": 1e-4, "learning_rate": 1e-3, "max_grad_norm": 1.0, "reward_model": 1,
     "prefix_sharing": False,
 }  # fmt: skip

@@ -195,7 +195,7 @@ def test_a_batch_of_which_one_row_has_a_score_trains_that_row_alone():
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", KINDS)
 def test_sharded_runs_equal_that_of_one_process(how, tmp_path):
-    """Four optimiser steps over two batches of rollouts, with a function and a reward model, on two processes."""
+    """Three optimiser steps over two batches of rollouts, with a function and a reward model, on two processes."""
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.experimental.ppo_sharded", str(tmp_path), how, own=True)

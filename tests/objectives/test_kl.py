@@ -28,11 +28,6 @@ def test_full_is_the_divergence(distributions):
     torch.testing.assert_close(full(p, q), torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum"))
 
 
-def test_a_token_that_the_policy_excludes_adds_nothing():
-    p = torch.tensor([0.0, -torch.inf])
-    assert full(p, torch.tensor([-0.5, -torch.inf])).item() == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased(distributions, kind):
     p, q = distributions

@@ -1,10 +1,9 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trl.objectives.language_modelling import LOSS_TYPES, dft, dft_loss, nll
+from trl.objectives.language_modelling import LOSS_TYPES, dft, nll
 from trl.objectives.tables import lookup
 from trl.tensors.reduce import count_units, reduce_terms
 
@@ -36,13 +35,6 @@ def test_dft_by_hand():
     assert leaf.grad.tolist() == pytest.approx([-0.25, -0.125, 0.0])
 
 
-def test_dft_gradient_is_that_of_minus_the_probability():
-    leaf = logps()
-    found = torch.autograd.grad(dft(leaf, MASK).values.sum(), leaf)[0]
-    expected = torch.autograd.grad(-leaf.exp().sum(), leaf)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-
-
 def test_impossible_untrained_tokens_do_not_leak():
     for name in LOSS_TYPES:
         leaf = torch.tensor([-1.0, -math.inf], requires_grad=True)
@@ -63,14 +55,3 @@ def test_unknown_names_list_the_known_ones():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"logps and mask must have one shape, got \(3,\) and \(2,\)"):
         nll(logps(), MASK[:2])
-
-
-@pytest.mark.parametrize(("count", "divisor"), [(None, 2), (5, 5)])
-def test_dft_loss_of_a_models_outputs(count, divisor):
-    """The logits at a position score the next label; -100 is not trained, nor is the first label."""
-    labels = torch.tensor([[1, 0, -100, 2]])
-    leaf = torch.randn(1, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    logps = leaf.log_softmax(-1)
-    each = torch.stack([logps[0, 0, 0], logps[0, 2, 2]])
-    found = dft_loss(SimpleNamespace(logits=leaf), labels, count)
-    assert found.item() == pytest.approx(-(each.exp() * each).sum().item() / divisor, rel=1e-12)

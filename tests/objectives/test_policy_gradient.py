@@ -70,16 +70,6 @@ def test_what_is_masked_out_reaches_neither_loss_nor_gradient():
     assert all(torch.isfinite(value.total) for value in terms.metrics.values())
 
 
-def test_a_token_that_became_certain_does_not_overflow():
-    logps = torch.tensor([0.0], requires_grad=True)
-    terms = clipped_surrogate(
-        logps, torch.tensor([-200.0]), torch.tensor([-1.0]), torch.ones(1), cliprange=0.2
-    )
-    terms.values.sum().backward()
-    assert torch.isfinite(terms.values).all()
-    assert torch.isfinite(logps.grad).all()  # type: ignore[union-attr]
-
-
 def random_batch():
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(6)]
@@ -92,20 +82,6 @@ def loss_of(tensors, mask, rows, denominator):
     policy = clipped_surrogate(logps, old, advantages, mask[rows], cliprange=0.2)
     value = clipped_value_loss(vpreds, values, returns, mask[rows], cliprange_value=0.2)
     return reduce_terms(with_value_loss(policy, value, vf_coef=0.1), denominator)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_do_not_depend_on_the_split(size):
-    gradients = []
-    for rows in ([slice(None)], [slice(i, i + size) for i in range(0, 6, size)]):
-        tensors, mask = random_batch()
-        tensors[0].requires_grad_(True)
-        tensors[3].requires_grad_(True)
-        for part in rows:
-            loss_of(tensors, mask, part, mask.sum()).backward()
-        gradients.append((tensors[0].grad, tensors[3].grad))
-    for whole, parts in zip(*gradients, strict=True):
-        torch.testing.assert_close(whole, parts, rtol=1e-12, atol=1e-14)
 
 
 def test_total_is_policy_plus_weighted_value():

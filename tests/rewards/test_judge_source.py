@@ -88,16 +88,6 @@ def test_rankings_that_are_missing(ranking, expected):
     assert same(scores_of(judge, inputs(["p"] * 2, ["a", "b"])), expected)
 
 
-def test_judges_read_messages_as_text():
-    system = {"role": "system", "content": "Be brief."}
-    user = {"role": "user", "content": "Why?"}
-    prompts = [[user], [user], [system, user], [system, user]]
-    completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "c", "dd")]
-    judge = Longer()
-    assert same(scores_of(judge, inputs(prompts, completions)), [0, 1, 0, 1])
-    assert judge.asked == [("Why?", ["a", "bb"]), ("system: Be brief.\n\nuser: Why?", ["c", "dd"])]
-
-
 @pytest.mark.parametrize(
     ("answers", "message"),
     [

@@ -72,16 +72,6 @@ def test_answers_that_are_no_verdict_are_minus_one(answer, expected):
     assert judge.judge(["q"], [["a", "b"]], shuffle_order=False) == [expected]
 
 
-def test_text_with_braces_is_shown_as_it_is():
-    judge, client = made("hf", lambda content: "1")
-    judge.judge(["{prompt} {x}"], [["{response1}", "{}"]], shuffle_order=False)
-    assert client.asked == ["{prompt} {x}|{response1}|{}"]
-    default = HfPairwiseJudge(client=client)
-    default.judge(["the prompt"], [["one", "another"]], shuffle_order=False)
-    text = client.asked[-1]
-    assert text.index("the prompt") < text.index("one") < text.index("another")
-
-
 def test_a_request_that_fails_is_minus_one_and_said_once(caplog):
     def answer(content):
         if content.startswith("question 1|"):
@@ -119,12 +109,6 @@ def test_requests_run_at_the_same_time():
     together = threading.Barrier(4, timeout=10)  # breaks unless four wait at once
     judge, _ = made("hf", lambda content: together.wait() * 0 or prefers_longer(content), max_workers=4)
     assert judge.judge(PROMPTS[:8], PAIRS[:8], shuffle_order=False) == [1, 0, 0, 0, 0, 0, 0, 0]
-
-
-def test_models_that_think_get_their_own_limit():
-    judge, client = made("openai", lambda content: "0", request_options={"max_completion_tokens": 99})
-    judge.judge(["q"], [["a", "b"]])
-    assert client.options == [{"model": "gpt-4-turbo-preview", "max_completion_tokens": 99}]
 
 
 @pytest.mark.parametrize(

@@ -109,16 +109,6 @@ def test_what_a_function_changes_in_messages_and_columns_the_next_one_does_not_s
     assert seen == [[" blue?", [5], ["a"]]] * 2 and said[0][0]["content"] == " blue?"
 
 
-def test_a_function_without_kwargs_gets_what_it_names():
-    def by_older_name(completions_ids):
-        return [len(ids) for ids in completions_ids]
-
-    def by_column(answer, weight=2.0):
-        return [weight * len(text) for text in answer]
-
-    assert scores_of([by_older_name, by_column]).tolist() == [[2.0, 6.0], [3.0, 4.0], [1.0, 8.0]]
-
-
 def test_a_column_that_is_missing_is_named_before_the_first_step():
     def needs_more(completions, gold, **kwargs):
         return [0.0]
@@ -340,19 +330,6 @@ def test_an_async_source_that_blocks_its_loop_is_left_behind(monkeypatch):
     with pytest.raises(RewardError, match=r"blocks its event loop .*Its thread 'reward-event-loop-"):
         RewardSources(blocking, deadline=0.05).score(INPUTS)
     release.set()
-
-
-def test_a_slow_call_without_a_deadline_is_spoken_of(monkeypatch, caplog):
-    monkeypatch.setattr(deadlines, "SLOW_SECONDS", 0.02)
-
-    def slow(completions, **kwargs):
-        time.sleep(0.2)
-        return [0.0] * 3
-
-    with caplog.at_level(logging.WARNING):
-        RewardSources(slow).score(INPUTS)
-    assert "Reward source 'slow' has been running for 0.02 s" in caplog.text
-    assert "in slow" in caplog.text
 
 
 # ---- what cannot work

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig
 
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -74,18 +73,6 @@ def test_seeds_and_lengths():
     for texts, shorter in zip(scores.asked, cut.asked, strict=True):
         assert all(text.startswith(part.rstrip("\ufffd")) for text, part in zip(texts, shorter, strict=True))
     assert len({len(TOKENIZER(asked[0])["input_ids"]) for asked in cut.asked}) > 1
-
-
-def test_settings():
-    model = model_of()
-    cold = GenerationConfig(do_sample=False, max_length=1)
-    best, scores = sampler(model, generation_config=cold)
-    best.generate(QUERIES)
-    assert [len(set(asked)) for asked in scores.asked] == [1, 1, 1]
-    best.generate(QUERIES, do_sample=True, max_new_tokens=2)
-    assert len(set(scores.asked[3])) > 1
-    expected = model.generate(torch.tensor([QUERIES[0]]), do_sample=False, max_new_tokens=6, pad_token_id=0)
-    assert scores.asked[0][0] == TOKENIZER.decode(expected[0], skip_special_tokens=True)
 
 
 def test_adapters_value_heads_and_encoder_decoders():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import distributed
 
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -75,21 +74,6 @@ def test_episodes_with_and_without_calls():
     ]
 
 
-def test_processes_that_share_a_seed_draw_from_streams_of_their_own(monkeypatch):
-    drawn = []
-    for rank in range(3):
-        monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(distributed, "get_world_size", lambda: 3)
-        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr("trl.rollouts.text_environment.any_process", lambda value: value)
-        engine = Script([["a<submit>"], ["b<submit>"]])
-        engine.first = rank * 2**32
-        env = TextEnvironment(tokenizer=TOKENIZER, engine=engine)
-        env.run(["What is it?"] * 2)
-        drawn += engine.asked[0][1]
-    assert len(set(drawn)) == 6
-
-
 def test_turns_are_limited():
     calls = ["<request><double>4<call>"] * 9
     (_, responses, masks, _, histories), engine, _ = play([calls, ["done<submit>"]], max_turns=3)
@@ -112,22 +96,6 @@ def test_answers_of_tools_are_limited():
         begin, end = histories[0].token_spans[2]
         assert histories[0].tokens[begin:end].tolist() == ids_of(kept + "<response>")
         assert (masks[0] == 0).sum() == end - begin
-
-
-def test_episodes_are_limited():
-    call, query = "<request><double>4<call>", "What is it?"
-    room = len(ids_of(query + call))
-    for length, truncated_text in ((room, query + call), (room + 3, None)):
-        (_, responses, _, _, histories), engine, _ = play([[call, "x"], ["7<submit>"]], max_length=length)
-        assert [history.truncated for history in histories] == [True, False]
-        assert len(histories[0].tokens) == length
-        assert truncated_text in (None, histories[0].text)
-        assert len(engine.asked) == 1
-        assert engine.asked[0][2].max_length == length
-    assert histories[0].text.startswith(query + call + "8.0")
-    assert (
-        responses[0][-3:].tolist() == ids_of("8.0<response>")[:3]
-    )  # the answer is cut where the episode ends
 
 
 def test_rewards():

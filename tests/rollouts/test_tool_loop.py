@@ -7,7 +7,7 @@ from tests.rollouts.tool_words import ADD, BROKEN, FAIL, MISFIT, TOOLS, UNKNOWN,
 from tests.tiny import tiny_model
 from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import TransformersEngine
-from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT
+from trl.rollouts.experience import STOPPED
 from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, experience_of
 from trl.rollouts.tools import tools_of
 
@@ -68,21 +68,6 @@ def test_rows_go_on_behind_answers_and_leave_when_they_are_done():
     # Each turn has a stream of its own, whoever else goes on.
     assert script.streams[0] == [100, 101, 102] and len({s for turn in script.streams for s in turn}) == 6
     assert script.streams[1][1] - 102 == script.streams[1][0] - 100
-
-
-def test_sampled_tokens_are_kept_as_they_are():
-    """`no` and `three`, said one after another, would be one unknown word if their text were tokenised again."""
-    ids = WORDS.convert_tokens_to_ids(["no", "three", ADD, "</s>"])
-    turns = [ids, [END]]
-
-    def speak(contexts, *, streams, limits):
-        return [Generated(turns.pop(0), torch.zeros(1), None, "stop")]
-
-    loop = ToolLoop(WORDS, tools_of(TOOLS), iterations=None, deadline=None, context_length=None)
-    sampling = Sampling(max_new_tokens=30, stop_token_ids=(END,))
-    (found,) = loop.play([PROMPT], speak, sampling, streams=[0], template_kwargs=[{"hint": "hi"}])
-    names = WORDS.convert_ids_to_tokens(found.ids)
-    assert names == ["no", "three", ADD, "</s>", "<tool>", "3", "</s>", "<assistant>", "hi", "</s>"]
 
 
 @pytest.mark.parametrize(
@@ -172,14 +157,6 @@ def test_with_an_engine_a_row_is_the_same_whoever_stands_beside_it():
         own = torch.cat(one.logps).double()
         torch.testing.assert_close(own[sampled], logps[sampled], rtol=0, atol=1e-5)
         assert not own[~sampled].any()
-
-
-def test_columns():
-    found = experience_of(play(Script([f"{ADD} </s>", "3 </s>"], ["hi </s>"])))
-    assert found.per_token[TOOL_OUTPUT].tolist() == [False] * 2 + [True] * 4 + [False] * 4
-    assert found.per_token[TOOL_OUTPUT].dtype == torch.bool and SAMPLING_KEPT not in found.per_token
-    assert found.per_token[SAMPLING_LOGPS].shape == (10,) and found.completions.lengths.tolist() == [8, 2]
-    assert found.prompts.row(1).tolist() == [1, *PROMPT]
 
 
 def test_a_process_that_is_done_goes_on_with_the_others():

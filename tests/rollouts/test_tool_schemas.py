@@ -84,18 +84,6 @@ def test_a_schema_says_names_types_and_descriptions():
         ([functools.partial(add, b=1)], ValueError, "has no schema"),
         ([add, echo, add], ValueError, r"tools\[2\] is called 'add'"),
     ],
-    ids=[
-        "no list",
-        "number",
-        "class",
-        "docstring",
-        "hints",
-        "argument",
-        "lambda",
-        "place",
-        "partial",
-        "twice",
-    ],
 )
 def test_what_cannot_be_a_tool(tools, error, words):
     with pytest.raises(error, match=words):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rollouts.tool_words import ADD, BROKEN, FAIL, TOOLS, WAIT, call_tokenizer
+from tests.rollouts.tool_words import ADD, BROKEN, FAIL, TOOLS, WAIT
 from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from trl.chat_template_utils import add_response_schema
 from trl.data.rendering import Chat, render
@@ -54,10 +54,6 @@ def test_text_calls_and_thoughts():
         ('<tool_call>{"arguments": {}}</tool_call>', "names no tool"),
         (f"<tool_call>{'[' * 20_000}</tool_call>", "is not JSON"),
         (
-            f'<tool_call>{{"name": "add", "arguments": {"[" * 65}{"]" * 65}}}</tool_call>',
-            "nested more than 64 times",
-        ),
-        (
             '<tool_call>{"name": "echo", "arguments": {"word": "half \\ud800"}}</tool_call>',
             "surrogates not allowed",
         ),
@@ -100,7 +96,7 @@ def brackets():
     return tokenizer
 
 
-@pytest.mark.parametrize("depth", [65, 20_000])
+@pytest.mark.parametrize("depth", [600, 20_000])
 def test_calls_that_the_tokenizers_own_rules_read_may_be_nested_too_deeply(depth):
     deep = f'[CALL]{{"name": "add", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}[/CALL]'
     turn = read(f"{deep}<|im_end|>", brackets(), "<|im_start|>assistant\n")
@@ -156,17 +152,6 @@ def test_template_arguments_and_other_ends():
     )
     found = tokenizer.decode(writer.ids(reply, last=other, ends={end, other}, template_kwargs={}))
     assert found == plain.removeprefix("\n")
-
-
-def test_a_stop_token_that_belongs_to_the_next_message():
-    tokenizer = call_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "</s> {% endfor %}", "{% if not loop.last %}</s> {% endif %}{% endfor %}"
-    )
-    tokenizer.chat_template = tokenizer.chat_template.replace("<assistant> {%", "</s> <assistant> {%")
-    writer, end = ReplyWriter(tokenizer, SCHEMAS), tokenizer.eos_token_id
-    ids = writer.ids([{"role": "tool", "content": "3"}], last=end, ends={end}, template_kwargs={})
-    assert tokenizer.convert_ids_to_tokens(ids) == ["<tool>", "3", "</s>", "<assistant>"]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import COMMANDS
-from trl.scripts.report import Shown, rendered
 from trl.scripts.running import run_script
 
 PAIR = {"prompt": "Q: How many?", "chosen": " Seven apples.", "rejected": " Next."}
@@ -82,11 +80,3 @@ def test_memory_of_an_adapter_is_that_of_its_own_weights(run, tmp_path):
     assert found["gradients"] == pytest.approx(adapter, abs=0.051) and found["optimizer"] == 0
     assert found["together"] == pytest.approx(found["weights"] + found["gradients"], abs=0.11)
     assert (tmp_path / "out").is_dir()  # it was there before
-
-
-def test_long_sequences_are_shortened_and_colour_replaces_the_marks():
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer("apples " * 500)["input_ids"]
-    text = rendered(tokenizer, Shown("text", ids, [True] * len(ids)), colour=True)
-    assert f" ... {len(ids) - 400} tokens ... " in text.plain and ">>" not in text.plain
-    assert any("green" in str(span.style) for span in text.spans)

@@ -117,17 +117,6 @@ def test_all_faults_of_a_file_are_reported_at_once(run):
         assert sum(part in message for message in messages) == 1
 
 
-def test_values_that_two_dataclasses_refuse_are_reported_at_once():
-    from trl import ModelConfig, SFTConfig
-
-    with pytest.raises(ValueError) as caught:
-        TrlParser((SFTConfig, ModelConfig)).parse_args_and_config(
-            ["--output_dir", "x", "--learning_rate", "nan", "--use_peft", "--lora_r", "0"]
-        )
-    faults = str(caught.value).split("\n")
-    assert [fault.partition(" must be")[0] for fault in faults] == ["learning_rate", "lora_r"]
-
-
 @pytest.fixture
 def command(tmp_path):
     """As `trl` of 0.26 parses: a parser without dataclasses, with one subparser per command."""
@@ -194,12 +183,6 @@ def test_unknown_options_can_be_passed_over_with_a_warning(run):
     with pytest.warns(UserWarning, match="Ignored: Unknown option --b"):
         model, _ = run("--path", "m", "--b", "2", fail_with_unknown_args=False)
     assert model.path == "m"
-
-
-def test_set_defaults_with_config():
-    instance = parser()
-    assert instance.set_defaults_with_config(path="m", rate=3, other=1) == ["--other", "1"]
-    assert instance.parse_args_and_config([]) == (Model("m"), Training(rate=3))
 
 
 def test_wrong_types_on_the_command_line_exit_with_2_and_no_usage(run, capsys):

@@ -16,15 +16,6 @@ def args(world_size, kind):
     return SimpleNamespace(world_size=world_size, distributed_state=state)
 
 
-@pytest.mark.parametrize(
-    ("started", "kind"), [(None, "NO"), ("1", "NO"), ("2", "MULTI_CPU"), ("2", "MULTI_GPU")]
-)
-def test_processes_that_are_connected_pass(monkeypatch, started, kind):
-    if started:
-        monkeypatch.setenv("WORLD_SIZE", started)
-    check_processes(args(int(started or 1), kind))
-
-
 def test_processes_that_are_not_connected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started but are not connected"):

@@ -66,16 +66,6 @@ def evaluations(command: str, inputs: tuple[Path, Path], out: Path, line: str) -
 
 
 @pytest.mark.slow
-def test_a_reward_model_of_raw_dialogues(harmless, tmp_path):
-    """157 unseen pairs: accuracy 0.516 before, 0.618 after (chance varies by 0.04)."""
-    before, after = evaluations("reward", harmless, tmp_path, "--learning_rate 1e-3 --num_train_epochs 1")
-    assert 0.4 < before["eval_accuracy"] < 0.57
-    assert after["eval_accuracy"] > before["eval_accuracy"] + 0.03
-    assert after["eval_accuracy"] > 0.55
-    assert after["eval_loss"] < before["eval_loss"]
-
-
-@pytest.mark.slow
 def test_dpo_on_raw_dialogues(harmless, tmp_path):
     """157 unseen pairs: no preference before, 0.55 after, by a margin of its own sign."""
     line = "--dialogue_marker Assistant: --learning_rate 1e-3 --num_train_epochs 1"

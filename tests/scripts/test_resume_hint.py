@@ -9,7 +9,6 @@ import pytest
 from tests.checkpoints.made import make_checkpoint as checkpoint
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
-from tests.trainer.sft_runs import make
 from trl.scripts import sft
 from trl.scripts.report import interruption, resume_hint
 from trl.scripts.running import run_script
@@ -27,13 +26,6 @@ def test_a_finished_run_needs_the_option_that_ended_it(tmp_path, max_steps, long
     assert resume_hint(newest, args, command="dpo", finished=True) == (
         f"To resume: trl dpo with the same options, a larger {longer} and --resume_from_checkpoint true"
     )
-
-
-def test_a_checkpoint_is_named_where_true_would_mean_that_of_an_earlier_run(tmp_path):
-    checkpoint(tmp_path, 500)
-    newest = checkpoint(tmp_path, 100)
-    said = resume_hint(newest, settings(tmp_path), command="sft", finished=False)
-    assert said == f"To resume: trl sft with the same options and --resume_from_checkpoint {newest}"
 
 
 @pytest.mark.parametrize(
@@ -55,20 +47,6 @@ def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, given, why):
         f"Stopped after step 7 of 90. It cannot be resumed: no checkpoint was written {why}. "
         "The same command starts from the beginning."
     )
-
-
-def test_the_newest_checkpoint_is_the_one_written_last_else_the_one_resumed_from(tmp_path):
-    run = {"folder": tmp_path, "max_steps": 2, "save_steps": 2}
-    rows = [{"text": "Look up."}, {"text": "Next."}] * 4
-    trainer = make(rows, **run, save_strategy="steps")
-    assert trainer.newest_checkpoint is None
-    trainer.train()
-    assert trainer.newest_checkpoint == tmp_path / "checkpoint-2"
-    resumed = make(rows, **{**run, "max_steps": 3})
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.newest_checkpoint == tmp_path / "checkpoint-2"
-    resumed.train()
-    assert resumed.newest_checkpoint is None
 
 
 @pytest.fixture
@@ -104,12 +82,3 @@ def test_an_interrupted_run_says_how_far_it_came_and_how_it_goes_on(run, tmp_pat
     assert f"{said}options and --resume_from_checkpoint true" in caplog.text
     assert run(None, "--resume_from_checkpoint", "true") == 0
     assert Path(tmp_path / "out" / "checkpoint-4").is_dir()
-
-
-def test_a_run_that_fails_says_below_its_error_that_it_left_no_checkpoint(run):
-    with pytest.raises(RuntimeError, match="broken") as failed:
-        run(RuntimeError("broken"), "--save_strategy", "no")
-    (note,) = failed.value.__notes__
-    assert (
-        note.startswith("Stopped after step 3 of 4. It cannot be resumed") and "(--save_strategy no)" in note
-    )

@@ -6,7 +6,7 @@ import pytest
 from tqdm import tqdm
 
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import CommandError, notes_shown, reporting_input_errors, run_script
+from trl.scripts.running import notes_shown, reporting_input_errors, run_script
 
 
 @dataclass
@@ -63,12 +63,6 @@ def test_a_note_gets_a_line_of_its_own_under_a_progress_bar(capsys, monkeypatch)
         logging.getLogger("trl.data").warning("1 row is empty")
         before, note, after = capsys.readouterr().err.partition("1 row is empty\n")
     assert note and not before.rpartition("\r")[2].strip() and "50%" in after
-
-
-def test_the_traceback_can_be_asked_for(monkeypatch):
-    monkeypatch.setenv("TRL_TRACEBACK", "1")
-    with pytest.raises(CommandError, match="got -1"):
-        run(lambda options: None, "--size", "-1")
 
 
 def test_notes_of_the_library_reach_the_terminal_while_a_command_runs(capsys, monkeypatch):

@@ -47,9 +47,7 @@ def terminated(command, begun):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "line", [["--enable_jit_checkpoint", "true", "--save_strategy", "no"], ["--save_steps", "5"]]
-)
+@pytest.mark.parametrize("line", [["--enable_jit_checkpoint", "true", "--save_strategy", "no"]])
 def test_a_terminated_run_says_how_it_resumes(line, command, tmp_path):
     """With a checkpoint made for the signal, or with the last one that was saved anyway."""
     out = tmp_path / "out"

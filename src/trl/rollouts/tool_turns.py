@@ -7,6 +7,7 @@ tokenised alone.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +33,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"\s*{OPEN}(.*?)(?:{CLOSE}\s*|\Z)", re.DOTALL)
 _SHAPE = f'{OPEN}{{"name": <tool>, "arguments": {{<name>: <value>}}}}{CLOSE}'
 _MARK, _ANSWER = "trl-mark-{}.", "trl-answer"
-_DEEPEST = 64
 _QUESTION: Message = {"role": "user", "content": "What colour is the sky?"}
 
 
@@ -112,7 +112,7 @@ def _read_json(text: str, *, closed: bool) -> ToolCall:
 def _read_call(given: Any) -> ToolCall:
     """A call from an object with a name and arguments.
 
-    Raises: ValueError for values that are nested too deeply, and for halves of surrogate pairs.
+    Raises: RecursionError for values that are nested too deeply, ValueError for halves of surrogate pairs.
     """
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return ToolCall("", error=f"the call names no tool, expected {_SHAPE}.")
@@ -120,12 +120,7 @@ def _read_call(given: Any) -> ToolCall:
     if isinstance(arguments, str):  # some models write JSON within JSON
         with contextlib.suppress(ValueError, RecursionError):  # the check of arguments refuses text
             arguments = json.loads(arguments)
-    level, depth = [arguments], 0
-    while level := [each for each in level if isinstance(each, (list, dict))]:
-        depth += 1
-        if depth > _DEEPEST:  # recursive functions would run out of stack
-            raise ValueError(f"lists and objects nested more than {_DEEPEST} times")
-        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    copy.deepcopy(arguments)  # a RecursionError here, and not where the call is made
     json.dumps([given["name"], arguments], ensure_ascii=False).encode()  # fails for halves of surrogate pairs
     return ToolCall(given["name"], arguments)
 

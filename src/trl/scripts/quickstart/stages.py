@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset, disable_progress_bars
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoModelForSequenceClassification, PrinterCallback, Trainer, TrainerCallback
+from transformers import AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from trl.scripts.quickstart.task import (
@@ -51,25 +51,16 @@ class Run:
     pairs: dict[str, Dataset] = field(default_factory=dict)
     curves: dict[str, Curves] = field(default_factory=dict)
 
-    def train(
-        self,
-        stage: str,
-        kinds: tuple[type[Trainer], Callable[..., Any]],
-        shown: dict[str, str],
-        *,
-        steps: int,
-        given: dict[str, Any],
-        answers: bool = True,
-        **settings: Any,
-    ) -> Trainer:
-        """Train with a trainer and a config of these `kinds`, and save the model.
-
-        `given` are arguments of the trainer, `settings` values of the config, `steps` its optimiser steps; the `shown` metrics
-        (name -> label) are printed, with exact match if the model `answers`.
-        """
-        steps = self.max_steps or steps
-        args = kinds[1](
-            output_dir=str(self.output_dir / stage),
+    def train(self, name: str) -> dict[str, Any]:
+        """Train a stage, save its model, and return its steps and its accuracy on held-out pairs."""
+        stage = STAGES[name]
+        steps = self.max_steps or stage.steps
+        trainer_class, config = (
+            getattr(import_module(module), f"{stage.prefix}{kind}")
+            for module, kind in zip(stage.modules, ("Trainer", "Config"), strict=True)
+        )
+        args = config(
+            output_dir=str(self.output_dir / name),
             max_steps=steps,
             warmup_steps=min(20, steps // 10),
             adam_beta2=0.95,
@@ -81,16 +72,19 @@ class Run:
             disable_tqdm=True,
             use_cpu=True,
             seed=self.seed,
-            **settings,
+            **stage.settings,
         )
-        trainer = kinds[0](**{"model": self.model, "args": args, "processing_class": self.tokenizer, **given})
-        progress = Progress(self.console, shown, self.tokenizer, self.task.held_out if answers else None)
+        given = {"model": self.model, "processing_class": self.tokenizer, **stage.inputs(self)}
+        trainer = trainer_class(args=args, **given)
+        held_out = None if name == "reward" else self.task.held_out
+        progress = Progress(self.console, stage.shown, self.tokenizer, held_out)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(progress)
         trainer.train()
         trainer.save_model()
-        self.curves[stage] = progress.curves
-        return trainer
+        self.curves[name] = progress.curves
+        accuracy = trainer.evaluate()[stage.accuracy] if stage.accuracy else None
+        return {"steps": trainer.state.global_step, "pair_accuracy": accuracy}
 
     def rows(self, name: str, rows: list[Row]) -> Dataset:
         """The rows as a data set, written to `<name>.jsonl` as well."""
@@ -113,124 +107,94 @@ class StopsEarly(TrainerCallback):
             control.should_training_stop |= share >= ENOUGH
 
 
-def sft(run: Run, name: str) -> dict[str, Any]:
-    """Supervised fine-tuning on right answers."""
-    from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    trainer = run.train(
-        name,
-        (SFTTrainer, SFTConfig),
-        {"loss": "loss"},
-        steps=200,
-        given={"train_dataset": run.rows("train", run.task.train), "callbacks": [StopsEarly(run)]},
-        per_device_train_batch_size=64,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant_with_warmup",
-    )
-    return {"steps": trainer.state.global_step}
+def sft_inputs(run: Run) -> dict[str, Any]:
+    """Right answers."""
+    return {"train_dataset": run.rows("train", run.task.train), "callbacks": [StopsEarly(run)]}
 
 
-def reward(run: Run, name: str) -> dict[str, Any]:
-    """Reward modelling on pairs: the fine-tuned model with one more layer and a score on top."""
-    from trl.trainer.reward_config import RewardConfig
-    from trl.trainer.reward_trainer import RewardTrainer
-
+def reward_inputs(run: Run) -> dict[str, Any]:
+    """Pairs, and the fine-tuned model with one more layer and a score on top."""
     for split, rows, seed in (("train", run.task.train, 0), ("eval", run.task.held_out, 1)):
         pairs = make_pairs(run.model, run.tokenizer, rows, seed=run.seed + seed)
         run.pairs[f"{split}_dataset"] = run.rows(f"{split}_pairs", pairs)
     torch.manual_seed(run.seed)
-    model = AutoModelForSequenceClassification.from_pretrained(
+    run.reward_model = AutoModelForSequenceClassification.from_pretrained(
         run.output_dir / "sft", num_labels=1, num_hidden_layers=3
     )
-    trainer = run.train(
-        name,
-        (RewardTrainer, RewardConfig),
-        {"loss": "loss", "accuracy": "pair accuracy"},
-        steps=150,
-        given={"model": model, **run.pairs},
-        answers=False,
-        per_device_train_batch_size=128,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        center_rewards_coefficient=0.01,
-    )
-    run.reward_model = trainer.model
-    return {"steps": trainer.state.global_step, "pair_accuracy": trainer.evaluate()["eval_accuracy"]}
+    return {"model": run.reward_model, **run.pairs}
 
 
-def dpo(run: Run, name: str) -> dict[str, Any]:
-    """DPO on the reward model's pairs.
-
-    `rpo_alpha` adds the likelihood of the right answers: without it both answers of a pair may become unlikely.
-    """
-    from trl.trainer.dpo_config import DPOConfig
-    from trl.trainer.dpo_trainer import DPOTrainer
-
-    trainer = run.train(
-        name,
-        (DPOTrainer, DPOConfig),
-        {"loss": "loss", "rewards/accuracies": "pair accuracy"},
-        steps=150,
-        given=dict(run.pairs),
-        per_device_train_batch_size=64,
-        learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        beta=0.1,
-        rpo_alpha=0.5,
-    )
-    accuracy = trainer.evaluate()["eval_rewards/accuracies"]
-    return {"steps": trainer.state.global_step, "pair_accuracy": accuracy}
-
-
-def ppo(run: Run, name: str) -> dict[str, Any]:
-    """PPO on sampled answers, rewarded by the reward model."""
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
-
+def ppo_inputs(run: Run) -> dict[str, Any]:
+    """Prompts, rewarded by the reward model."""
     prompts = Dataset.from_list(run.task.train).select_columns("prompt")
-    trainer = run.train(
-        name,
-        (PPOTrainer, PPOConfig),
-        {"objective/scores": "reward", "objective/kl": "KL from sft"},
-        steps=150,
-        given={"reward_funcs": run.reward_model, "train_dataset": prompts},
-        per_device_train_batch_size=128,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
-        learning_rate=6e-4,
-        lr_scheduler_type="linear",
-        kl_coef=0.05,
-        vf_coef=0.1,
-        temperature=0.7,  # a larger share of right samples to learn from
-        response_length=MAX_ANSWER_TOKENS,
-        stop_token="eos",
-        missing_eos_penalty=3.0,
-    )
-    return {"steps": trainer.state.global_step}
+    return {"reward_funcs": run.reward_model, "train_dataset": prompts}
 
 
-def group(run: Run, name: str) -> dict[str, Any]:
-    """GRPO or RLOO on sampled answers, rewarded for being right."""
-    config = getattr(import_module(f"trl.trainer.{name}_config"), f"{name.upper()}Config")
-    trainer_class = getattr(import_module(f"trl.trainer.{name}_trainer"), f"{name.upper()}Trainer")
+def group_inputs(run: Run) -> dict[str, Any]:
+    """Prompts, rewarded for right answers."""
     prompts = [{"prompt": row["prompt"], "answer": row["completion"]} for row in run.task.train]
-    trainer = run.train(
-        name,
-        (trainer_class, config),
-        {"rewards/is_right/mean": "right samples"},
-        steps=200,
-        given={"reward_funcs": is_right, "train_dataset": run.rows("prompts", prompts)},
-        per_device_train_batch_size=128,
-        steps_per_generation=2,
-        num_generations=8,
-        max_completion_length=MAX_ANSWER_TOKENS,
-        learning_rate=1e-3,
-        lr_scheduler_type="linear",
-    )
-    return {"steps": trainer.state.global_step}
+    return {"reward_funcs": is_right, "train_dataset": run.rows("prompts", prompts)}
 
 
-STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "grpo": group, "rloo": group}
+class Stage(NamedTuple):
+    """A stage: modules and prefix of its trainer and config, what is printed, its arguments, and settings of the config.
+
+    `accuracy` is the metric of the held-out pairs.
+    """
+
+    modules: tuple[str, str]
+    prefix: str
+    shown: dict[str, str]
+    steps: int
+    inputs: Callable[[Run], dict[str, Any]]
+    settings: dict[str, Any]
+    accuracy: str = ""
+
+
+def _of(method: str) -> tuple[str, str]:
+    return f"trl.trainer.{method}_trainer", f"trl.trainer.{method}_config"
+
+
+_GROUPS = {
+    "per_device_train_batch_size": 128, "steps_per_generation": 2, "num_generations": 8, "learning_rate": 1e-3,
+    "max_completion_length": MAX_ANSWER_TOKENS, "lr_scheduler_type": "linear",
+}  # fmt: skip
+_RIGHT = {"rewards/is_right/mean": "right samples"}
+STAGES = {
+    "sft": Stage(
+        _of("sft"), "SFT", {"loss": "loss"}, 200, sft_inputs,
+        {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup"},
+    ),
+    "reward": Stage(
+        _of("reward"), "Reward", {"loss": "loss", "accuracy": "pair accuracy"}, 150, reward_inputs,
+        {
+            "per_device_train_batch_size": 128, "learning_rate": 2e-3, "lr_scheduler_type": "cosine",
+            "center_rewards_coefficient": 0.01,
+        },
+        "eval_accuracy",
+    ),
+    # `rpo_alpha` adds the likelihood of the right answers: without it both answers of a pair may become unlikely.
+    "dpo": Stage(
+        _of("dpo"), "DPO", {"loss": "loss", "rewards/accuracies": "pair accuracy"}, 150, lambda run: dict(run.pairs),
+        {
+            "per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "beta": 0.1,
+            "rpo_alpha": 0.5,
+        },
+        "eval_rewards/accuracies",
+    ),
+    "ppo": Stage(
+        ("trl.experimental.ppo", "trl.experimental.ppo"), "PPO",
+        {"objective/scores": "reward", "objective/kl": "KL from sft"}, 150, ppo_inputs,
+        {
+            "per_device_train_batch_size": 128, "num_mini_batches": 2, "num_ppo_epochs": 2, "learning_rate": 6e-4,
+            "lr_scheduler_type": "linear", "kl_coef": 0.05, "vf_coef": 0.1, "response_length": MAX_ANSWER_TOKENS,
+            "temperature": 0.7,  # a larger share of right samples to learn from
+            "stop_token": "eos", "missing_eos_penalty": 3.0,
+        },
+    ),
+    "grpo": Stage(_of("grpo"), "GRPO", _RIGHT, 200, group_inputs, _GROUPS),
+    "rloo": Stage(_of("rloo"), "RLOO", _RIGHT, 200, group_inputs, _GROUPS),
+}  # fmt: skip
 
 NEXT = """
 Model: {folder}/{method}    figures: {folder}/results.json
@@ -269,7 +233,7 @@ def run_stages(
     for number, name in enumerate(stages, start=1):
         console.print(f"\n[bold]Stage {number} of {len(stages)}: {name}[/bold]")
         begun = time.perf_counter()
-        result = {"stage": name, "exact_match": None, "pair_accuracy": None, **STAGES[name](run, name)}
+        result = {"stage": name, "exact_match": None, **run.train(name)}
         if name != "reward":
             answers[name] = replies(run.model, tokenizer, task.held_out)
             result["exact_match"] = share_right(answers[name], task.held_out)
