@@ -79,27 +79,12 @@ class ColumnMapping(OptionGroup):
 
 @dataclass
 class SFTScriptArguments(ColumnMapping, ScriptArguments):
-    """What `trl sft` reads besides `SFTConfig` and `ModelConfig`."""
+    """What `trl sft` (and every command without options of its own) reads besides its config and `ModelConfig`."""
 
 
 @dataclass
 class RewardScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl reward` reads besides `RewardConfig` and `ModelConfig`."""
-
-
-@dataclass
-class KTOScriptArguments(ColumnMapping, ScriptArguments):
-    """What `trl kto` reads besides `KTOConfig` and `ModelConfig`."""
-
-
-@dataclass
-class GKDScriptArguments(ColumnMapping, ScriptArguments):
-    """What `trl gkd` reads besides `GKDConfig` and `ModelConfig`."""
-
-
-@dataclass
-class DistillationScriptArguments(ColumnMapping, ScriptArguments):
-    """What `trl distillation` reads besides `DistillationConfig` and `ModelConfig`."""
 
 
 @dataclass

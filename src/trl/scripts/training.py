@@ -118,7 +118,7 @@ def load_inputs(
 
 
 class TrainingCommand(NamedTuple):
-    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `trl.trainer` and `<prefix>ScriptArguments`.
+    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `trl.trainer` and, if any, `<prefix>ScriptArguments`.
 
     `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
     """
@@ -231,7 +231,7 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
 
         prefix, description, _, needs = COMMANDS[name]
         config = getattr(import_module(f"trl.trainer.{name}_config"), f"{prefix}Config")
-        kind = getattr(arguments, f"{prefix}ScriptArguments")
+        kind = getattr(arguments, f"{prefix}ScriptArguments", arguments.SFTScriptArguments)
         types: Any = (kind, config, ModelConfig, DatasetMixtureConfig)
         if subparsers is not None:
             return subparsers.add_parser(name, help=description, dataclass_types=types)
