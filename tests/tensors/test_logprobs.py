@@ -126,6 +126,18 @@ def test_collisions_and_mean_logits_equal_plain_ones_and_change_nothing_else(nam
         assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
 
 
+def test_gradient_of_entropies_alone():
+    hidden, weight, targets, _ = inputs(bias=False)
+    entropies = plain_scores(hidden, weight, targets, None, LogitRule())[1]
+    scores = token_scores(hidden, weight, targets, wanted=Statistics(entropy=True), chunk_size=4)
+    for ours, theirs in zip(
+        gradients(scores.entropies.sum(), hidden, weight),
+        gradients(entropies.sum(), hidden, weight),
+        strict=True,
+    ):
+        assert_close(ours, theirs, 1e-10)
+
+
 def test_no_rows():
     hidden, weight, targets, bias = inputs(0)
     scores = token_scores(hidden, weight, targets, bias=bias, wanted=Statistics(entropy=True, correct=True))
