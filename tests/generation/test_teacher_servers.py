@@ -33,7 +33,12 @@ def teacher(model, monkeypatch):
 
 
 def connect(teacher, *, top_k=3, **options):
-    return TeacherServer(teacher.url, top_k=top_k, tokenizer=TOKENIZER, **{"deadline": 20.0, **options})
+    return TeacherServer(
+        teacher.url,
+        top_k=top_k,
+        tokenizer=TOKENIZER,
+        **{"vocabulary": len(TOKENIZER), "deadline": 20.0, **options},
+    )
 
 
 def expected(model, ids, k=3):
@@ -69,7 +74,7 @@ def test_batches_of_every_layout_get_their_trained_tokens(teacher, model, layout
         batch = collate(
             [{"input_ids": ids, "completion_mask": mask} for ids, mask in zip(ROWS, masks, strict=True)]
         )
-    servers = TeacherServers(connect(teacher), vocabulary=len(TOKENIZER))
+    servers = TeacherServers(connect(teacher))
     (found,) = servers.filled([batch], lambda each: padded_rows(each, pad_token_id=0))
     rows, best = padded_rows(batch, pad_token_id=0), []
     for ids, labels, mask in zip(rows["input_ids"], rows["labels"], rows["attention_mask"], strict=True):
@@ -82,9 +87,7 @@ def test_batches_of_every_layout_get_their_trained_tokens(teacher, model, layout
 def test_rows_name_their_teacher(teacher, model):
     other = tiny_model("llama", vocab_size=len(TOKENIZER), seed=5, dtype=torch.float64)
     with serving(TinyTeacher(other)) as second:
-        servers = TeacherServers(
-            {"first": connect(teacher), "second": connect(second)}, vocabulary=len(TOKENIZER)
-        )
+        servers = TeacherServers({"first": connect(teacher), "second": connect(second)})
         batch = DataCollatorForLanguageModeling(0)([{"input_ids": ids} for ids in ROWS])
         batch["teacher"] = torch.tensor([1, 0, 1])
         (found,) = servers.filled([batch], lambda each: padded_rows(each, pad_token_id=0))
@@ -96,7 +99,7 @@ def test_rows_name_their_teacher(teacher, model):
 def test_a_request_has_at_most_eight_rows_and_the_key(teacher, monkeypatch):
     monkeypatch.setenv("TRL_TEACHER_SERVER_TOKEN", "key")
     monkeypatch.setenv("TRL_VLLM_SERVER_TOKEN", "other")
-    servers = TeacherServers(connect(teacher), vocabulary=len(TOKENIZER))
+    servers = TeacherServers(connect(teacher))
     batch = DataCollatorForLanguageModeling(0)([{"input_ids": [3, 4, 5]}] * 6)
     before = len(teacher.requests)
     servers.filled([batch] * 3, lambda each: padded_rows(each, pad_token_id=0))
@@ -140,8 +143,8 @@ def nan(body, answer):
 
 FAULTS = {
     "too few rows": (without_one, "answered 2 of 3"),
-    "another length": (changed(prompt_logprobs=[None]), "not the 5 tokens"),
-    "other tokens": (other_tokens, "not the 5 tokens"),
+    "another length": (changed(prompt_logprobs=[None]), "not the 5 of the prompt"),
+    "other tokens": (other_tokens, "not the 5 of the prompt"),
     "no log-probs": (changed(prompt_logprobs=None), "malformed"),
     "malformed": (changed(prompt_logprobs=[None, 3, 3, 3, 3]), "malformed"),
     "too few tokens": (fewer, "teacher_top_k=3"),
@@ -184,11 +187,9 @@ def test_a_server_that_refuses_requests_is_an_error_at_once(teacher):
     with pytest.raises(ValueError, match="refused"):
         connect(teacher)
     with pytest.raises(ServerLost, match="its models"):
-        TeacherServer("http://127.0.0.1:9", top_k=3, tokenizer=TOKENIZER, deadline=0.05)
+        TeacherServer("http://127.0.0.1:9", top_k=3, tokenizer=TOKENIZER, vocabulary=20, deadline=0.05)
 
 
 def test_tokens_that_the_student_lacks_are_refused(teacher):
-    servers = TeacherServers(connect(teacher, top_k=len(TOKENIZER)), vocabulary=20)
-    batch = DataCollatorForLanguageModeling(0)([{"input_ids": [3, 4, 5]}])
-    with pytest.raises(RuntimeError, match="the student 20 tokens"):
-        servers.filled([batch], lambda each: padded_rows(each, pad_token_id=0))
+    with pytest.raises(RuntimeError, match="the student has 20 tokens"):
+        connect(teacher, top_k=len(TOKENIZER), vocabulary=20)

@@ -70,7 +70,10 @@ def main(
             _check_settings(place, settings)
     if not folder.exists():
         staging.mkdir(parents=True, exist_ok=True)
-        (staging / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        if not (staging / SETTINGS_FILE).exists():
+            aside = staging / f".{SETTINGS_FILE}.{args.process_index}"
+            aside.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            aside.replace(staging / SETTINGS_FILE)
         _write_shards(staging, rows, policy, script_args, args)
         PartialState().wait_for_everyone()
         if args.process_index == 0:
@@ -127,13 +130,8 @@ def _settings(script_args: TeachScriptArguments, args: Any, policy: Any, rows: A
     from trl.data.teacher_columns import TEACHER_COLUMNS, vocabulary_hash
 
     names = (
-        "max_length",
-        "completion_only_loss",
-        "assistant_only_loss",
-        "dataset_text_field",
-        "eos_token",
-        "dataset_kwargs",
-    )
+        "max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eos_token", "dataset_kwargs",
+    )  # fmt: skip
     return {
         "format": 1,
         "columns": TEACHER_COLUMNS,
@@ -151,9 +149,9 @@ def _settings(script_args: TeachScriptArguments, args: Any, policy: Any, rows: A
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError for a folder that this command did not write, or wrote with other settings."""
-    if not folder.exists():
-        return
     file = folder / SETTINGS_FILE
+    if not folder.exists() or (not any(folder.iterdir()) and folder.suffix == ".incomplete"):
+        return
     if not file.is_file():
         raise ValueError(f"output={folder} has no {SETTINGS_FILE}, expected a new folder. Name another one.")
     known, own = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
@@ -203,21 +201,17 @@ def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, ar
         best = most_likely(scorer, policy.model, batch, k=script_args.top_k, temperature=args.temperature)
         for number, *own in zip(numbers, *(part.split(counts) for part in best), strict=True):
             found[number] = tuple(own)
-    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in found])]).astype(np.int32)
     table = shard.with_format("arrow")[:].replace_schema_metadata(None)
-    for name, parts, dtype in zip(
-        TEACHER_COLUMNS, zip(*found, strict=True), (np.int32, np.float32), strict=True
+    offsets = np.cumsum([0, *(len(ids) for ids, _ in found)], dtype=np.int32)
+    for name, parts, kind in zip(
+        TEACHER_COLUMNS, zip(*found, strict=True), ("int32", "float32"), strict=True
     ):
-        values = torch.cat(parts).numpy().astype(dtype)
-        inner = pa.ListArray.from_arrays(
-            np.arange(len(values) + 1, dtype=np.int32) * values.shape[1], values.ravel()
-        )
+        values = torch.cat(parts).numpy().astype(kind)
+        starts = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+        inner = pa.ListArray.from_arrays(starts, values.ravel())
         table = table.append_column(name, pa.ListArray.from_arrays(offsets, inner))
-    said = {
-        "teacher": script_args.teacher,
-        "temperature": args.temperature,
-        "tokenizer": vocabulary_hash(policy.tokenizer),
-    }
+    tokenizer = vocabulary_hash(policy.tokenizer)
+    said = {"teacher": script_args.teacher, "temperature": args.temperature, "tokenizer": tokenizer}
     return table.append_column(TEACHER_SETTINGS, pa.array([json.dumps(said)] * len(shard)))
 
 
