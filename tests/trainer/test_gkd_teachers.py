@@ -13,6 +13,7 @@ from tests.contracts.methods import gkd, gkd_columns
 from tests.teacher_server import TinyTeacher, serving
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer.grpo_runs import run as run_on_prompts
 from tests.trainer.one_step import fixed_rows, trainer_of
 from trl import GKDConfig, GKDTrainer
 from trl.generation import teacher_servers
@@ -219,3 +220,18 @@ def test_a_server_that_dies_stops_the_run(server: Any) -> None:
         server.fault = None
         with pytest.raises(ValueError, match=words):
             gkd(teacher_model=server.url, **{**SERVED, **settings})
+
+
+def test_a_server_teaches_the_completions_of_prompts(server: Any) -> None:
+    settings = {
+        "max_steps": 1,
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
+        "beta": 0.5,
+        "temperature": 1.0,
+    }
+    _, expected = run_on_prompts("distillation", teacher="llama", **settings)
+    served = {"teacher_model_server_url": server.url, "teacher_top_k": V}
+    trainer, found = run_on_prompts("distillation", **settings, **served)
+    assert_same_step(found.steps[0], expected.steps[0])
+    assert trainer.teacher.model is None

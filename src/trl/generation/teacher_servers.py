@@ -10,14 +10,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.teacher_columns import LARGEST_LOGP, TEACHER, concatenated
+from trl.data.teacher_columns import LARGEST_LOGP, TEACHER, TEACHER_COLUMNS, concatenated
 from trl.generation.serving.connection import ServerConnection, ServerLost
 from trl.models.packed.layout import IGNORED
+from trl.models.scoring.causal import Scorer
+from trl.models.teacher import ColumnTeacher
+from trl.objectives.distillation import TeacherLoss
 from trl.options.checks import json_object
 from trl.reporting.deadlines import ThreadedCalls
+from trl.tensors.vocabulary_loss import VocabularyLoss
 
 logger = logging.getLogger(__name__)
 
@@ -197,13 +201,23 @@ class _Row(NamedTuple):
     server: int
 
 
-class TeacherServers:
-    """One server for all rows, or several by the `names` that rows have in their column `teacher`."""
+class TeacherServers(ColumnTeacher):
+    """One server for all rows, or several by the `names` that rows have in their column `teacher`.
+
+    Batches without columns get them when their loss is computed; `filled` does it for several batches together.
+    """
 
     def __init__(self, servers: Mapping[str, TeacherServer] | TeacherServer) -> None:
         is_one = isinstance(servers, TeacherServer)
         self.names: tuple[str, ...] = () if is_one else tuple(servers)
         self.servers = [servers] if is_one else list(servers.values())
+
+    def divergence(
+        self, scorer: Scorer, model: nn.Module, batch: Mapping[str, Any], loss: TeacherLoss, **given: Any
+    ) -> VocabularyLoss:
+        if TEACHER_COLUMNS[0] not in batch:
+            (batch,) = self.filled([batch], scorer.padded_inputs)
+        return super().divergence(scorer, model, batch, loss, **given)
 
     def filled(self, batches: Sequence[Any], rows_of: Callable[[Any], Mapping[str, Tensor]]) -> list[Any]:
         """Batches with `teacher_ids` and `teacher_logps` `(K, k)` of their trained tokens; all are requested together.
@@ -244,30 +258,35 @@ class TeacherServers:
         ]
 
 
-def connected(urls: Any, args: Any, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int) -> TeacherServers:
-    """The servers at an address, or at several by name (a dict, or a JSON object as text), with the settings of `args`.
+def served_teacher(
+    teacher: Any, args: Any, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int
+) -> TeacherServers | None:
+    """The servers if `teacher` is an address, or several by name, or is what the config names as such; None for other teachers.
 
-    Raises: ValueError for a temperature other than 1, and as `TeacherServer`.
+    Several are a dict, or a JSON object as text. Raises: ValueError for another teacher beside that of the config, for a
+    temperature other than 1, and as `TeacherServer`.
     """
+    urls = args.teacher_model_server_url
+    if urls is not None and teacher is not urls:
+        raise ValueError("teacher_model and teacher_model_server_url cannot be combined; set one.")
+    if urls is None:
+        urls, each = teacher, teacher.values() if isinstance(teacher, Mapping) else [teacher]
+        if not all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in each):
+            return None
     if args.temperature != 1:
         raise ValueError(
             f"temperature={args.temperature}: a teacher server gives log-probs at temperature 1. Set temperature=1.0, or write "
             "columns at another temperature with `trl teach`."
         )
     if isinstance(urls, str) and urls.lstrip().startswith("{"):
-        urls = json_object("teacher_model_server_url", urls)
+        urls = json_object("teacher_model_server_url", urls) or {}
     options: dict[str, Any] = {
         "top_k": args.teacher_top_k, "deadline": args.teacher_server_timeout, "tokenizer": tokenizer, "vocabulary": vocabulary,
     }  # fmt: skip
     if isinstance(urls, str):
-        return TeacherServers(TeacherServer(urls, model=args.teacher_model_name_or_path, **options))
+        model = None if urls is args.teacher_model_name_or_path else args.teacher_model_name_or_path
+        return TeacherServers(TeacherServer(urls, model=model, **options))
     return TeacherServers({name: TeacherServer(url, **options) for name, url in urls.items()})
-
-
-def is_address(teacher: Any) -> bool:
-    """Whether a teacher is given as the address of a server, or as those of several by name."""
-    urls = teacher.values() if isinstance(teacher, Mapping) else [teacher]
-    return all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in urls)
 
 
 def _trained_rows(number: int, batch: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[_Row]:

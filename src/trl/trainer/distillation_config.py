@@ -1,5 +1,6 @@
 """Configuration of on-policy distillation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ class DistillationConfig(RolloutTraining):
     teacher_model_name_or_path: str | None = shared("teacher_model_name_or_path")
     teacher_model_revision: str | None = option(None, "Branch, tag or commit of a teacher on the Hub.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = shared("teacher_model_init_kwargs")
+    teacher_model_server_url: Mapping[str, str] | str | None = shared("teacher_model_server_url")
+    teacher_top_k: int = shared("teacher_top_k")
+    teacher_server_timeout: float = shared("teacher_server_timeout")
     vllm_structured_outputs_regex: str | None = moved(to="vllm_guided_decoding_regex")
     pad_to_multiple_of: int | str | None = moved("rows are never padded.")
 

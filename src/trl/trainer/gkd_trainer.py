@@ -28,12 +28,12 @@ from trl.data.teacher_columns import (
     has_teacher_columns,
 )
 from trl.generation.engine import Engine, Generated, Sampling
-from trl.generation.teacher_servers import TeacherServers, connected, is_address
+from trl.generation.teacher_servers import TeacherServers, served_teacher
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.requests import stop_tokens
 from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
 from trl.legacy.interface import NOT_CALLED_OF_GKD
-from trl.models.packed.layout import IGNORED, TEACHER_IDS
+from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
@@ -253,12 +253,10 @@ class GKDTrainer(SFTTrainer):
         """The teacher: servers, columns of the `rows` as they were given (without another teacher), or a model."""
         args, student = self.args, self.model
         assert student is not None
-        size, names, teacher = embedded_tokens(causal_core(student)), (), ColumnTeacher()
-        if args.teacher_model_server_url is not None and given is not args.teacher_model_server_url:
-            raise ValueError("teacher_model and teacher_model_server_url cannot be combined; set one.")
-        if args.teacher_model_server_url is not None or is_address(given):
-            self._servers = connected(given, args, tokenizer, vocabulary=size)
-            names = self._servers.names
+        size, names = embedded_tokens(causal_core(student)), ()
+        teacher: Teacher = ColumnTeacher()
+        if (served := served_teacher(given, args, tokenizer, vocabulary=size)) is not None:
+            teacher, names = served, served.names
         elif given is None and any(map(has_teacher_columns, rows)):
             for dataset in rows:
                 check_length(dataset, args.max_length)
@@ -283,8 +281,6 @@ class GKDTrainer(SFTTrainer):
                 return teacher
         self.data_collator = WithTeacherColumns(self.data_collator, size, names)
         return teacher
-
-    _servers: TeacherServers | None = None
 
     def _completions(self) -> GeneratedCompletions:
         args = self.args
@@ -354,14 +350,12 @@ class GKDTrainer(SFTTrainer):
         if self._generated is not None and batches:
             step, model = self.state.global_step, self.model_wrapped
             batches = self._generated.replaced(batches, step, model)
-        if self._servers is not None and batches:
-            batches = self._servers.filled(batches, self.scorer.padded_inputs)
+        if isinstance(self.teacher, TeacherServers) and batches:
+            batches = self.teacher.filled(batches, self.scorer.padded_inputs)
         return super().get_batch_samples(iter(batches), num_batches, device)
 
     def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> VocabularyLoss:
         """The divergence from the teacher's distributions."""
-        if self._servers is not None and TEACHER_IDS not in batch:  # of an evaluation
-            (batch,) = self._servers.filled([batch], self.scorer.padded_inputs)
         with self.accelerator.autocast():
             return self.teacher.divergence(
                 self.scorer, model, batch, self.method.loss, temperature=self.args.temperature

@@ -11,6 +11,7 @@ from trl.data.image_rows import has_images
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
+from trl.generation.teacher_servers import served_teacher
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.requests import stop_tokens
 from trl.generation.vllm.backend import check_vllm
@@ -210,7 +211,17 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
 
     Raises: ValueError without a teacher, or with one that would have no effect.
     """
-    given = teacher or getattr(args, "teacher_model_name_or_path", None)
+    names = ("teacher_model_server_url", "teacher_model_name_or_path")
+    given = teacher or next(filter(None, (getattr(args, name, None) for name in names)), None)
+    if hasattr(args, names[0]):
+        size = embedded_tokens(policy.scorer.core)
+        served = served_teacher(given, args, policy.tokenizer, vocabulary=size)
+        if served is not None and served.names:
+            raise ValueError(
+                f"{names[0]} has several servers, which prompts do not choose among. Give one address."
+            )
+        if served is not None:
+            return served
     if needed:
         kwargs: Any = getattr(args, "teacher_model_init_kwargs", None)
         return make_teacher(given, kwargs, policy.model, policy.tokenizer, scorer=policy.scorer)
