@@ -1,37 +1,41 @@
-"""Run folders: each run writes its checkpoints into a folder of its own, which names the process that owns it.
+"""Run folders: each run writes its checkpoints into a folder of its own, and holds a lock on it.
 
-`_run-<host>-<pid>-<id>` lies in the output directory while the run lasts. It holds `owner.json`, a `heartbeat` that is touched
-each minute, and the checkpoint that is being written. (The Hub's uploads of an output directory leave `_*` out.)
+`_run-<host>-<pid>-<id>` lies in the output directory while the run lasts. It holds a file `lock`, which the operating system
+unlocks when the process ends, however it ends, and the checkpoint that is being written. (The Hub's uploads of an output
+directory leave `_*` out.)
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import logging
 import os
 import shutil
 import socket
-import tempfile
-import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
-
-import psutil
+from typing import IO, Any, Literal
 
 from trl.checkpoints.wholeness import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "_run-"
-BEAT_SECONDS = 60
-STALE_SECONDS = 5 * BEAT_SECONDS
-_OWNER, _HEARTBEAT = "owner.json", "heartbeat"
-_held: dict[
-    str, bool
-] = {}  # run folders of this process by name, and whether each allows no other run beside it
+LOCK = "lock"
+_held: dict[str, tuple[IO[Any], bool]] = {}
+"""The locks of this process by folder, and whether each allows no other run of this process beside it."""
+
+
+def _release_in_child() -> None:
+    """A forked process (a data loader's worker) shares its parent's locks, and would hold them after the parent was killed."""
+    for lock, _ in _held.values():
+        lock.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def run_folder_name() -> str:
@@ -46,18 +50,16 @@ def owned(folder: Path, *, exclusive: bool = True) -> Iterator[Path]:
     With `exclusive`, other runs of this process are refused meanwhile, as those of other processes always are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _held[folder.name] = exclusive
-    (folder / _HEARTBEAT).touch()
-    own = {"host": _host(), "pid": os.getpid(), "started": psutil.Process().create_time()}
-    (folder / _OWNER).write_text(json.dumps(own))
-    ended = threading.Event()
-    threading.Thread(target=_beat, args=(folder / _HEARTBEAT, ended), daemon=True).start()
-    try:
-        yield folder
-    finally:
-        ended.set()
-        del _held[folder.name]
-        shutil.rmtree(folder, ignore_errors=True)
+    new = folder / f"{LOCK}.new"
+    with new.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(folder / LOCK)  # others see it locked or not at all
+        _held[folder.name] = lock, exclusive
+        try:
+            yield folder
+        finally:
+            _held.pop(folder.name, None)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear(output_dir: Path, own: str = "", *, alone: bool = True) -> None:
@@ -73,11 +75,8 @@ def clear(output_dir: Path, own: str = "", *, alone: bool = True) -> None:
             logger.warning("Removing %s: its run was stopped before it ended.", folder)
             shutil.rmtree(folder, ignore_errors=True)
         elif state == "unknown":
-            logger.warning(
-                "Leaving %s: whether the run that owns it is alive cannot be decided. Remove it if it is not.",
-                folder,
-            )
-        elif alone and _held.get(folder.name, True) and folder.name != own:
+            logger.warning("Leaving %s: its run may be active. Remove it if it is not.", folder)
+        elif alone and folder.name != own and _held.get(folder.name, (None, True))[1]:
             raise CheckpointError(
                 f"Another run is active in {output_dir} ({folder.name}). Choose another output_dir, or wait until that run "
                 "has ended."
@@ -85,46 +84,12 @@ def clear(output_dir: Path, own: str = "", *, alone: bool = True) -> None:
 
 
 def liveness(folder: Path) -> Literal["alive", "dead", "unknown"]:
-    """Whether the process that owns a run folder is alive and its run has not ended."""
+    """Whether the run of a folder is active; unknown without a lock file, or where the file system has no locks."""
     try:
-        owner = json.loads((folder / _OWNER).read_text())
-        host, pid, started = owner["host"], owner["pid"], owner["started"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"
-    if host != _host():
-        return _by_heartbeat(folder)
-    if pid == os.getpid():
-        return "alive" if folder.name in _held else "dead"
-    try:
-        process = psutil.Process(pid)
-        reused = abs(process.create_time() - started) > 2  # seconds: a change of the clock moves it a little
-        return "dead" if reused or process.status() == psutil.STATUS_ZOMBIE else "alive"
-    except psutil.NoSuchProcess:
-        return "unknown" if psutil.pid_exists(pid) else "dead"
-    except psutil.AccessDenied:
-        return "unknown"
-
-
-def _by_heartbeat(folder: Path) -> Literal["alive", "dead", "unknown"]:
-    """By the age of the heartbeat, on the clock of the file system that both hosts see."""
-    try:
-        with tempfile.TemporaryFile(dir=folder.parent) as now:
-            age = os.fstat(now.fileno()).st_mtime - (folder / _HEARTBEAT).stat().st_mtime
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "alive"
     except OSError:
         return "unknown"
-    if age > STALE_SECONDS:
-        return "dead"
-    return "alive" if age > -STALE_SECONDS else "unknown"
-
-
-def _beat(heartbeat: Path, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_SECONDS):
-        with suppress(OSError):  # tried again a minute later
-            os.utime(heartbeat)
-
-
-def _host() -> str:
-    """The machine, its boot and the pid namespace: a pid means a process only within the three."""
-    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    parts = [boot.read_text().strip() if boot.is_file() else "", os.readlink(pids) if pids.exists() else ""]
-    return " ".join([socket.gethostname(), *parts])
+    return "dead"
