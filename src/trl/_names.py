@@ -108,10 +108,10 @@ NAMES: dict[str, Row] = {
         "trl.tensors.statistics": "masked_mean masked_var masked_whiten"},
     "trl.extras": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.best_of_n_sampler": {"trl.rollouts.best_of_n": "BestOfNSampler"},
-    "trl.extras.dataset_formatting": {"trl.legacy.formatting": "FORMAT_MAPPING "
+    "trl.extras.dataset_formatting": {"trl.legacy.text_data": "FORMAT_MAPPING "
         "conversations_formatting_function get_formatting_func_from_dataset "
         "instructions_formatting_function"},
-    "trl.extras.profiling": {"trl.reporting.profiling": "profiling_context profiling_decorator"},
+    "trl.extras.profiling": {"trl.reporting.trackers": "profiling_context profiling_decorator"},
     "trl.extras.vllm_client": {"trl.generation.vllm.client": "VLLMClient pil_to_base64"},
     "trl.import_utils": {"trl.options.packages": "LIGER_KERNEL_MIN_VERSION OptionalDependencyNotAvailable "
         "TRLExperimentalWarning is_accelerate_greater_20_0 is_bitsandbytes_available is_deepspeed_available "
@@ -157,9 +157,9 @@ NAMES: dict[str, Row] = {
         "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
         "trl.models.switches": "disable_dropout_in_model empty_cache",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
-        "trl.legacy.constant_length": "ConstantLengthDataset",
+        "trl.legacy.text_data": "ConstantLengthDataset",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
-        "trl.options.packages": "is_diffusers_available", "trl.reporting.accuracy": "compute_accuracy",
+        "trl.options.packages": "is_diffusers_available", "trl.reporting.metrics": "compute_accuracy",
         "trl.tensors.moments": "RunningMoments", "trl.trainer.base_trainer": "BaseTrainer",
         "trl.trainer.preference_trainer": "PreferenceTrainer"},
     "trl.trainer.base": {"trl.trainer.base_trainer": "BaseTrainer"},
@@ -187,9 +187,8 @@ NAMES: dict[str, Row] = {
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
         "trl.collators.preference": "DPODataCollatorWithPadding",
         "trl.collators.reward": "RewardDataCollatorWithPadding",
-        "trl.legacy.constant_length": "ConstantLengthDataset",
+        "trl.legacy.text_data": "ConstantLengthDataset add_bos_token_if_needed add_eos_token_if_needed",
         "trl.data.formats": "TListOrMapping remove_none_values",
-        "trl.legacy.special_tokens": "add_bos_token_if_needed add_eos_token_if_needed",
         "trl.data.training_templates": "SIMPLE_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE",
         "trl.data.ragged": "truncate_with_protected_tokens",
         "trl.generation.transformers.padded_queries": "batch_generation decode_and_strip_padding "
@@ -200,7 +199,7 @@ NAMES: dict[str, Row] = {
         "trl.models.loading": "create_model_from_path get_config_model_id",
         "trl.models.peft": "get_kbit_device_map get_peft_config get_quantization_config peft_module_casting_to_bf16",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
-        "trl.reporting.accuracy": "compute_accuracy",
+        "trl.reporting.metrics": "compute_accuracy",
         "trl.reporting.model_card": "generate_model_card trl_sanitze_kwargs_for_tagging",
         "trl.reporting.tables": "print_prompt_completions_sample print_rich_table",
         "trl.reporting.trackers": "get_comet_experiment_url log_table_to_comet_experiment",
@@ -210,7 +209,7 @@ NAMES: dict[str, Row] = {
         "split_pixel_values_by_grid split_tensor_dict truncate_response truncate_right "
         "unsplit_pixel_values_by_grid",
         "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity nanmax nanmin nanstd "
-        "selective_log_softmax", "trl.trainer.callbacks.peft_saving": "PeftSavingCallback",
+        "selective_log_softmax", "trl.trainer.callbacks.checkpoints": "PeftSavingCallback",
         "trl.trainer.on_policy_config": "OnPolicyConfig OnlineTrainerState"},
 }
 

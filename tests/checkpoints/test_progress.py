@@ -6,9 +6,9 @@ from trl.checkpoints.progress import load_progress, save_progress
 
 STATES = [
     {"processes": 2, "loss_since_log": 1.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 30,
-     "metrics": {"accuracy": (3.0, 4.0)}},
+     "metrics": {"sums": {"accuracy": (3.0, 4.0)}, "extremes": {}}},
     {"processes": 2, "loss_since_log": 2.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 12,
-     "metrics": {"accuracy": (1.0, 2.0), "aux_loss": (5.0, 1.0)}},
+     "metrics": {"sums": {"accuracy": (1.0, 2.0), "aux_loss": (5.0, 1.0)}, "extremes": {}}},
 ]  # fmt: skip
 
 
@@ -28,10 +28,10 @@ def test_another_number_of_processes_loses_nothing(tmp_path):
     first, second, third = (load_progress(saved(tmp_path), rank=rank, processes=3) for rank in range(3))
     assert first is not None
     assert first["tokens_seen"] == 42
-    assert first["metrics"] == {"accuracy": (4.0, 6.0), "aux_loss": (5.0, 1.0)}
+    assert first["metrics"]["sums"] == {"accuracy": (4.0, 6.0), "aux_loss": (5.0, 1.0)}
     for other in (second, third):
         assert other is not None
-        assert (other["tokens_seen"], other["metrics"]) == (0, {})
+        assert (other["tokens_seen"], other["metrics"]["sums"]) == (0, {})
     assert {state["loss_since_log"] for state in (first, second, third)} == {1.5}  # a mean over processes
     assert {state["loss_before_log"] for state in (first, second, third)} == {7.0}
 

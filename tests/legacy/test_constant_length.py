@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from tests.words import word_tokenizer
 
-from trl.legacy.constant_length import ConstantLengthDataset
+from trl.legacy.text_data import ConstantLengthDataset
 
 TEXTS = ["a b c", "d", "e f a b", "hi yes"]
 ROWS = Dataset.from_dict({"text": TEXTS})

@@ -2,7 +2,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 from tests.words import CHAT_TEMPLATE, word_tokenizer
 
-from trl.legacy.formatting import (
+from trl.legacy.text_data import (
     conversations_formatting_function,
     get_formatting_func_from_dataset,
     instructions_formatting_function,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import EvalPrediction
 
-from trl.reporting.accuracy import compute_accuracy
+from trl.reporting.metrics import compute_accuracy
 
 
 def accuracy(predictions, labels):

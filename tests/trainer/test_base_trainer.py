@@ -15,7 +15,7 @@ from tests.two_processes import launch
 from trl import SFTConfig
 from trl.checkpoints.wholeness import CheckpointError
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.trainer.inherited_settings import settle_inherited
+from trl.trainer.inherited import settle_inherited
 
 SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
 

@@ -324,7 +324,7 @@ def test_samples_of_policy_and_reference_in_the_older_meaning():
 def table_of(trainer, monkeypatch):
     tables = []
     monkeypatch.setattr(
-        "trl.trainer.evaluation_samples.log_table",
+        "trl.trainer.samples.log_table",
         lambda name, table, report_to, **options: tables.append((name, table, options["step"])),
     )
     trainer.evaluate()

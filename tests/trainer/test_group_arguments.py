@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from tests.tiny import tiny_classifier, tiny_model
 from tests.trainer.grpo_runs import END, even_tokens, logs, make, prompts, run
 from tests.trainer.resume_worker import tokenizer
-from trl.trainer.callbacks.checkpoint_on_signal import CheckpointOnSignal
+from trl.trainer.callbacks.checkpoints import CheckpointOnSignal
 
 # Two windows of two mini-batches, learned from twice, each mini-batch in two micro-batches.
 CUT = {
@@ -166,8 +166,7 @@ def test_what_was_clipped_does_not_count_in_a_second_run():
     trainer, _ = make("grpo", reward_funcs=reward, **settings)
     trainer.train()
     first = logs(trainer)
-    trainer._extremes["train"].load_state({"clip_ratio/low_min": [0.5, 0.5]})  # of steps after the last log
-    trainer._extremes["eval"].load_state({"clip_ratio/high_max": [0.5]})
+    trainer._sums["train"].add_extremes({"clip_ratio/low_min": torch.tensor(-0.5)})  # after the last log
     fails = True
     with pytest.raises(Exception, match="no judge there"):
         trainer.evaluate(prompts(3))

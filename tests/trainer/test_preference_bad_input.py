@@ -206,7 +206,7 @@ def test_it_is_trained_on_with_a_warning(method, told, caplog):
 
 @pytest.mark.parametrize("method", TRAINERS)
 def test_smoothing_of_another_loss_is_said_to_do_nothing(method, caplog):
-    with caplog.at_level(logging.WARNING, "trl.trainer.inherited_settings"):
+    with caplog.at_level(logging.WARNING, "trl.trainer.inherited"):
         build(method, [STEPS if method == "prm" else PAIR] * 2, label_smoothing_factor=0.1)
     said = [
         message

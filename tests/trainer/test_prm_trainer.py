@@ -23,7 +23,7 @@ from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import tokenizer
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
 from tests.two_processes import launch
-from trl.reporting.accuracy import compute_accuracy
+from trl.reporting.metrics import compute_accuracy
 from trl.trainer.prm_config import PRMConfig
 from trl.trainer.prm_trainer import PRMTrainer
 

@@ -189,12 +189,12 @@ def load_progress(checkpoint: str | None, *, rank: int, processes: int) -> dict[
 def _shared_out(states: list[dict[str, Any]], *, first: bool) -> dict[str, Any]:
     """One process's state from those of all processes of a run that had another number of them."""
     sums: dict[str, tuple[float, float]] = {}
-    for name, (total, count) in (item for state in states for item in state["metrics"].items()):
+    for name, (total, count) in (item for state in states for item in state["metrics"]["sums"].items()):
         known = sums.get(name, (0.0, 0.0))
         sums[name] = (known[0] + total, known[1] + count)
     return {
         **states[0],
         "loss_since_log": sum(state["loss_since_log"] for state in states) / len(states),
         "tokens_seen": sum(state["tokens_seen"] for state in states) if first else 0,
-        "metrics": sums if first else {},
+        "metrics": {**states[0]["metrics"], "sums": sums if first else {}},
     }

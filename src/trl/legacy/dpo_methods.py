@@ -39,11 +39,11 @@ from trl.objectives.preference import (
     preference_terms,
 )
 from trl.objectives.tables import lookup
-from trl.reporting.step_scores import Processes
+from trl.reporting.metrics import Processes
 from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
-from trl.trainer.callbacks.sampling import Inputs, complete, generating_model, generation_settings
 from trl.trainer.method import CONTEXT, Outcome
+from trl.trainer.samples import Inputs, complete, generating_model, generation_settings
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
 _OLDER_LOGPS = (

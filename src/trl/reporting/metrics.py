@@ -1,15 +1,23 @@
-"""Sums of metrics between two logs: totals with their own counts, so that means over ranks are true means."""
+"""Metrics: sums with their own counts, so that means over processes are true means; numbers of all processes; accuracy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers import EvalPrediction
 
+from trl.tensors.padding import IGNORED
 from trl.tensors.reduce import Weighted
+
+logger = logging.getLogger(__name__)
 
 
 class MetricSums:
@@ -27,9 +35,10 @@ class MetricSums:
         self._extremes: dict[str, float] = {}
 
     def add_extremes(self, values: Mapping[str, Tensor]) -> None:
-        """Keep the smallest values by names that begin with `min`, and the largest by others; they are no part of `state`."""
+        """Keep the smallest values by names with the word `min` at their end, such as `low_min`, and the largest by others."""
         for name, value in values.items():
-            self._extremes[name] = _extreme(name)(float(value), self._extremes.get(name, float(value)))
+            if not math.isnan(number := float(value)):
+                self._extremes[name] = _extreme(name)(number, self._extremes.get(name, number))
 
     def add(self, name: str, value: Weighted) -> None:
         """Add a total and its count (scalars, on any device)."""
@@ -56,21 +65,19 @@ class MetricSums:
         names = dict.fromkeys(name for own in every for name in own)
         return means | {name: _extreme(name)(own[name] for own in every if name in own) for name in names}
 
-    def state(self) -> dict[str, tuple[float, float]]:
-        """The sums of this process, for a checkpoint; floats keep every bit."""
-        return _as_floats(self._sums)
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The sums and extremes of this process, for a checkpoint; floats keep every bit."""
+        return {"sums": _as_floats(self._sums), "extremes": dict(self._extremes)}
 
-    def load_state(
-        self, state: Mapping[str, tuple[float, float]], device: torch.device | str = "cpu"
-    ) -> None:
-        """Go on from `state`."""
-        self._sums = {
-            name: torch.tensor(pair, dtype=torch.float64, device=device) for name, pair in state.items()
-        }
+    def load_state(self, state: Mapping[str, Mapping[str, Any]], device: torch.device | str = "cpu") -> None:
+        """Resume from `state`."""
+        pairs = state["sums"].items()
+        self._sums = {name: torch.tensor(pair, dtype=torch.float64, device=device) for name, pair in pairs}
+        self._extremes = dict(state["extremes"])
 
 
 def _extreme(name: str) -> Callable[..., float]:
-    return min if name.startswith("min") else max
+    return min if "min" in name.rpartition("/")[2].split("_") else max
 
 
 def _scalar(value: Tensor) -> Tensor:
@@ -95,3 +102,83 @@ def _over_processes(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[s
     table = torch.stack([sums.get(name, zero).to(zero) for name in names])
     reduced = accelerator.reduce(table, reduction="sum")
     return dict(zip(names, reduced.unbind(), strict=True))  # type: ignore[union-attr]
+
+
+class Processes:
+    """Numbers of all processes. Every process must make the same calls at the same time."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def rows(self, table: Tensor) -> tuple[Tensor, int]:
+        """The rows `(n, k)` of every process, one process after another, and where this process's begin.
+
+        Processes may have different numbers of rows.
+        """
+        if self._accelerator.num_processes == 1:
+            return table, 0
+        tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])]
+        return torch.cat(tables), sum(len(part) for part in tables[: self._accelerator.process_index])
+
+    def sum(self, parts: Sequence[Weighted]) -> Weighted:
+        """The sum of all parts of all processes."""
+        total, count = (torch.stack(part).sum() for part in zip(*parts, strict=True))
+        if self._accelerator.num_processes == 1:
+            return Weighted(total, count)
+        both = self._accelerator.reduce(torch.stack([total, count.to(total)]), reduction="sum")
+        return Weighted(*both)  # type: ignore[misc]
+
+
+class RunningMean:
+    """The mean of everything counted so far in a run; part of every checkpoint.
+
+    >>> mean = RunningMean()
+    >>> mean.add(Weighted(torch.tensor(3.0), torch.tensor(2.0)))
+    >>> mean.value
+    1.5
+    """
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0.0
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 before anything was counted."""
+        return self.total / self.count if self.count else 0.0
+
+    def add(self, more: Weighted) -> None:
+        """Count more: the same on every process."""
+        self.total += float(more.total)
+        self.count += float(more.count)
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"total": self.total, "count": self.count}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from `state`."""
+        self.total, self.count = state["total"], state["count"]
+
+
+def compute_accuracy(eval_pred: EvalPrediction | tuple[Any, Any]) -> dict[str, float]:
+    """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`; also of a pair.
+
+    `predictions (..., C)` and `labels (...)`: the two rewards of each pair with label 0, or the logits of each token with
+    its class. Labels of -100 are not counted; nor are rows whose largest value stands twice, of which a warning says how
+    many there are. NaN where nothing is counted.
+
+    >>> compute_accuracy(EvalPrediction(np.array([[2.0, 1.0], [0.0, 3.0]]), np.array([0, 0])))
+    {'accuracy': 0.5}
+    """
+    predictions, labels, *_ = map(np.asarray, eval_pred)
+    if predictions.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels must have the shape of predictions without its last dimension, got {labels.shape} for predictions of "
+            f"{predictions.shape}. Give one label per prediction, or -100."
+        )
+    predictions, labels = predictions[labels != IGNORED], labels[labels != IGNORED]
+    tied = (predictions == predictions.max(axis=-1, keepdims=True)).sum(axis=-1) > 1
+    if tied.any():
+        logger.warning("%d of %d predictions are ties, which accuracy leaves out.", tied.sum(), len(tied))
+    right = (predictions.argmax(axis=-1) == labels)[~tied]
+    return {"accuracy": float(right.mean()) if len(right) else float("nan")}

@@ -1,4 +1,4 @@
-"""Statistics of a step as nested dicts of tensors, brought into the form that trackers take."""
+"""Statistics of a step of PPO by their documented names, and dicts of tensors in the form that trackers take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from trl.objectives.advantages import TokenRewards, rollout_metrics
+from trl.objectives.ppo import explained_variance
+from trl.reporting.metrics import MetricSums
+from trl.tensors.moments import moments
+from trl.tensors.reduce import where_counted
+
+Statistics = Mapping[str, Tensor]
+_LISTS = ("policy/advantages", "policy/ratio")
 WANDB_PADDING = -1  # stands in histograms where a minibatch had fewer values than another
 
 
@@ -95,3 +103,112 @@ def _plain(value: Any) -> Any:
             value = value.astype(np.float32)
     scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1)
     return value.item() if scalar else value
+
+
+class MinibatchRecord:
+    """Statistics of a step's minibatches, each with its number of tokens.
+
+    A value of the step is the mean over its optimiser steps. In each of them, means and variances (names that end with
+    `/var`) are those of all tokens of its minibatches on all processes, which must make the same calls.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._found: list[list[tuple[int, Statistics]]] = []
+
+    def begin(self) -> None:
+        """Begin an optimiser step."""
+        self._found.append([])
+
+    def add(self, tokens: int, statistics: Statistics) -> None:
+        """Add a minibatch to the current optimiser step."""
+        self._found[-1].append((tokens, statistics))
+
+    def last(self, name: str) -> float:
+        """One mean of the latest optimiser step."""
+        total, count = self._summed([[n * float(found[name]), float(n)] for n, found in self._found[-1]])
+        return float(total / count)
+
+    def summary(self) -> dict[str, Tensor]:
+        """The step's values by name; lists are this process's, one after another."""
+        every = [found for step in self._found for _, found in step]
+        lists = {
+            name: torch.cat([found[name].flatten() for found in every]) for name in _LISTS if name in every[0]
+        }
+        names = [name for name in every[0] if name not in lists]
+        table = torch.stack([self._summed([_sums(names, *part) for part in step]) for step in self._found])
+        counts = table[:, 0]
+        means = dict(zip(names, (table[:, 1:] / counts[:, None]).T, strict=True))
+        for name in (name for name in names if name.endswith("/var")):
+            square = means[_mean_of(name)].square()
+            means[name] = (means[name] - square) * counts / (counts - 1)
+        return {**{name: value.mean() for name, value in means.items()}, **lists}
+
+    def _summed(self, parts: list[list[float]]) -> Tensor:
+        own = torch.tensor(parts, dtype=torch.float64).sum(dim=0)
+        if self._accelerator.num_processes == 1:
+            return own
+        return self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum").cpu()
+
+
+def _mean_of(variance: str) -> str:
+    return f"{variance.removesuffix('/var')}/mean"
+
+
+def _sums(names: Sequence[str], tokens: int, found: Statistics) -> list[float]:
+    """A minibatch's number of tokens and sums over them; for a variance, the sum of squares."""
+    means = {name: float(found[name]) for name in names}
+    for name in names:
+        if name.endswith("/var"):
+            deviations = means[name] * (tokens - 1) if tokens > 1 else 0.0
+            means[name] = deviations / tokens + means[_mean_of(name)] ** 2
+    return [float(tokens), *(tokens * mean for mean in means.values())]
+
+
+def step_statistics(
+    *,
+    kl_coef: float,
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    non_score_reward: Tensor,
+    kls: Tensor,
+    masks: Tensor,
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    train_stats: Statistics,
+    accelerator: Any,
+) -> dict[str, Any]:
+    """All documented statistics of a step but its times.
+
+    `scores (B,)`; `logprobs`, `ref_logprobs`, `non_score_reward`, `kls`, `masks` `(B, R)`. Values per response are those of
+    all processes, log-probs of single tokens this process's.
+    """
+    counted, sums = masks != 0, MetricSums()
+    rewards = TokenRewards(non_score_reward, non_score_reward)
+    sums.add_all(rollout_metrics(rewards, kls, logprobs, scores, masks))
+    columns = {
+        "kl": where_counted(kls, counted).sum(dim=1),
+        "scores": scores,
+        "queries": scores.new_tensor([len(query) for query in queries]),
+        "responses": scores.new_tensor([len(response) for response in responses]),
+    }
+    table = accelerator.gather(torch.stack([column.double() for column in columns.values()], dim=1))
+    of = dict(zip(columns, table.T, strict=True))
+    found: dict[str, Any] = {
+        **sums.drain(accelerator),
+        "objective/kl_dist": of["kl"],
+        "objective/kl_coef": kl_coef,
+        "objective/logprobs": logprobs[counted],
+        "objective/ref_logprobs": ref_logprobs[counted],
+        "ppo/std_scores": moments(of["scores"]).variance.sqrt(),
+    }
+    for name in ("queries", "responses"):
+        found[f"tokens/{name}_len_mean"] = of[name].mean()
+        found[f"tokens/{name}_len_std"] = moments(of[name]).variance.sqrt()
+        found[f"tokens/{name}_dist"] = of[name]
+    found |= {f"ppo/{name}": value for name, value in train_stats.items()}
+    if "ppo/val/error" in found:
+        error, variance = float(found["ppo/val/error"]), float(found["ppo/returns/var"])
+        found["ppo/val/var_explained"] = explained_variance(error, variance)
+    return found

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
-from trl.objectives.group_policy import EXTREMES
 from trl.rewards.result import reward_metrics, source_means, source_table
 from trl.rollouts.experience import LENGTH, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
@@ -73,81 +71,9 @@ def _once(value: Any) -> Weighted:
     return Weighted(torch.as_tensor(value, dtype=torch.float64), torch.ones(()))
 
 
-def extremes_of_processes(own: Mapping[str, Tensor]) -> dict[str, Weighted]:
-    """Minima (names that end with `/min`) and maxima over all processes, each of which must call it, without any with an empty dict."""
-    every = gather_object([{name: float(value) for name, value in own.items()}])
-    names = dict.fromkeys(name for each in every for name in each)
-    return {
-        name: _once((min if name.endswith("/min") else max)(each[name] for each in every if name in each))
-        for name in names
-    }
-
-
-class EvaluationExtremes:
-    """Minima and maxima over an evaluation, of metrics with `min` or `max` in their names.
-
-    >>> extremes, one = EvaluationExtremes(), torch.ones(())
-    >>> [extremes.rest({"lengths/max_length": Weighted(one * n, one), "reward": Weighted(one, one)}) for n in (2, 5, 3)][0].keys()
-    dict_keys(['reward'])
-    >>> extremes.drain()
-    {'lengths/max_length': 5.0}
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, float] = {}
-
-    def rest(self, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
-        """Record the extremes among the metrics of a batch (of all processes), and return the others."""
-        rest = dict(metrics)
-        for name in metrics:
-            kind = {"min": min, "max": max}.get(name.rpartition("/")[2][:3])
-            if kind is not None:
-                value = float(rest.pop(name).mean)
-                self._found[name] = kind(value, self._found.get(name, value))
-        return rest
-
-    def drain(self) -> dict[str, float]:
-        """The extremes since the last call."""
-        found, self._found = self._found, {}
-        return found
-
-
-class ClippedExtremes:
-    """Means of micro-batches, of which the extremes over processes are logged."""
-
-    def __init__(self) -> None:
-        self._means: dict[str, list[Tensor]] = {}
-
-    def add(self, metrics: Mapping[str, Weighted], *, counted: bool = True) -> None:
-        """Record a micro-batch in all processes; one that is not `counted` is a placeholder."""
-        for name, (source, _) in EXTREMES.items():
-            if source in metrics:
-                mean = metrics[source].mean.detach().double()
-                self._means.setdefault(name, []).append(mean if counted else mean * math.nan)
-
-    def drain(self, accelerator: Any) -> dict[str, float]:
-        """Means over micro-batches of the extremes over processes, since the last call. All processes must call it."""
-        means, self._means = self._means, {}
-        found = {}
-        for name, own in means.items():
-            table = torch.stack(own)[None]
-            if accelerator.num_processes > 1:
-                table = accelerator.gather(table.to(accelerator.device))
-            worst = math.inf if EXTREMES[name][1] is torch.min else -math.inf
-            extremes = table.nan_to_num(worst).aminmax(dim=0)[worst < 0]
-            if extremes.isfinite().any():
-                found[name] = float(extremes[extremes.isfinite()].mean())
-        return found
-
-    def state(self) -> dict[str, list[float]]:
-        """The recorded means as plain values."""
-        return {name: torch.stack(values).tolist() for name, values in self._means.items()}
-
-    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restore `state`."""
-        self._means = {
-            name: list(torch.tensor(values, dtype=torch.float64)) for name, values in state.items()
-        }
-
-    def __bool__(self) -> bool:
-        return bool(self._means)
+def split_extremes(
+    metrics: Mapping[str, Weighted],
+) -> tuple[dict[str, Weighted], dict[str, Tensor]]:
+    """Metrics without minima and maxima (names with `min` or `max` after the last slash), and these."""
+    extremes = {n: value.mean for n, value in metrics.items() if n.rpartition("/")[2][:3] in ("min", "max")}
+    return {name: value for name, value in metrics.items() if name not in extremes}, extremes

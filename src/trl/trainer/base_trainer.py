@@ -51,16 +51,21 @@ from trl.models.setup import ClassifierKind
 from trl.models.switches import undisturbed, without_ddp
 from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
-from trl.reporting.metrics import MetricSums
+from trl.reporting.metrics import MetricSums, Processes
 from trl.reporting.model_card import card_of_trainer
-from trl.reporting.step_scores import Processes
 from trl.tensors.reduce import Unit, Weighted, reduce_terms, share_of_step
-from trl.trainer.best_metric import check_best_metric, chosen_metric
-from trl.trainer.callbacks.checkpoint_on_signal import at_step_ends
+from trl.trainer.callbacks.checkpoints import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
-from trl.trainer.inherited_settings import Data, settle_inherited
+from trl.trainer.inherited import (
+    Data,
+    GroupedByLength,
+    OwnRows,
+    check_best_metric,
+    chosen_metric,
+    holding,
+    settle_inherited,
+)
 from trl.trainer.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Step
-from trl.trainer.row_loaders import GroupedByLength, OwnRows, holding
 
 logger = logging.getLogger(__name__)
 
@@ -585,7 +590,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         )
         output = output._replace(num_samples=self.streamed_rows(dataloader) or output.num_samples)
         assert output.metrics is not None
-        names = self._sums["eval"].state()
+        names = self._sums["eval"].state()["sums"]
         means = self.derived_metrics(self._sums["eval"].drain(self.accelerator))
         if any(name.startswith(LOSS_PARTS) for name in names) and "loss" not in means:
             logger.warning("The %s set has no trained token: its loss is NaN.", metric_key_prefix)

@@ -22,11 +22,11 @@ from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
 from trl.models.packed.layout import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
-from trl.reporting.step_scores import Processes, RunningMean
+from trl.reporting.metrics import Processes, RunningMean
 from trl.tensors.reduce import LossTerms, weighted
 from trl.trainer.bco_config import BCOConfig
+from trl.trainer.inherited import holding
 from trl.trainer.method import CONTEXT, Context, Outcome, Step
-from trl.trainer.row_loaders import holding
 from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere

@@ -41,7 +41,7 @@ from trl.objectives.preference import (
     nll_coefficient,
     preference_terms,
 )
-from trl.reporting.step_scores import Processes, RunningMean
+from trl.reporting.metrics import Processes, RunningMean
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.sequences import (
     alignment_by_sequence,
@@ -55,8 +55,7 @@ from trl.trainer import images
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.precompute import ReferencePass
-from trl.trainer.preference_trainer import PreferenceTrainer
-from trl.trainer.prepared_sets import pair_collator, pair_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator, pair_sets
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

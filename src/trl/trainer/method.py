@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.reporting.step_scores import Processes, RunningMean
+from trl.reporting.metrics import Processes, RunningMean
 from trl.tensors.reduce import LossTerms, Unit
 
 LOSS_PARTS = "loss per "

@@ -30,6 +30,7 @@ from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.switches import undisturbed, without_ddp
+from trl.objectives.group_policy import EXTREMES
 from trl.options.training import config_or_default
 from trl.rewards.models import place_reward_models
 from trl.rewards.source import RewardSources
@@ -48,7 +49,7 @@ from trl.rollouts.experience import (
     save_rollout_batch,
 )
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker
-from trl.rollouts.measures import ClippedExtremes, EvaluationExtremes, extremes_of_processes, of_all_processes
+from trl.rollouts.measures import of_all_processes, split_extremes
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
 from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
@@ -56,12 +57,12 @@ from trl.rollouts.token_counts import TokenCounts, sampled_tokens
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer import group_setup
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.evaluation_samples import ShownCompletions
 from trl.trainer.group_images import PromptImages
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
-from trl.trainer.inherited_settings import settle_inherited
+from trl.trainer.inherited import settle_inherited
 from trl.trainer.method import Outcome
 from trl.trainer.online_method import EQUAL_REWARDS, GroupMethod, StepContext
+from trl.trainer.samples import ShownCompletions
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +197,6 @@ class OnlineTrainer(BaseTrainer):
 
         Raises: ValueError for a reward function with an argument that no column gives.
         """
-        self._extremes = {"train": ClippedExtremes(), "eval": ClippedExtremes()}
-        self._largest = EvaluationExtremes()
         rows: Any = self.train_dataset
         assert isinstance(rows, (Dataset, RowStream))
         self.rollouts = RolloutMaker(
@@ -241,10 +240,9 @@ class OnlineTrainer(BaseTrainer):
         found = self.method.corrected(experience, is_exact=self.sampler_is_exact, counted=counted)
         if found is None:
             return experience
-        self._add_measured(
-            "train" if group_size is None else "eval",
-            {**found.means, **extremes_of_processes(found.extremes)},
-        )
+        sums = self._sums["train" if group_size is None else "eval"]
+        sums.add_all(found.means)
+        sums.add_extremes(found.extremes)
         return found.experience
 
     def _rows_of_all(self, experience: Experience, *, is_evaluation: bool) -> dict[str, Tensor]:
@@ -468,23 +466,10 @@ class OnlineTrainer(BaseTrainer):
         options = replace(options, temperature=self.sampling.temperature, loss_of=losses)
         scored = self.score(model, inputs, options)
         terms = self.objective(experience, scored)
+        means = {name: value.mean for each in terms for name, value in each.metrics.items()}
+        extremes = {name: means[source] for name, source in EXTREMES.items() if source in means}
         predictions, labels = scored.logps.detach(), scored.positions.sequence
-        return Outcome(terms, predictions, labels, scored.aux_loss, local=scored.total)
-
-    def _record(self, found: Outcome, own: Tensor) -> None:
-        for terms in found.terms:
-            self._extremes[self.mode].add(terms.metrics)
-        super()._record(found, own)
-
-    def _add_measured(self, mode: str, metrics: Mapping[str, Weighted]) -> None:
-        """Record metrics of a batch of completions: in an evaluation, extremes are those of all of its batches."""
-        self._sums[mode].add_all(self._largest.rest(metrics) if mode == "eval" else metrics)
-
-    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """With the extremes of what was clipped."""
-        mode = "eval" if self._extremes["eval"] else "train"
-        of_batches = {**self._largest.drain(), **self._extremes[mode].drain(self.accelerator)}
-        return {**super().derived_metrics(means), **of_batches}
+        return Outcome(terms, predictions, labels, scored.aux_loss, local=scored.total, extremes=extremes)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; with a training loss also token counts and, with `log_completions`, completions."""
@@ -532,9 +517,10 @@ class OnlineTrainer(BaseTrainer):
         """Complete a batch of prompts, judge it as in training, and record its metrics and its loss."""
         experience = self.advantages(self.evaluation_rollout(inputs), group_size=self.evaluation_group)
         rows, share = self._rows_of_all(experience, is_evaluation=True), 1 / self.args.world_size
-        self._add_measured(
-            "eval", self.method.metrics(rows, self.rewards.names, self.evaluation_group, share=share)
-        )
+        measured = self.method.metrics(rows, self.rewards.names, self.evaluation_group, share=share)
+        means, extremes = split_extremes(measured)
+        self._sums["eval"].add_all(means)
+        self._sums["eval"].add_extremes(extremes)
         own = min(self.own_rows(), len(inputs))
         experience = experience.take(torch.arange(max(own, 1)))
         batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]
@@ -542,8 +528,6 @@ class OnlineTrainer(BaseTrainer):
         if own:
             self._sums["eval"].add_all(self.method.token_metrics(experience))
             self._record(found, self.count_units(batch))
-        else:
-            self._extremes["eval"].add(found.terms[0].metrics, counted=False)
         return None, None, None
 
     def evaluation_rollout(self, inputs: Sequence[Mapping[str, Any]]) -> Experience:
@@ -553,18 +537,12 @@ class OnlineTrainer(BaseTrainer):
         self.rollouts.follow(self.model_wrapped, self.state)
         return self.scored(self.rollouts.roll_out(columns, streams=streams, training=False), learning=False)
 
-    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
-        """Forget an earlier evaluation that was interrupted."""
-        super().begin_evaluation(dataloader, prefix)
-        self._extremes["eval"].load_state({})
-        self._largest.drain()
-
     # ---- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too.
 
-        Token counts and clipped shares start at 0.
+        Token counts start at 0.
         """
         beta = self.args.beta if isinstance(self.args, GroupTraining) else 0
         if beta and self.reference is None:
@@ -574,21 +552,18 @@ class OnlineTrainer(BaseTrainer):
             )
         self._rollout_batch, self._batch_number = None, -1
         self._resumed_from = self._random_state_of = None
-        for part in (self._token_counts, *self._extremes.values()):
-            if part is not None:
-                part.load_state({})
-        self._largest.drain()
+        if self._token_counts is not None:
+            self._token_counts.load_state({})
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def method_state(self) -> dict[str, Any]:
-        """The clipped shares since the last log, and the run's token counts."""
+        """With the run's token counts."""
         tokens = {} if self._token_counts is None else self._token_counts.state()
-        return {**super().method_state(), "extremes": self._extremes["train"].state(), "tokens": tokens}
+        return {**super().method_state(), "tokens": tokens}
 
     def load_method_state(self, state: Mapping[str, Any]) -> None:
         """Resume from `method_state`."""
         super().load_method_state(state)
-        self._extremes["train"].load_state(state.get("extremes", {}))
         if self._token_counts is not None:
             self._token_counts.load_state(state.get("tokens", {}))
 

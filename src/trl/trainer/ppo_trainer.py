@@ -39,8 +39,7 @@ from trl.models.value_wrapper import under_module_names
 from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
-from trl.reporting.ppo_statistics import MinibatchRecord, step_statistics
-from trl.reporting.step_statistics import stats_to_np
+from trl.reporting.step_statistics import MinibatchRecord, stats_to_np, step_statistics
 from trl.rollouts.experience import ADVANTAGE, OLD, RETURNS, TRAINED, VALUES, Experience
 from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.tensors.reduce import Weighted, count_units, reduce_terms, where_counted

@@ -19,8 +19,7 @@ from trl.models.setup import STEP_CLASSIFIER
 from trl.objectives.reward_modelling import step_classification
 from trl.tensors.reduce import Unit, weighted
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.preference_trainer import PreferenceTrainer
-from trl.trainer.prepared_sets import row_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, row_sets
 from trl.trainer.prm_config import PRMConfig
 
 AnyDataset = Dataset | IterableDataset

@@ -31,8 +31,7 @@ from trl.objectives.preference import chosen_nll
 from trl.tensors.reduce import LossTerms, Unit
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.preference_trainer import PreferenceTrainer
-from trl.trainer.prepared_sets import pair_collator, pair_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator, pair_sets
 
 AnyDataset = Dataset | IterableDataset
 

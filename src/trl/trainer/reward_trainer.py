@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,25 +21,14 @@ from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.models.switches import in_eval_mode
 from trl.objectives.reward_modelling import bradley_terry
-from trl.tensors.reduce import Weighted
-from trl.trainer.evaluation_samples import show_table
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.preference_trainer import PreferenceTrainer
-from trl.trainer.prepared_sets import row_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, row_sets
 from trl.trainer.reward_config import RewardConfig
+from trl.trainer.samples import show_table
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 AnyDataset = Dataset | IterableDataset
-EXTREMES = ("min_reward", "max_reward")
-
-
-@dataclass
-class _StepRewards:
-    """The rewards of an optimiser step, of which some micro-batches are still to come."""
-
-    to_come: int
-    found: list[Tensor] = field(default_factory=list)
 
 
 class RewardMethod(Method):
@@ -53,10 +41,6 @@ class RewardMethod(Method):
         """How many pairs a batch has."""
         return torch.tensor([row_count(batch, per_row=2)])
 
-    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
-        """One collection of rewards for the whole step, whose extremes are logged."""
-        return [_StepRewards(len(batches))] * len(batches)
-
     def terms(self, batch: Mapping[str, Any], scored: Tensor, step: Step) -> Outcome:
         """The loss of a batch's pairs."""
         margin = batch.get("margin")
@@ -66,18 +50,8 @@ class RewardMethod(Method):
             center_coefficient=self.args.center_rewards_coefficient,
         )
         labels = torch.zeros(len(scored), dtype=torch.int64, device=scored.device)
-        rewards = scored.detach()
-        if not step.training:
-            smallest, largest = rewards.aminmax()
-            return Outcome([terms], scored, labels, extremes={"min_reward": smallest, "max_reward": largest})
-        whole: _StepRewards = step.context or _StepRewards(1)
-        whole.found.append(rewards)
-        whole.to_come -= 1
-        if not whole.to_come:
-            found = zip(EXTREMES, step.processes.extremes(whole.found), strict=True)
-            logged = {name: Weighted(value, torch.ones_like(value)) for name, value in found}
-            terms = terms._replace(metrics={**terms.metrics, **logged})
-        return Outcome([terms], scored, labels)
+        smallest, largest = scored.detach().aminmax()
+        return Outcome([terms], scored, labels, extremes={"min_reward": smallest, "max_reward": largest})
 
 
 class RewardTrainer(PreferenceTrainer):

@@ -32,8 +32,8 @@ from trl.objectives.tables import lookup
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.images import TEXT_COLUMNS, image_sets
+from trl.trainer.inherited import holding
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.row_loaders import holding
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
 

@@ -43,8 +43,7 @@ from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.precompute import ReferencePass
-from trl.trainer.preference_trainer import PreferenceTrainer
-from trl.trainer.prepared_sets import pair_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, pair_sets
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from tests.models.words import word_tokenizer
 from tests.trainer.callbacks.runs import PROMPTS, prompt_dataset, trainer
 from trl.models.loading import ChatMlSpecialTokens
 from trl.trainer.callbacks import LogCompletionsCallback
-from trl.trainer.callbacks.sampling import prompt_ids, sample_completions
+from trl.trainer.samples import prompt_ids, sample_completions
 
 GREEDY = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=2, pad_token_id=0)
 

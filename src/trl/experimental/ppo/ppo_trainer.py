@@ -51,16 +51,15 @@ from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
 from trl.models.switches import undisturbed
 from trl.objectives.kl import k1
-from trl.reporting.step_scores import Processes
+from trl.reporting.metrics import Processes
 from trl.rewards.result import source_means
 from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.maker import Completed
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.evaluation_samples import show_table
-from trl.trainer.inherited_settings import settle_inherited
+from trl.trainer.inherited import holding, settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer
-from trl.trainer.row_loaders import holding
+from trl.trainer.samples import show_table
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

@@ -7,7 +7,7 @@ from transformers import GenerationConfig, Trainer, TrainerCallback
 
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
-from trl.trainer.callbacks.sampling import evaluation_rows, sample_completions, tensorboard_writer
+from trl.trainer.samples import evaluation_rows, sample_completions, tensorboard_writer
 
 
 class LogCompletionsCallback(TrainerCallback):

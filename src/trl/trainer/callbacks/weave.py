@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, Trainer, TrainerCallback
 
 from trl.reporting.trackers import active_wandb_run
-from trl.trainer.callbacks.sampling import Sample, evaluation_rows, sample_completions
+from trl.trainer.samples import Sample, evaluation_rows, sample_completions
 
 
 class WeaveCallback(TrainerCallback):

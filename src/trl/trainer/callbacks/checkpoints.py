@@ -1,12 +1,15 @@
-"""The checkpoint of `enable_jit_checkpoint`, where an optimiser step ends."""
+"""Callbacks that write checkpoints: adapters for other loops, and `enable_jit_checkpoint` where an optimiser step ends."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from trl.models.peft import is_peft_model
 
 
 class CheckpointOnSignal(TrainerCallback):
@@ -54,3 +57,12 @@ def at_step_ends(callbacks: list[TrainerCallback]) -> None:
     for place, each in enumerate(callbacks):
         if isinstance(each, JITCheckpointCallback):
             callbacks[place] = CheckpointOnSignal(each)
+
+
+class PeftSavingCallback(TrainerCallback):
+    """Saves the adapter of a PEFT model into each checkpoint folder. The trainers of this library do so by themselves."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Write the adapter, on the process that saves."""
+        if args.should_save and is_peft_model(kwargs["model"]):
+            kwargs["model"].save_pretrained(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")

@@ -1,15 +1,91 @@
-"""Text to rows of exactly one length: buffered, tokenized, joined with end tokens and cut (0.4-0.11)."""
+"""Text data of 0.4-0.11: formatting functions, rows of constant length, missing begin and end tokens."""
 
 from __future__ import annotations
 
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
+import datasets
 import torch
+from datasets import Dataset, Value
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
+
+FormattingFunction = Callable[[dict[str, Any]], str | list[str]]
+MessagesField = Literal["messages", "conversations"]
+
+Tokens = dict[str, list[int]]
+
+MESSAGE_COLUMNS: tuple[MessagesField, ...] = ("messages", "conversations")
+INSTRUCTION_COLUMNS = ("prompt", "completion")
+_TEXT = Value("string")
+FORMAT_MAPPING = {
+    "chatml": [{"content": _TEXT, "role": _TEXT}],
+    "instruction": dict.fromkeys(("completion", "prompt"), _TEXT),
+}
+
+
+def conversations_formatting_function(
+    tokenizer: PreTrainedTokenizerBase, messages_field: MessagesField, tools: list | None = None
+) -> FormattingFunction:
+    """A function that renders `row[messages_field]` with the tokenizer's chat template.
+
+    It takes one row (a conversation: `-> str`) or a batch of rows as columns (`-> list[str]`).
+    """
+
+    def format_row(row: dict[str, Any]) -> str | list[str]:
+        given = row[messages_field]
+        if given and isinstance(given[0], list):
+            return [format_row({messages_field: messages}) for messages in given]  # type: ignore[misc]
+        return str(tokenizer.apply_chat_template(given, tools=tools, tokenize=False))
+
+    return format_row
+
+
+def instructions_formatting_function(tokenizer: PreTrainedTokenizerBase) -> FormattingFunction:
+    """A function that renders `prompt` and `completion` as a user's and an assistant's message.
+
+    It takes one row (`-> str`) or a batch of rows as columns (`-> list[str]`).
+    """
+
+    def format_row(row: dict[str, Any]) -> str | list[str]:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, list):
+            pairs = zip(prompt, completion, strict=True)
+            return [format_row({"prompt": one, "completion": other}) for one, other in pairs]  # type: ignore[misc]
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+    return format_row
+
+
+def get_formatting_func_from_dataset(
+    dataset: Dataset | datasets.IterableDataset, tokenizer: PreTrainedTokenizerBase, tools: list | None = None
+) -> FormattingFunction | None:
+    """The function that fits the columns of a data set, None where none does.
+
+    `messages` or `conversations` with lists of `{"role", "content"}`, or `prompt` and `completion` as text.
+    """
+    features = dataset.features or {}
+    for name in MESSAGE_COLUMNS:
+        if name in features and _is_messages(features[name]):
+            return conversations_formatting_function(tokenizer, name, tools)
+    if all(_is_text(features.get(name)) for name in INSTRUCTION_COLUMNS):
+        return instructions_formatting_function(tokenizer)
+    return None
+
+
+def _is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _is_messages(feature: Any) -> bool:
+    message = getattr(feature, "feature", feature)  # a list of dicts, or datasets 3's list of length one
+    if isinstance(message, list):
+        message = message[0]
+    return isinstance(message, dict) and all(_is_text(message.get(key)) for key in ("role", "content"))
 
 
 class ConstantLengthDataset(IterableDataset):
@@ -129,3 +205,48 @@ class ConstantLengthDataset(IterableDataset):
             order.shuffle(rows)
         for row in rows:
             yield {"input_ids": row, "labels": row.clone()}
+
+
+def add_bos_token_if_needed(
+    bos_token_id: int | None,
+    prompt_len_input_ids: int,
+    prompt_tokens: Tokens,
+    chosen_prompt_len_input_ids: int,
+    chosen_tokens: Tokens,
+    rejected_prompt_len_input_ids: int,
+    rejected_tokens: Tokens,
+) -> tuple[Tokens, Tokens, Tokens]:
+    """Begin `prompt_input_ids` of the prompt, and of the prompt as it stands before each answer, with the begin token.
+
+    `*_len_input_ids` are their lengths in tokens. Those that begin with it stay as they are, and so does everything where
+    there is none (`bos_token_id=None`). `prompt_attention_mask` goes along. The dicts are changed in place and given back.
+
+    >>> tokens = [{"prompt_input_ids": ids, "prompt_attention_mask": [1]} for ids in ([1], [1], [5])]
+    >>> found = add_bos_token_if_needed(1, 1, tokens[0], 1, tokens[1], 1, tokens[2])
+    >>> [each["prompt_input_ids"] for each in found]
+    [[1], [1], [1, 5]]
+    """
+    lengths = (prompt_len_input_ids, chosen_prompt_len_input_ids, rejected_prompt_len_input_ids)
+    found = (prompt_tokens, chosen_tokens, rejected_tokens)
+    for length, tokens in zip(lengths, found, strict=True):
+        missing = length == 0 or tokens["prompt_input_ids"][0] != bos_token_id
+        if bos_token_id is not None and missing:
+            tokens["prompt_input_ids"] = [bos_token_id, *tokens["prompt_input_ids"]]
+            tokens["prompt_attention_mask"] = [1, *tokens["prompt_attention_mask"]]
+    return found
+
+
+def add_eos_token_if_needed(
+    eos_token_id: int, chosen_tokens: dict[str, Any], rejected_tokens: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """End `input_ids` of both answers with the end token, unless they do; `attention_mask` goes along. In place.
+
+    >>> pair = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 2], [6])]
+    >>> [each["input_ids"] for each in add_eos_token_if_needed(2, *pair)]
+    [[5, 2], [6, 2]]
+    """
+    for tokens in (chosen_tokens, rejected_tokens):
+        if tokens["input_ids"][-1:] != [eos_token_id]:
+            tokens["input_ids"] = [*tokens["input_ids"], eos_token_id]
+            tokens["attention_mask"] = [*tokens["attention_mask"], 1]
+    return chosen_tokens, rejected_tokens
