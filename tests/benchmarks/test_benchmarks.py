@@ -32,7 +32,7 @@ def test_loss_and_gradient_are_those_of_our_scoring(corpus: Corpus, variant: str
     trainer = make_trainer(copy.deepcopy(model), corpus, Recipe(steps=2))
     assert isinstance(trainer.model, nn.Module)
     batch = trainer.data_collator(rows)
-    count = trainer.count_units(batch)
+    count = trainer.method.count(batch)
     options = ScoreOptions(loss_of=lambda logps, _: -logps / count)
     ours = Scorer(trainer.model).score(trainer.model, batch, options).total
     assert ours is not None

@@ -118,7 +118,7 @@ def distillation_from(model):
             found = self.teacher.divergence(
                 self.scorer, model, {**inputs, "teacher": of_rows}, Divergence(0.0)
             )
-            return self.scale(found.total / num_items_in_batch)
+            return self.accelerator.num_processes * found.total / num_items_in_batch
 
     return Distillation
 

@@ -79,7 +79,7 @@ def test_each_chosen_prompt_is_scored_once_in_every_layout():
         assert torch.bincount(sequence)[::2].tolist() == [
             p + c for p, c in zip(prompts, completions, strict=True)
         ]
-        assert trainer.count_units(found).tolist() == [3, sum(prompts) + sum(completions)]
+        assert trainer.method.count(found).tolist() == [3, sum(prompts) + sum(completions)]
         expected = [(row["prompt_input_ids"] + row["chosen_input_ids"])[1:] for row in rows]
         for index, tokens in enumerate(expected):
             assert scored.positions.target[sequence == 2 * index].tolist() == tokens

@@ -139,7 +139,7 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits(epoch, tmp_path):
 def test_rows_are_ordered_by_the_tokens_that_they_have():
     sized = packed_rows().add_column("length", list(range(7)))  # type: ignore[call-arg]
     trainer = make(sized, train_sampling_strategy="group_by_length")
-    assert trainer.row_lengths(trainer.train_dataset) == [len(row["input_ids"]) for row in packed_rows()]
+    assert list(trainer._get_train_sampler().lengths) == [len(row["input_ids"]) for row in packed_rows()]
 
 
 def test_images_have_no_length_before_they_are_read():

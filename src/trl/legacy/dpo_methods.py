@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from trl.legacy.pair_methods import (
     both_sides,
     build_tokenized_answer,
     concatenated_inputs,
+    generate_from_model,
+    generate_from_model_and_ref,
     get_batch_logps,
     get_batch_loss_metrics,
     mean_chosen_nll,
@@ -26,7 +28,7 @@ from trl.legacy.pair_methods import (
     whole_sequences,
     with_losses,
 )
-from trl.models.packed.layout import IGNORED, padded_rows, row_count, scored_sequences
+from trl.models.packed.layout import row_count, scored_sequences
 from trl.models.policy import make_scorer
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
@@ -43,7 +45,6 @@ from trl.reporting.metrics import Processes
 from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 from trl.trainer.method import CONTEXT, Outcome
-from trl.trainer.samples import Inputs, complete, generating_model, generation_settings
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
 _OLDER_LOGPS = (
@@ -63,6 +64,8 @@ class LegacyDPOMethods:
     store_metrics = store_metrics
     null_ref_context = null_ref_context
     build_tokenized_answer = build_tokenized_answer
+    generate_from_model = generate_from_model
+    generate_from_model_and_ref = generate_from_model_and_ref
 
     # ---- overridden methods
 
@@ -253,31 +256,6 @@ class LegacyDPOMethods:
 
     # ---- completions
 
-    def generate_from_model_and_ref(
-        self: Any, model: Any, batch: Mapping[str, Any]
-    ) -> tuple[list[str], list[str]]:
-        """A batch's prompts with what policy and reference make of them, sampled up to `max_length` tokens, as text.
-
-        `model` is the policy; it is asked through the trainer. Raises ValueError where the reference cannot be asked.
-        """
-        if not hasattr(self.reference, "active"):
-            raise ValueError(
-                "there is no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
-            )
-        prompts = _prompts(self.take_batch(batch))
-        return self._texts(prompts), self._texts(prompts, self.reference)
-
-    def _texts(self: Any, prompts: Sequence[Inputs], reference: Any = None) -> list[str]:
-        tokenizer = self._tokenizer
-        settings = generation_settings(self, longest_prompt=max(p["input_ids"].shape[1] for p in prompts))
-        with generating_model(self, reference, settings) as model:
-            found = complete(model, tokenizer, prompts)
-        if not model.config.is_encoder_decoder:
-            found = [
-                [*prompt["input_ids"][0].tolist(), *ids] for prompt, ids in zip(prompts, found, strict=True)
-            ]
-        return tokenizer.batch_decode(found, skip_special_tokens=True)
-
     def get_batch_samples(self: Any, *given: Any, **named: Any) -> Any:
         """Called with `(model, batch)`: `generate_from_model_and_ref`, as programs of 0.4-0.11 mean it.
 
@@ -310,13 +288,3 @@ def _around(ids: list[int], plain: list[int]) -> tuple[list[int], list[int]]:
     extra = len(ids) - len(plain)
     before = next((count for count in range(extra + 1) if ids[count : count + len(plain)] == plain), 0)
     return ids[:before], ids[before + len(plain) :]
-
-
-def _prompts(batch: Mapping[str, Any]) -> list[Inputs]:
-    """The prompts of a batch of pairs, without padding."""
-    if "decoder_labels" in batch:
-        pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-        return [{"input_ids": ids[mask][None]} for ids, mask in pairs]
-    rows = padded_rows(batch, pad_token_id=0)
-    chosen = zip(rows["input_ids"][::2], rows["labels"][::2], strict=True)
-    return [{"input_ids": ids[: int((labels != IGNORED).nonzero()[0])][None]} for ids, labels in chosen]

@@ -16,6 +16,7 @@ from trl.models.packed.layout import padded_rows, scored_sequences
 from trl.models.reference import AdapterReference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
+from trl.models.switches import undisturbed
 from trl.objectives.preference import chosen_nll
 from trl.tensors.padding import IGNORED, pad_to_length
 from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms
@@ -182,7 +183,7 @@ def get_batch_loss_metrics(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
     batch = self.handed_out(self.own_batch(batch), batch)
-    own, found = self.count_units(batch), self.outcome(model, batch)
+    own, found = self.method.count(batch), self.outcome(model, batch)
     values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
     prefix = "eval_" if train_eval == "eval" else ""
     metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
@@ -244,7 +245,7 @@ def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list
 
     `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
     """
-    with self.accelerator.autocast(), torch.no_grad():
+    with self.accelerator.autocast(), torch.no_grad(), undisturbed(model):
         ids = model.generate(
             input_ids=batch["prompt_input_ids"],
             attention_mask=batch["prompt_attention_mask"],
@@ -253,3 +254,21 @@ def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list
             pad_token_id=self.scorer.pad_token_id,
         )
     return self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def generate_from_model_and_ref(
+    self: Any, model: Any, batch: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """`generate_from_model` of the policy and of the reference.
+
+    Raises: ValueError without a reference model.
+    """
+    if not hasattr(self.reference, "active"):
+        raise ValueError(
+            "there is no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
+        )
+    if "prompt_input_ids" not in batch:
+        batch = self.recorded_columns(self.take_batch(batch))
+    with self.reference.active(self.model_wrapped) as reference:
+        found = self.generate_from_model(reference, batch)
+    return self.generate_from_model(model, batch), found

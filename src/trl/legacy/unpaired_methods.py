@@ -81,17 +81,6 @@ def recorded_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored:
     return self.method.outcome(with_losses(terms, losses), scores, scored)
 
 
-def generate_from_model_and_ref(
-    self: Any, model: Any, batch: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """`generate_from_model` of the policy and of the reference."""
-
-    def generate(_: Any, reference: nn.Module, batch: Mapping[str, Any]) -> list[str]:
-        return self.generate_from_model(reference, batch)
-
-    return self.generate_from_model(model, batch), self.reference.score(model, batch, generate)
-
-
 def scores_by_kind(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
 ) -> UnpairedScores:

@@ -53,7 +53,7 @@ from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
 from trl.reporting.metrics import MetricSums, Processes
 from trl.reporting.model_card import card_of_trainer
-from trl.tensors.reduce import Unit, Weighted, reduce_terms, share_of_step
+from trl.tensors.reduce import Weighted, reduce_terms, share_of_step
 from trl.trainer.callbacks.checkpoints import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.inherited import (
@@ -226,15 +226,6 @@ class BaseTrainer(LegacyInterface, Trainer):
         with undisturbed(model):
             return self.score(model, batch)
 
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """What the terms of the loss are counted in."""
-        return self.method.units
-
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many of each of its `units` a batch's loss is counted in: int64 `(len(units),)`."""
-        return self.method.count(batch)
-
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Evaluate without adding to the metrics."""
@@ -254,14 +245,14 @@ class BaseTrainer(LegacyInterface, Trainer):
             if batch is None:
                 break
             own = self.take_batch(batch)
-            counts.append(self.count_units(own).to(device))
+            counts.append(self.method.count(own).to(device))
             batches.append(self.handed_out(own, batch))
         count = sum(counts, torch.zeros((), dtype=torch.int64, device=device))
         if self.accelerator.num_processes > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         assert isinstance(count, Tensor)
         self._unprepared = batches
-        return batches, (count if len(self.units) > 1 else count.reshape(())).clamp(min=1)
+        return batches, (count if len(self.method.units) > 1 else count.reshape(())).clamp(min=1)
 
     _unprepared: list[Any] | None = None
 
@@ -319,10 +310,6 @@ class BaseTrainer(LegacyInterface, Trainer):
         with self.accelerator.autocast():
             return self.scorer.score(model, inputs, options)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Undo the mean that DDP, FSDP and DeepSpeed take over processes: our division is over all of them already."""
-        return loss * self.accelerator.num_processes if self.accelerator.num_processes > 1 else loss
-
     # ---- the loss
 
     def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
@@ -357,15 +344,15 @@ class BaseTrainer(LegacyInterface, Trainer):
         num_items_in_batch = self.units_of_step(num_items_in_batch)
         inputs = self.own_batch(inputs)
         self.count_seen(inputs)
-        own = self.count_units(inputs)
-        step = (
-            own.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).view(-1)
-        )
+        own = self.method.count(inputs)
+        step = own.clamp(min=1)
+        if num_items_in_batch is not None:
+            step = torch.as_tensor(num_items_in_batch).view(-1)
         found = self.judged_batch(model, inputs, step=step, with_outputs=return_outputs)
         loss = self.loss_of(found, own, step)
         self._record(found, own)
-        if num_items_in_batch is not None:
-            loss = self.scale(loss)
+        if num_items_in_batch is not None and self.accelerator.num_processes > 1:
+            loss = loss * self.accelerator.num_processes  # of which DDP, FSDP and DeepSpeed take the mean
         outputs = {"loss": loss, self._predictions: found.predictions, "labels": found.labels}
         known = {name: value for name, value in outputs.items() if value is not None}
         return (loss, known) if return_outputs else loss
@@ -377,7 +364,8 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def _totals(self, found: Outcome, own: Tensor) -> list[Tensor]:
         """Summed losses of a batch for each kind of unit; the router's of a mixture of experts counts for the batch's units."""
-        totals = [torch.zeros(()) for _ in self.units]
+        units = self.method.units
+        totals = [torch.zeros(()) for _ in units]
         if found.local is not None:
             totals[0] = found.local
         if found.aux_loss is not None:
@@ -386,7 +374,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             totals[0] = totals[0] + weight * loss * own[0]
         for terms in found.terms:
             if found.local is None or terms.values.requires_grad:  # others are summed up in `local`
-                unit = self.units.index(terms.per) if len(self.units) > 1 else 0
+                unit = units.index(terms.per) if len(units) > 1 else 0
                 totals[unit] = totals[unit] + reduce_terms(terms, 1.0)
         return totals
 
@@ -398,7 +386,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         if found.aux_loss is not None:
             sums.add("aux_loss", Weighted(found.aux_loss, torch.ones(())))
         if self.mode == "eval":
-            for unit, *part in zip(self.units, self._totals(found, own), own, strict=True):
+            for unit, *part in zip(self.method.units, self._totals(found, own), own, strict=True):
                 sums.add(LOSS_PARTS + unit, Weighted(*part))
 
     # ---- metrics
@@ -407,10 +395,6 @@ class BaseTrainer(LegacyInterface, Trainer):
     def mode(self) -> str:
         """`train` or `eval`."""
         return "train" if self.model is not None and self.model.training else "eval"
-
-    def record(self, name: str, value: Weighted) -> None:
-        """Add to a metric of the current mode, averaged by its own count when it is logged."""
-        self._sums[self.mode].add(name, value)
 
     def count_seen(self, batch: Mapping[str, Any]) -> None:
         """Count the real tokens of a training batch's sequences (`num_tokens`), however they are laid out."""
@@ -432,12 +416,10 @@ class BaseTrainer(LegacyInterface, Trainer):
         strategy, step = self.args.logging_strategy, self.state.global_step + 1
         if step == self.state.max_steps:  # for the summary
             return True
-        if strategy == IntervalStrategy.NO:
-            return False
         if strategy == IntervalStrategy.STEPS:
             first = step == 1 and self.args.logging_first_step
             return first or not self.state.logging_steps or step % self.state.logging_steps == 0
-        return True
+        return strategy != IntervalStrategy.NO
 
     def num_tokens(self) -> float:
         """Real tokens trained on so far, over all processes."""
@@ -682,14 +664,6 @@ class BaseTrainer(LegacyInterface, Trainer):
         # A loader's workers count in processes of their own.
         return stream.count if isinstance(stream, CountedStream) else 0
 
-    def row_lengths(self, dataset: Any) -> list[int] | None:
-        """The number of tokens of each row in all its sequences; None where the columns do not say it."""
-        if self.args.length_column_name in dataset.column_names:
-            return list(dataset[self.args.length_column_name])
-        if "input_ids" in dataset.column_names:
-            return list_lengths(dataset, "input_ids").tolist()
-        return None if self._sets is None else self._sets.row_tokens(dataset)
-
     _order: Sampler | None = None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
@@ -697,7 +671,11 @@ class BaseTrainer(LegacyInterface, Trainer):
         if self.args.train_sampling_strategy != "group_by_length" or not isinstance(dataset, Dataset):
             self._order = super()._get_train_sampler(train_dataset)
             return self._order
-        lengths = self.row_lengths(dataset)
+        lengths = None if self._sets is None else self._sets.row_tokens(dataset)
+        if self.args.length_column_name in dataset.column_names:
+            lengths = list(dataset[self.args.length_column_name])
+        elif "input_ids" in dataset.column_names:
+            lengths = list_lengths(dataset, "input_ids").tolist()
         if lengths is None:
             raise ValueError(
                 "train_sampling_strategy='group_by_length' needs the length of each row: its tokens, or a column "
@@ -732,10 +710,17 @@ class BaseTrainer(LegacyInterface, Trainer):
         folder = known or output_dir / on_main(self.accelerator, run_folder_name)
         if saves and args.should_save:
             stack.enter_context(owned(folder, exclusive=alone))
-        facts = self._facts if saves or resume else dict
-        self._run = on_main(
-            self.accelerator, lambda: begin_run(folder, facts(), args, resume=resume, alone=alone)
-        )
+
+        def begin() -> Run:
+            model: Any = self.accelerator.unwrap_model(self.model)
+            settings = {**args.to_dict(), "processes": args.world_size}
+            facts = {} if not (saves or resume) else run_facts(
+                method=self._name, config=model.config, adapters=getattr(model, "peft_config", {}),
+                dataset=self.train_dataset, settings=settings,
+            )  # fmt: skip
+            return begin_run(folder, facts, args, resume=resume, alone=alone)
+
+        self._run = on_main(self.accelerator, begin)
         self.newest_checkpoint = None if self._run.checkpoint is None else Path(self._run.checkpoint)
         return self._run
 
@@ -743,20 +728,9 @@ class BaseTrainer(LegacyInterface, Trainer):
     newest_checkpoint: Path | None = None
     """The last checkpoint that this run wrote, else the one that it resumed from."""
 
-    def _facts(self) -> dict[str, Any]:
-        """What checkpoints say about this run."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        settings = {**self.args.to_dict(), "processes": self.args.world_size}
-        return run_facts(
-            method=self._name, config=model.config, adapters=getattr(model, "peft_config", {}),
-            dataset=self.train_dataset, settings=settings,
-        )  # fmt: skip
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
-        if self._run is None or not self._run.facts.get(
-            "method"
-        ):  # outside of a run, or in one that was not to save
+        if self._run is None or "method" not in self._run.facts:  # no run, or one that was not to save
             with ExitStack() as stack:
                 stack.callback(setattr, self, "_run", self._run)
                 self._enter_run(stack, saves=True)
@@ -783,20 +757,20 @@ class BaseTrainer(LegacyInterface, Trainer):
         return super()._get_output_dir(trial)
 
     @contextmanager
-    def _loading(self, folder: str) -> Iterator[None]:
+    def _loading(self, folder: str, core: nn.Module) -> Iterator[None]:
         """Weights that the parent could not place by name are loaded as `from_pretrained` does."""
         self._weights_are_renamed = False
         with naming_weights(folder):
             yield
             if self._weights_are_renamed:
-                load_saved_weights(self.scorer.core, folder)
+                load_saved_weights(core, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with self._loading(resume_from_checkpoint):
+        with self._loading(resume_from_checkpoint, self.scorer.core):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        with self._loading(str(self.state.best_model_checkpoint)):
+        with self._loading(str(self.state.best_model_checkpoint), self.scorer.core):
             super()._load_best_model()
 
     _weights_are_renamed = False

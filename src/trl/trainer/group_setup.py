@@ -171,34 +171,45 @@ def reference_of(args: RolloutTraining, policy: Policy, model: Any) -> Reference
     return make_reference(policy.model, policy.scorer, args=args, path=path)
 
 
-def reward_sources(
+def group_rewards(
     reward_funcs: Any, processing_classes: Any, args: RolloutTraining, policy: Policy
 ) -> RewardSources:
-    """The reward sources; a method without rewards has one that returns 0.
+    """The reward sources of groups; a method without rewards has one that returns 0.
 
     Raises: ValueError without any, and for a judge that would not see all completions of a prompt.
     """
     if not isinstance(args, GroupTraining):
         return RewardSources([no_reward])
+    at_once, generations = args.per_device_train_batch_size, args.num_generations
+    sources = reward_sources(reward_funcs, processing_classes, args, policy, batch_size=at_once)
+    sources.check_groups(generations, rows=args.rollout_sizes().own_rows)
+    if args.eval_strategy != "no":
+        sources.check_groups(args.num_generations_eval or generations, rows=args.eval_batch_size)
+    return sources
+
+
+def reward_sources(
+    reward_funcs: Any, processing_classes: Any, args: Any, policy: Policy, *, batch_size: int, **more: Any
+) -> RewardSources:
+    """The reward sources, of a config with the options of `RewardPolicy`; `more` are further arguments of `RewardSources`.
+
+    Raises: ValueError without any.
+    """
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     if not given or any(each is None for each in given):
         raise ValueError(
             f"reward_funcs is {reward_funcs!r}, expected functions, reward models or their paths. Pass at least one."
         )
-    sources = RewardSources(
+    return RewardSources(
         given,
         weights=args.reward_weights,
         processing_classes=processing_classes,
         deadline=args.reward_deadline,
         on_failure=args.reward_failure,
         policy_tokenizer=policy.tokenizer,
-        batch_size=args.per_device_train_batch_size,
+        batch_size=batch_size,
+        **more,
     )
-    generations: Any = args.num_generations
-    sources.check_groups(generations, rows=args.rollout_sizes().own_rows)
-    if args.eval_strategy != "no":
-        sources.check_groups(args.num_generations_eval or generations, rows=args.eval_batch_size)
-    return sources
 
 
 def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:

@@ -24,7 +24,6 @@ from transformers.trainer_callback import ProgressCallback
 
 from trl.checkpoints.progress import Run
 from trl.collators.preference import Seq2SeqRowsCollator
-from trl.collators.rows import IGNORED
 from trl.data.rendering import text_tokenizer
 from trl.data.step_inputs import Rows, StepRows
 from trl.models.parts import embedded_tokens
@@ -118,12 +117,6 @@ class IterativeSFTTrainer(SFTTrainer):
                 f"label_smoothing_factor must be 0 for an encoder-decoder, got {args.label_smoothing_factor}. Leave it out."
             )
         return Seq2SeqRowsCollator(self.scorer.pad_token_id)
-
-    def count_units(self, batch: Mapping[str, Any]) -> Tensor:
-        """Trained tokens of a batch."""
-        if "decoder_labels" in batch:
-            return (batch["decoder_labels"] != IGNORED).sum().view(1)
-        return super().count_units(batch)
 
     # ---- the steps
 

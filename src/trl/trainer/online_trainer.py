@@ -137,7 +137,7 @@ class OnlineTrainer(BaseTrainer):
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         sampling = group_setup.sampling_of(args, policy)
-        rewards = group_setup.reward_sources(reward_funcs, reward_processing_classes, args, policy)
+        rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
         sets = train_dataset, eval_dataset
         tool_loop = group_setup.tool_completer(tools, args, policy, *sets, rollout_func=rollout_func)
         schemas = tool_loop.schemas if tool_loop else None
@@ -439,7 +439,7 @@ class OnlineTrainer(BaseTrainer):
         self._turns += 1
         if self._turns == self.sizes.micro_batches and self._token_counts is not None:
             seconds = torch.tensor(time.monotonic() - self._step_started)
-            self.record("step_time", Weighted(seconds, torch.ones(())))
+            self._sums["train"].add("step_time", Weighted(seconds, torch.ones(())))
         return loss
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
@@ -527,7 +527,7 @@ class OnlineTrainer(BaseTrainer):
         found = self.outcome(model, batch)  # a process without a row of its own runs one for the collectives
         if own:
             self._sums["eval"].add_all(self.method.token_metrics(experience))
-            self._record(found, self.count_units(batch))
+            self._record(found, self.method.count(batch))
         return None, None, None
 
     def evaluation_rollout(self, inputs: Sequence[Mapping[str, Any]]) -> Experience:

@@ -1,8 +1,8 @@
-"""Responses of a PPO step: scored by a model, and cut into minibatches."""
+"""Responses of PPO step by step: generated, scored by a model, and cut into minibatches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +11,38 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trl.collators.preference import seq2seq_batch
+from trl.generation.engine import Sampling
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.experience import Experience
 from trl.tensors.ragged import Ragged
+
+# Defaults of transformers, under the model's generation config and the arguments of the call.
+_DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
+
+
+def sampling_of(core: Any, given: Mapping[str, Any]) -> Sampling:
+    """The engine's settings for `given` arguments of a transformers model's `generate`, over its generation config.
+
+    A length in the arguments replaces that of a `generation_config` among them, and this the model's.
+
+    Raises: ValueError for what the engine does not support, such as beams.
+    """
+    single = {name: value for name, value in given.items() if name != "generation_config"}
+    config = given.get("generation_config")
+    found: dict[str, Any] = {}
+    for layer in (_DEFAULTS, _set_fields(core.generation_config), _set_fields(config), single):
+        if "max_length" in layer:
+            found.pop("max_new_tokens", None)
+        found |= layer
+        if "max_new_tokens" in layer:
+            found.pop("max_length", None)
+    return Sampling().updated(found)
+
+
+def _set_fields(config: Any) -> dict[str, Any]:
+    """The fields of a generation config that are set."""
+    given = {} if config is None else vars(config)
+    return {name: value for name, value in given.items() if value is not None and not name.startswith("_")}
 
 
 class ResponseScores(NamedTuple):

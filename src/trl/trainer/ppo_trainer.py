@@ -29,8 +29,8 @@ from trl.data.step_inputs import (
     check_step_inputs,
     make_loader,
 )
-from trl.generation.transformers.engine import context_length_of
-from trl.models.parts import embedded_tokens
+from trl.generation.transformers.engine import TransformersEngine, context_length_of
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer, report_fallbacks
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
@@ -46,8 +46,13 @@ from trl.tensors.reduce import Weighted, count_units, reduce_terms, where_counte
 from trl.tensors.statistics import entropy_from_logits
 from trl.trainer import ppo_setup
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_generation import Responder
-from trl.trainer.ppo_rollout import join_rows, responses_as_rows, score_responses, shuffled_minibatches
+from trl.trainer.ppo_rollout import (
+    join_rows,
+    responses_as_rows,
+    sampling_of,
+    score_responses,
+    shuffled_minibatches,
+)
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -129,7 +134,7 @@ class PPOTrainer:
         self.lr_scheduler = None if lr_scheduler is None else parts[2]
         self.reference.prepare(self.accelerator)
         self.training_data_collator = training_data_collator
-        self._responders: dict[int, Responder] = {}
+        self._engines: dict[int, TransformersEngine] = {}
         self.dataset = dataset if dataset is not None else train_dataset
         self.dataloader: QueryLoader | None = None
         if self.dataset is not None:
@@ -178,23 +183,37 @@ class PPOTrainer:
         A single query `(length,)` or rows `(B, length)` give a tensor `(1 or B, length)`, padded on the right. Responses begin
         with the query unless `return_prompt` is False (an encoder-decoder's with its start token), and end with their end
         token. `length_sampler` draws the most new tokens of each. `generation_kwargs` are those of a transformers model's
-        `generate`: where our engine can honour them it generates, in batches that fit into memory, otherwise the model does,
-        `batch_size` queries at a time. With `generate_ref_response` the reference's responses come as a second result.
+        `generate`, except beams; `batch_size` has no effect: the engine generates what fits into memory. With
+        `generate_ref_response` the reference's responses come as a second result.
 
-        Raises: TypeError, ValueError for a query that is empty, holds no ids of the model's or fills its window.
+        Raises: TypeError, ValueError for a query that is empty, holds no ids of the model's or fills its window, and for settings
+        that the engine does not support.
         """
         is_list = isinstance(query_tensor, (list, tuple))
         queries = check_queries(query_tensor if is_list else torch.atleast_2d(query_tensor), self._limits)
+        first = self.accelerator.process_index * len(queries)
+        streams, prompts = range(first, first + len(queries)), [query.tolist() for query in queries]
 
         def respond(model: Any) -> Any:
-            responder = self._responders.get(id(model))
-            if responder is None:  # kept, with what it finds out about the model
-                parts = {"accelerator": self.accelerator, "tokenizer": self.tokenizer, "limits": self._limits}
-                responder = self._responders[id(model)] = Responder(model, **parts)
-            found = responder.respond(
-                queries, generation_kwargs,
-                length_sampler=length_sampler, batch_size=batch_size, return_prompt=return_prompt,
-            )  # fmt: skip
+            engine = self._engines.get(id(model))
+            if engine is None:  # kept, with what it finds out about the model
+                parts = {"accelerator": self.accelerator, "tokenizer": self.tokenizer}
+                engine = self._engines[id(model)] = TransformersEngine(model, **parts)
+            limits: list[int | None] = [None] * len(queries)
+            kwargs = generation_kwargs
+            if length_sampler is not None:
+                limits = [int(length_sampler()) for _ in queries]
+                kwargs = {**kwargs, "max_new_tokens": max(limits)}  # type: ignore[type-var]
+            unwrapped: Any = self.accelerator.unwrap_model(model)
+            sampling = sampling_of(causal_core(getattr(unwrapped, "pretrained_model", unwrapped)), kwargs)
+            done = engine.generate(prompts, sampling, streams=streams)
+            found = [
+                query.new_tensor(one.ids[:n]) for query, one, n in zip(queries, done, limits, strict=True)
+            ]
+            if self._limits.start is not None:  # as `generate` of an encoder-decoder: never the query
+                found = [torch.cat([row.new_tensor([self._limits.start]), row]) for row in found]
+            elif return_prompt:
+                found = [torch.cat(pair) for pair in zip(queries, found, strict=True)]
             pad = getattr(self.tokenizer, "pad_token_id", None) or 0
             return found if is_list else pad_sequence(found, batch_first=True, padding_value=pad)
 

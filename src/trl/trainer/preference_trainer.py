@@ -116,11 +116,11 @@ class PreferenceTrainer(BaseTrainer):
         if takes(self._own_methods[name], "do_train"):  # BCO's
             mode = {"do_train": self.mode == "train"}
         loss, metrics = call_with(getattr(self, name), model, batch.get(GIVEN, batch), **mode)
-        rows = self.count_units(batch)[:1]
+        rows = self.method.count(batch)[:1]
         with holding(self, "_rows_stored", float(rows)):
             self.store_metrics(metrics, train_eval=self.mode)  # type: ignore[attr-defined]
         values = loss.reshape(1).expand(int(rows))
-        return Outcome([LossTerms(values, torch.ones_like(values), self.units[0], {})], None, None)
+        return Outcome([LossTerms(values, torch.ones_like(values), self.method.units[0], {})], None, None)
 
     _rows_stored = 1.0  # of what `store_metrics` is given
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +19,6 @@ from transformers import (
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
 from trl.legacy import pair_methods
-from trl.legacy.interface import call_with, takes
 from trl.models.packed.layout import pair_units, row_count
 from trl.models.policy import is_encoder_decoder
 from trl.models.scoring.base import shares_prefix
@@ -151,10 +149,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
             if model is not None:
                 raise ValueError("model and model_init were both given, expected one. Leave out the other.")
             set_seed(42 if args is None else args.seed)
-            kinds = {p.kind for p in inspect.signature(model_init).parameters.values()}
-            takes_one = kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-            is_unnamed = takes_one and not takes(model_init, "trial")
-            model = model_init(None) if is_unnamed else call_with(model_init, trial=None)
+            model = model_init()
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
-from trl.models.setup import check_positions, check_table, table_of_positions
+from trl.models.setup import check_positions, table_of_positions
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -98,22 +97,12 @@ class SFTDatasets(DataSets):
             logger.info(report.summary())
         check_positions(self.model, sequence_lengths(prepared), dataset_name=name)
         table = table_of_positions(self.model) if report.is_streaming else None
-        if table is None or (args.max_length is not None and args.max_length <= table):
-            return prepared
-        return prepared.map(PassingPositions(table, name), batched=True, features=prepared.features)
-
-
-@dataclass(frozen=True)
-class PassingPositions:
-    """Checks that the rows of a stream fit a model's table of positions, as they pass."""
-
-    table: int
-    dataset_name: str
-
-    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
-        sequences = batch.get("seq_lengths") or [[len(ids)] for ids in batch["input_ids"]]
-        check_table([n for row in sequences for n in row], self.table, dataset_name=self.dataset_name)
-        return batch
+        if table is not None and (args.max_length is None or args.max_length > table):
+            raise ValueError(
+                f"{name} dataset is a stream, max_length is {args.max_length} and the model has positions for {table} tokens. Set "
+                f"max_length to at most {table}."
+            )
+        return prepared
 
 
 def check_finished(dataset: TorchDataset, name: str) -> TorchDataset:

@@ -23,7 +23,7 @@ from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
 from trl.data.image_rows import has_images
-from trl.models.packed.layout import count_scored, padded_batch
+from trl.models.packed.layout import IGNORED, count_scored, padded_batch
 from trl.models.parts import check_decoder_only
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import LossOf, ScoreOptions
@@ -59,6 +59,8 @@ class SFTMethod(Method):
 
     def count(self, batch: Mapping[str, Any]) -> Tensor:
         """How many tokens a batch trains. Raises ValueError for a batch without labels."""
+        if "decoder_labels" in batch:
+            return (batch["decoder_labels"] != IGNORED).sum().view(1)
         if batch.get("labels") is None and "scored_target" not in batch:
             raise ValueError(
                 f"a batch has {sorted(batch)}, expected 'labels' too (-100 where nothing is trained). Let the "

@@ -123,7 +123,7 @@ class UnpairedTrainer(PreferenceTrainer):
     recorded_columns = unpaired_methods.recorded_columns
     recorded_outcome = unpaired_methods.recorded_outcome
     null_ref_context = pair_methods.null_ref_context
-    generate_from_model_and_ref = unpaired_methods.generate_from_model_and_ref
+    generate_from_model_and_ref = pair_methods.generate_from_model_and_ref
     generate_from_model = pair_methods.generate_from_model
     get_batch_logps = staticmethod(pair_methods.get_batch_logps)
     get_batch_loss_metrics = pair_methods.get_batch_loss_metrics

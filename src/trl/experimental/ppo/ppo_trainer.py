@@ -27,24 +27,22 @@ from transformers import (
 )
 
 from trl._lazy import attach
-from trl.checkpoints.wholeness import naming_weights
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.experimental.ppo.ppo_method import PPOMethod
 from trl.experimental.ppo.setup import (
+    all_rewards,
     check_sizes,
     check_windows,
     end_token,
     fill_in_sizes,
     own_copy,
-    reward_sources,
     value_and_policy,
 )
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.legacy import move_arguments
 from trl.legacy.interface import NotCalled
-from trl.models.loading import load_saved_weights
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
@@ -57,6 +55,7 @@ from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.maker import Completed
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.group_setup import reward_sources
 from trl.trainer.inherited import holding, settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.samples import show_table
@@ -134,7 +133,12 @@ class PPOTrainer(OnlineTrainer):
         parts = value_and_policy(model, value_model, args, processing_class, peft_config)
         self.scorer, self._tokenizer = parts.scorer, parts.policy.tokenizer
         self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
-        rewards = reward_sources(reward_model, reward_funcs, reward_processing_classes, args, parts)
+        at_once = args.local_rollout_forward_batch_size
+        given = all_rewards(reward_model, reward_funcs, parts.model.value_model)
+        rewards = reward_sources(
+            given, reward_processing_classes, args, parts.policy, batch_size=at_once, read="ids"
+        )
+        rewards.check_groups(1, rows=at_once)
         self._end = end_token(args, parts.policy.tokenizer)
         policy_model = parts.policy.model
         self._sets = PromptSets(
@@ -156,7 +160,7 @@ class PPOTrainer(OnlineTrainer):
         )
         check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
         self.method = PPOMethod(args, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
-        self.rows_at_once = args.local_rollout_forward_batch_size
+        self.rows_at_once = at_once
         BaseTrainer.__init__(
             self,
             model=parts.model,
@@ -326,12 +330,11 @@ class PPOTrainer(OnlineTrainer):
             )
         with holding(self, "model", both.policy):
             super()._load_from_checkpoint(resume_from_checkpoint)
-        self._weights_are_renamed = False
-        with naming_weights(folder):
-            with holding(self, "model", both.value_model):
-                super(BaseTrainer, self)._load_from_checkpoint(folder)
-            if self._weights_are_renamed:
-                load_saved_weights(causal_core(both.value_model), folder)
+        with (
+            self._loading(folder, causal_core(both.value_model)),
+            holding(self, "model", both.value_model),
+        ):
+            super(BaseTrainer, self)._load_from_checkpoint(folder)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:

@@ -22,7 +22,6 @@ from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
 from trl.models.switches import disable_dropout_in_model
-from trl.rewards.source import RewardSources
 from trl.rollouts.schedule import RolloutSizes
 
 logger = logging.getLogger(__name__)
@@ -200,37 +199,17 @@ def end_token(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> int | None
     return eos if args.stop_token == "eos" else args.stop_token_id
 
 
-def reward_sources(
-    reward_model: Any,
-    reward_funcs: Any,
-    processing_classes: Any,
-    args: PPOConfig,
-    parts: Parts,
-) -> RewardSources:
-    """The reward sources: a reward model, functions and judges, whose scores are added.
+def all_rewards(reward_model: Any, reward_funcs: Any, value_model: Any) -> list[Any]:
+    """The reward model and the functions, whose scores are added.
 
-    Raises: ValueError where there is none, where the value model is the reward model, and for a judge that compares.
+    Raises: ValueError where there is none, or the value model is one of them.
     """
     several = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     given = [each for each in (reward_model, *several) if each is not None]
     if not given:
-        raise ValueError(
-            "reward_model and reward_funcs are both None, expected at least one. Pass a sequence classifier with one label, "
-            "or functions."
-        )
-    if any(each is parts.model.value_model for each in given):
+        raise ValueError("reward_model and reward_funcs are both None. Pass at least one of them.")
+    if any(each is value_model for each in given):
         raise ValueError(
             "value_model is the reward model itself: training it would change the rewards. Load it a second time."
         )
-    sources = RewardSources(
-        given,
-        weights=args.reward_weights,
-        processing_classes=processing_classes,
-        deadline=args.reward_deadline,
-        on_failure=args.reward_failure,
-        read="ids",
-        policy_tokenizer=parts.policy.tokenizer,
-        batch_size=args.local_rollout_forward_batch_size,
-    )
-    sources.check_groups(1, rows=args.local_rollout_forward_batch_size)
-    return sources
+    return given
