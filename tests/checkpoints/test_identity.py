@@ -1,12 +1,11 @@
 """What makes a run the same: method, model, rows and settings."""
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import LlamaConfig
 
 from tests.checkpoints.made import make_checkpoint
-from trl.checkpoints.identity import compare, fingerprint, of_other_runs, run_facts
+from trl.checkpoints.identity import compare, fingerprint, run_facts
 from trl.checkpoints.wholeness import CheckpointError
 
 ROWS = [{"input_ids": list(range(n % 7 + 1)), "name": f"row {n}"} for n in range(2500)]
@@ -36,12 +35,6 @@ def test_a_fingerprint_knows_rows_and_their_number():
     assert fingerprint(Dataset.from_list(unseen)) == own
 
 
-def test_a_stream_has_no_fingerprint():
-    assert fingerprint(Dataset.from_list(ROWS).to_iterable_dataset()) is None
-    assert fingerprint(None) is None
-    assert fingerprint(torch.utils.data.TensorDataset(torch.ones(4))) == {"rows": 4}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -69,9 +62,3 @@ def test_other_settings_are_a_line_each(tmp_path):
     settings = {"learning_rate": 0.2, "seed": 2, "save_steps": 9, "new": 3}
     assert compare(path, facts(settings=settings)) == ["learning_rate: 0.1, now 0.2", "seed: 1, now 2"]
     assert compare(make_checkpoint(tmp_path, 6), facts()) == []  # of another program
-
-
-def test_checkpoints_of_other_runs(tmp_path):
-    own, other, foreign = make_checkpoint(tmp_path, 1, run="a"), make_checkpoint(tmp_path, 2, run="b"), make_checkpoint(tmp_path, 3)  # fmt: skip
-    assert of_other_runs(tmp_path, "a") == [foreign, other]
-    assert of_other_runs(tmp_path, "b") == [foreign, own]

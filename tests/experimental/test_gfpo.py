@@ -3,20 +3,11 @@
 import pytest
 import torch
 
-from tests.experimental.group_runs import assert_same_steps, make, run, shortest
+from tests.experimental.group_runs import assert_same_steps, make, run
 from tests.trainer import grpo_runs
 from tests.trainer.grpo_runs import logs, prompts
 from trl.experimental.gfpo import GFPOConfig
-from trl.objectives.group_advantages import best_of_groups
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SAMPLING_LOGPS, SCORES
-
-
-def test_the_best_of_each_group_remain_and_equal_scores_in_their_order():
-    scores = torch.tensor([1.0, 1.0, 1.0, -9.0, 5.0, 2.0, 3.0, 4.0])
-    expected = [True, True, False, False, True, False, False, True]
-    assert best_of_groups(scores, 4, 2).tolist() == expected
-    with pytest.raises(ValueError, match=r"got NaN in rows \[1\]"):
-        best_of_groups(torch.tensor([1.0, float("nan")]), 2, 1)
 
 
 def test_advantages_are_over_what_remains():
@@ -107,20 +98,6 @@ def test_splits_and_layouts(loss_type):
         assert_same_steps(found.steps, expected.steps)
 
 
-def test_evaluations_filter_nothing():
-    trainer, _ = make("gfpo", num_generations_eval=2)
-    metrics = trainer.evaluate(prompts(4))
-    assert "eval_reward" in metrics and not any("remaining" in name for name in metrics)
-    trainer.train()
-    assert "remaining/reward" in logs(trainer)[-1]
-
-
-def test_without_a_number_that_remains_it_is_grpo():
-    _, found = run("gfpo", num_remains_in_group=None, max_steps=2)
-    _, expected = grpo_runs.run(max_steps=2)
-    assert_same_steps(found.steps, expected.steps, 0.0)
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -135,23 +112,6 @@ def test_without_a_number_that_remains_it_is_grpo():
 def test_numbers_that_cannot_work_are_refused_with_those_that_would(given, words):
     with pytest.raises(ValueError, match=words):
         GFPOConfig("out", use_cpu=True, **{"num_generations": 4, **given})
-
-
-def test_processes_that_hold_parts_of_groups_are_refused(monkeypatch):
-    monkeypatch.setattr(GFPOConfig, "world_size", 2)
-    with pytest.raises(
-        ValueError, match=r"each of 2 processes generates 2 .*Set generation_batch_size to a multiple of 8"
-    ):
-        GFPOConfig(
-            "out", per_device_train_batch_size=2, num_generations=4, num_remains_in_group=2, use_cpu=True
-        )
-
-
-def test_half_a_function_is_refused():
-    with pytest.raises(ValueError, match="num_remains_in_group=None, expected both or neither"):
-        make("gfpo", num_remains_in_group=None, given={"group_filter_func": shortest})
-    with pytest.raises(ValueError, match="group_filter_func=None and num_remains_in_group=2"):
-        make("gfpo", given={"group_filter_func": None})
 
 
 @pytest.mark.parametrize(

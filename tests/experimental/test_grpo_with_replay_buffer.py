@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.experimental.group_runs import assert_same_steps, make, run
-from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
 from tests.two_processes import launch
-from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferConfig
-from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES, TOOL_OUTPUT, Experience
+from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES
+from trl.rollouts.experience import Experience
 from trl.rollouts.replay import GroupBuffer
 from trl.tensors.ragged import Ragged
 
@@ -34,15 +33,6 @@ def test_the_buffer_keeps_the_best_and_of_equal_ones_the_newest(tmp_path):
     assert again.rows([0, 1]).completions.values.tolist() == [50, 51, 20, 21]
     again.load(tmp_path / "elsewhere")
     assert len(again) == 0
-
-
-def test_groups_of_another_size_are_not_taken_from_a_checkpoint(tmp_path, caplog):
-    buffer = GroupBuffer(size=2, group_size=2)
-    buffer.add(groups(10, 11, 20, 21), torch.tensor([0.5, 0.9]))
-    buffer.save(tmp_path)
-    again = GroupBuffer(size=2, group_size=4)
-    again.load(tmp_path)
-    assert len(again) == 0 and "groups of 2 completions, expected num_generations=4" in caplog.text
 
 
 def only_at_first(completion_ids, trainer_state, **_):
@@ -73,27 +63,6 @@ def test_groups_that_teach_nothing_give_way_to_earlier_ones():
     )
     assert trainer._sums["train"].drain()["frac_reward_zero_std"] == 1.0  # of what was generated
     assert torch.equal(first.per_row[ADVANTAGE].view(2, 4)[0], first.per_row[ADVANTAGE].view(2, 4)[1])
-
-
-def test_what_tools_answered_in_earlier_groups_is_no_part_of_the_mean_length():
-    trainer, _ = grpo_tool_runs.make("replay", reward_funcs=only_at_first)
-    first = trainer.make_rollout_batch(0)
-    trainer.state.global_step = 1
-    second = trainer.make_rollout_batch(1)
-    assert second.per_row[REPLAYED].all() and second.per_token[TOOL_OUTPUT].any()
-    share = float(first.per_row[MEAN_LENGTH][0])
-    assert share < float(first.completions.lengths.double().mean())
-    assert float(second.per_row[MEAN_LENGTH][0]) == pytest.approx(share, abs=1e-12)
-
-
-def test_no_group_is_replaced_by_one_that_is_not_there():
-    trainer, _ = run(
-        "replay", reward_funcs=lambda completions, **_: [1.0] * len(completions), max_steps=2, beta=0.0
-    )
-    assert all(entry["replay/replaced_groups"] == 0 and entry["grad_norm"] == 0 for entry in logs(trainer))
-    _, expected = grpo_runs.run(max_steps=2)
-    _, found = run("replay", replay_buffer_size=0, max_steps=2)
-    assert_same_steps(found.steps, expected.steps, 0.0)
 
 
 def test_tokens_that_are_learned_from_again_are_counted_once():
@@ -144,9 +113,3 @@ def test_two_processes_of_both_variants(tmp_path):
                 if name.startswith(("replay/", "remaining/", "tokens/", "reward", "frac_")):
                     assert own[name] == pytest.approx(value, abs=1e-9), (method, name)
     assert any(entry.get("replay/replaced_groups") for entry in two["replay"][1])
-
-
-def test_a_size_below_zero_is_refused():
-    with pytest.raises(ValueError, match="replay_buffer_size must be a whole number >= 0, got -1"):
-        GRPOWithReplayBufferConfig("out", use_cpu=True, replay_buffer_size=-1)
-    assert GRPOWithReplayBufferConfig("out", use_cpu=True).replay_buffer_size == 64

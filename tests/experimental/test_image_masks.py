@@ -37,10 +37,3 @@ def test_draws_decide_and_something_is_always_hidden():
     assert (hidden("patch", 0.5, seed=1) == hidden("patch", 0.5, seed=1)).all()
     assert (hidden("patch", 0.5, seed=1) != hidden("patch", 0.5, seed=3)).any()
     assert hidden("random", 1e-9).sum() == 1 and hidden("patch", 1e-9).sum() == 14 * 14
-
-
-def test_sizes_that_are_no_multiples_and_other_modes():
-    grey = Image.fromarray(np.full((15, 20), 200, dtype=np.uint8))
-    assert hidden("patch", 1.0, image=grey).all()
-    array = np.full((16, 16, 3), 9, dtype=np.uint8)
-    assert np.array(masked_image(array, "random", 0.5, np.random.default_rng(0))).any(axis=2).mean() == 0.5

@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM
 
-from tests.experimental.ppo_runs import END, logs, make, prompts, run, run_with_models
+from tests.experimental.ppo_runs import END, make, prompts, run, run_with_models
 from tests.experimental.ppo_sharded import KINDS, SETTINGS
 from tests.tiny import tiny_classifier, tiny_model
 from tests.trainer.resume_worker import tokenizer
 from tests.two_processes import launch
-from trl.experimental.ppo.setup import value_model_of
 
 SHORT = {"dtype": "float32", "max_steps": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 4}
 
@@ -72,16 +71,6 @@ def test_a_reward_model_scores_the_last_token_though_padding_is_the_end_token(ki
             assert reward_model.score(hidden).item() == pytest.approx(score.item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{"bf16": True}, {"peft_config": LoraConfig(r=4, lora_dropout=0.5)}])
-def test_the_first_update_starts_from_the_policy_that_sampled(settings):
-    """Autocast and an adapter's dropout, with gradient checkpointing: the ratio is 1 before anything was learned."""
-    trainer, _ = run(**{**SHORT, "max_steps": 1, "num_mini_batches": 1, "gradient_checkpointing": True, **settings})  # fmt: skip
-    found = logs(trainer)[0]
-    assert found["val/ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert found["policy/approxkl_avg"] < 1e-10
-    assert trainer.sampler_is_exact is not bool(settings.get("bf16"))
-
-
 def test_a_push_leaves_the_value_model_at_home(tmp_path, monkeypatch):
     pushed = {}
     trainer, _ = run(folder=tmp_path, save_strategy="steps", save_steps=2, **SHORT)
@@ -110,13 +99,6 @@ def test_a_value_model_is_made_of_a_policy_with_any_adapter(config):
     found, expected = trainer.model.value_model.base_model.state_dict(), base.base_model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-def test_weights_that_cannot_be_copied_ask_for_a_value_model():
-    policy = tiny_model("gpt2")
-    policy.transformer.wte.register_buffer("scale", torch.ones(1))  # as quantised layers have
-    with pytest.raises(ValueError, match=r"value_model=None, but the weights .* Pass a value_model"):
-        value_model_of(policy)
 
 
 def test_value_models_that_cannot_read_the_responses():

@@ -45,44 +45,12 @@ def test_without_end_tokens_and_with_a_formatting_function(tokenizer):
     assert flat(rows) == tokenizer.convert_tokens_to_ids(words)
 
 
-def test_buffers_hold_the_given_number_of_characters(tokenizer):
-    rows = ConstantLengthDataset(
-        tokenizer, ROWS, "text", seq_length=2, num_of_sequences=2, chars_per_token=1.0, shuffle=False
-    )
-    assert list(rows._buffers()) == [["a b c"], ["d", "e f a b"], ["hi yes"]]
-
-
-def test_the_order_depends_on_the_seed_only(tokenizer):
-    many = Dataset.from_dict({"text": TEXTS * 10})
-
-    def order(**options) -> list[int]:
-        return flat(ConstantLengthDataset(tokenizer, many, "text", seq_length=4, **options))
-
-    assert order() == order()
-    assert order() != order(seed=1)
-    assert order() != order(shuffle=False)
-    assert sorted(order()) == sorted(order(shuffle=False))
-
-
-def test_its_length_is_that_of_the_rows_underneath(tokenizer):
-    assert len(ConstantLengthDataset(tokenizer, ROWS, "text", seq_length=4)) == 4
-    with pytest.raises(TypeError, match="has no len"):
-        len(ConstantLengthDataset(tokenizer, ROWS.to_iterable_dataset(), "text", seq_length=4))
-
-
 def test_infinite_begins_again(tokenizer):
     rows = ConstantLengthDataset(
         tokenizer, ROWS, "text", infinite=True, seq_length=7, num_of_sequences=1, chars_per_token=2.0
     )
     with pytest.warns(UserWarning, match="begin again"):
         assert len(list(itertools.islice(rows, 12))) == 12
-
-
-def test_the_argument_stands_in_for_a_missing_end_token():
-    tokenizer = word_tokenizer()
-    tokenizer.eos_token = None
-    rows = list(ConstantLengthDataset(tokenizer, ROWS, "text", seq_length=4, shuffle=False, eos_token_id=9))
-    assert rows[0]["input_ids"][-1] == 9
 
 
 def test_wrong_arguments(tokenizer):

@@ -1,9 +1,8 @@
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tests.words import CHAT_TEMPLATE, word_tokenizer
 
 from trl.legacy.text_data import (
-    conversations_formatting_function,
     get_formatting_func_from_dataset,
     instructions_formatting_function,
 )
@@ -33,23 +32,12 @@ def test_instructions(tokenizer):
     assert instructions_formatting_function(tokenizer)({"prompt": "hi", "completion": "yes"}) == TEXT
 
 
-def test_tools_reach_the_template():
-    tokenizer = word_tokenizer(chat_template="{{ tools | length }} {{ messages[0].content }}")
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    assert conversations_formatting_function(tokenizer, "messages", tools)({"messages": HELLO}) == "1 hi"
-
-
 @pytest.mark.parametrize(
     "columns",
     [{"text": ["x"]}, {"messages": ["x"]}, {"messages": [[{"from": "a", "value": "b"}]]}, {"prompt": ["x"]}],
 )
 def test_other_columns_have_no_function(tokenizer, columns):
     assert get_formatting_func_from_dataset(Dataset.from_dict(columns), tokenizer) is None
-
-
-def test_a_stream_without_known_columns_has_no_function(tokenizer):
-    stream = IterableDataset.from_generator(lambda: iter([{"messages": HELLO}]))
-    assert get_formatting_func_from_dataset(stream, tokenizer) is None
 
 
 def test_the_known_import_path():

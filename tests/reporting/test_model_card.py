@@ -42,14 +42,6 @@ def test_everything_is_in_the_card(tmp_path):
     assert "Run this in the folder" not in card.text
 
 
-def test_the_card_links_to_the_page_of_the_package(monkeypatch):
-    package = SimpleNamespace(get_all=lambda name: ["Homepage, https://project.test/trl"])
-    monkeypatch.setattr("trl.reporting.model_card.metadata", lambda name: package)
-    text = generate_model_card(**FIELDS).text
-    assert "made with [trl](https://project.test/trl)." in text
-    assert "howpublished = {\\url{https://project.test/trl}}," in text
-
-
 def test_the_settings_of_a_method_its_data_adapter_and_figures_are_in_the_card(tmp_path):
     pytest.importorskip("peft")
     from datasets import Dataset
@@ -84,21 +76,6 @@ def test_the_settings_of_a_method_its_data_adapter_and_figures_are_in_the_card(t
     ):  # fmt: skip
         assert row in text
     assert "eval_runtime" not in text and "rows of eval_dataset" not in text
-
-
-@pytest.mark.parametrize("base", [None, "/models/base"])
-def test_local_and_absent_names_are_not_linked(base):
-    card = generate_model_card(**{**FIELDS, "base_model": base, "dataset_name": ["a.jsonl", "/data/x"]})
-    assert card.data.base_model is None
-    expected = f"in `{base}`" if base else "from its initial weights"
-    assert expected in card.text
-    assert "`/data/x`" in card.text
-
-
-def test_another_template(tmp_path):
-    file = tmp_path / "card.md"
-    file.write_text("---\n{{ card_data }}\n---\n{{ trainer_name }} of {{ base_model }}")
-    assert "SFT of owner/base" in generate_model_card(**FIELDS, template_file=str(file)).text
 
 
 def test_the_card_of_a_trainer(monkeypatch, tmp_path):

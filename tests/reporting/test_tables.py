@@ -2,10 +2,9 @@
 
 import sys
 
-import pandas as pd
 from tqdm import tqdm
 
-from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
+from trl.reporting.tables import print_prompt_completions_sample
 
 ROWS = 6
 
@@ -19,19 +18,6 @@ def sample(num_samples):
         step=42,
         num_samples=num_samples,
     )
-
-
-def test_rich_table(capsys):
-    print_rich_table(pd.DataFrame({"step": [1, 2], "text": ["[bold]a[/bold]", "b"]}))
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("step", "text", "[bold]a[/bold]", "2"))
-
-
-def test_every_row_is_printed(capsys):
-    sample(None)
-    out = capsys.readouterr().out
-    assert all(f"p{i}" in out and f"c{i}" in out for i in range(ROWS))
-    assert all(word in out for word in ("Step 42", "length", "5.00", "Assistant", "0.12", "-"))
 
 
 def test_a_sample_is_printed(capsys):

@@ -71,11 +71,6 @@ def test_tables_reach_every_active_tracker(wandb, comet, mlflow):
     assert get_comet_experiment_url() == "https://comet.test/1"
 
 
-def test_only_where_the_run_reports_to(wandb, comet):
-    assert log_table("x", TABLE, ["comet_ml"]) == ["comet_ml"]
-    assert wandb == []
-
-
 def test_a_table_reaches_trackio(monkeypatch, tmp_path):
     trackio = pytest.importorskip("trackio")
     from trackio import context_vars

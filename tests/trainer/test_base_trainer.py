@@ -51,15 +51,6 @@ def test_the_mean_loss_leaves_out_steps_that_a_checkpoint_does_not_know(tmp_path
     assert f"resume_without: {' and '.join(parts)} of {tmp_path}/checkpoint-3 start anew" in caplog.text
 
 
-def test_a_second_call_of_train_starts_its_sums_anew(tmp_path):
-    settings = {**SETTINGS, "logging_steps": 4, "folder": tmp_path}  # steps 5 and 6 are not logged
-    trainer = make(rows(), **settings, learning_rate=0.0)
-    trainer.train()
-    first = {name: logged(trainer, name) for name in ("loss", "mean_token_accuracy", "num_tokens")}
-    trainer.train()
-    assert {name: logged(trainer, name) for name in first} == first
-
-
 METHODS_OF_RUNS = {**METHODS, "grpo": (grpo_runs.make, {}), "rloo": (grpo_runs.make, {"method": "rloo"})}
 
 
@@ -78,17 +69,6 @@ def test_the_summary_has_the_metrics_of_steps_that_were_not_logged(name, tmp_pat
     assert len(only) == 1 and len(expected) >= 2 and "num_tokens" in expected
     assert {key: only[0][key] for key in expected} == pytest.approx(expected, rel=1e-12)
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_summary_has_the_last_window_alone(tmp_path):
-    settings = {**SETTINGS, "logging_steps": 4, "learning_rate": 0.0, "save_strategy": "no"}
-    trainer = make(rows(), folder=tmp_path, **settings)  # steps 5 and 6 are not logged
-    metrics = trainer.train().metrics
-    first, summary = trainer.state.log_history
-    assert summary["num_tokens"] > first["num_tokens"]
-    assert metrics["entropy"] == summary["entropy"] != first["entropy"]
-    twice = make(rows(), folder=tmp_path / "even", **{**settings, "max_steps": 4})
-    assert "mean_token_accuracy" not in twice.train().metrics  # all of it was logged
 
 
 def test_a_frozen_model_is_refused_before_the_first_step(tmp_path):

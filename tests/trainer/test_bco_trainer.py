@@ -6,20 +6,17 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.tiny import tiny_model
 from tests.trainer.bco_runs import MATCHED, PROMPTS, embed, make
 from tests.trainer.dpo_runs import policy_and_reference
 from tests.trainer.kto_runs import (
     LABELS,
     assert_same_gradient,
-    learned,
     log_ratios,
     plain_gradient,
     rows,
     step,
 )
 from tests.trainer.resume_worker import tokenizer
-from trl.trainer.bco_trainer import BCOTrainer
 
 BETA = 0.3
 DESIRABLE = torch.tensor(LABELS)
@@ -104,11 +101,6 @@ def test_undesirable_rows_weigh_by_their_prompts():
     assert_same_gradient(gradients, plain_gradient(model, loss), tolerance=1e-4)
 
 
-def test_ratios_are_cut():
-    narrow = step(make(**MATCHED, min_density_ratio=1.0, max_density_ratio=1.0))
-    assert_same_gradient(narrow[0], step(make(beta=BETA))[0])
-
-
 def test_matching_from_text():
     row = {"prompt": "w5", "completion": "w7", "label": True}
     data = Dataset.from_list([row, {**row, "prompt": "w50", "label": False}] * 4)
@@ -146,31 +138,7 @@ def test_without_scikit_learn(monkeypatch):
         make(**MATCHED)
 
 
-def test_rows_of_one_kind_cannot_be_matched():
-    with pytest.raises(ValueError, match="no undesirable prompt"):
-        data = Dataset.from_list([{**rows()[0], "embedding_input_ids": [3]}] * 8)
-        make(**MATCHED, train_dataset=data)
-
-
-def test_the_call_of_0_11():
-    from transformers import TrainingArguments
-
-    args = TrainingArguments("unused", use_cpu=True, report_to="none")
-    with pytest.warns(FutureWarning, match=r"beta -> BCOConfig\(beta=...\)"):
-        trainer = BCOTrainer(
-            tiny_model("llama"), None, args, Dataset.from_list(rows()), tokenizer=tokenizer(), beta=0.4
-        )
-    assert trainer.args.beta == 0.4
-
-
 # ---- learning
-
-
-def test_it_learns():
-    before, after = learned(make, seed=0)
-    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-4)
-    assert after["eval_rewards/margins"] > 1
-    assert after["eval_loss"] < before["eval_loss"] - 0.05
 
 
 # ---- methods of 0.11-0.26

@@ -4,10 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer import dpo_runs, grpo_runs
-from tests.trainer.sft_runs import BLUE, USER, config, make, model_for
-from trl import SFTTrainer
+from tests.trainer.sft_runs import BLUE, USER, make
 
 ROWS = [{"messages": [USER, BLUE]}] * 6
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "per_device_eval_batch_size": 4}  # fmt: skip
@@ -46,15 +44,6 @@ class Plain(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
-
-
-def test_a_pytorch_data_set_is_checked_on_one_batch_too():
-    counted = Counting()
-    settings = config(**BEST, dataset_kwargs={"skip_prepare_dataset": True}, metric_for_best_model="score")
-    given = {"train_dataset": Plain(), "eval_dataset": Plain(), "compute_metrics": counted}
-    trainer = SFTTrainer(model_for(), settings, processing_class=tiny_tokenizer(), **given)
-    trainer.train()
-    assert counted.rows[0] == 4 and trainer.state.best_metric == 1.0
 
 
 def test_the_check_leaves_no_trace():

@@ -1,12 +1,10 @@
 """CPOConfig and ORPOConfig: what is refused, what is said to do nothing."""
 
 import dataclasses
-import warnings
 
 import pytest
 
 from trl.trainer.cpo_config import CPOConfig
-from trl.trainer.orpo_config import ORPOConfig
 
 
 def config(tmp_path, kind=CPOConfig, **given):
@@ -42,38 +40,4 @@ def test_alphapo_is_simpo_without_likelihood(tmp_path):
 )
 def test_settings_that_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
-        config(tmp_path, **given)
-
-
-def test_orpo_refuses_a_negative_beta(tmp_path):
-    with pytest.raises(ValueError, match=r"beta must be >= 0, got -1\.0"):
-        config(tmp_path, ORPOConfig, beta=-1.0)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"loss_type": "alphapo", "cpo_alpha": 0.5}, "cpo_alpha=0.5 has no effect on loss_type 'alphapo'"),
-        (
-            {"loss_type": "hinge", "label_smoothing": 0.1},
-            "label_smoothing=0.1 has no effect on loss_type 'hinge'",
-        ),
-        (
-            {"loss_type": "ipo", "label_smoothing": 0.1},
-            "label_smoothing=0.1 has no effect on loss_type 'ipo'",
-        ),
-        ({"simpo_gamma": 1.0}, "simpo_gamma=1.0 has no effect on loss_type 'sigmoid'"),
-    ],
-)
-def test_settings_that_do_nothing_are_said(tmp_path, given, message):
-    with pytest.warns(UserWarning, match=message):
-        config(tmp_path, **given)
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"loss_type": "simpo", "label_smoothing": 0.1}, {"loss_type": "alphapo", "cpo_alpha": 0.0}]
-)
-def test_other_settings_pass_in_silence(tmp_path, given):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
         config(tmp_path, **given)

@@ -3,14 +3,11 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from torch.nn.functional import logsigmoid
-from transformers import TrainingArguments
 
 from tests.tiny import tiny_model
 from tests.trainer.cpo_runs import TEXT, gradients_of, largest_difference, make, plain, step
 from tests.trainer.dpo_runs import pairs
-from tests.trainer.resume_worker import tokenizer
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
@@ -122,30 +119,6 @@ def test_evaluation_is_the_formula():
         assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
-def test_predictions_are_the_rewards():
-    seen = []
-    settings = {"loss_type": "alphapo", "alpha": 0.25, "beta": 0.5, "per_device_eval_batch_size": 3}
-    trainer = make(eval_dataset=Dataset.from_list(pairs()), compute_metrics=lambda p: seen.append(p) or {"n": 8}, **settings)  # fmt: skip
-    assert trainer.evaluate()["eval_n"] == 8
-    chosen, rejected = plain(trainer.model, pairs()).totals(per_token=True)
-    expected = torch.stack([0.5 * (1 - torch.exp(-0.25 * side)) / 0.25 for side in (chosen, rejected)], dim=1)
-    assert torch.tensor(seen[0].predictions) == pytest.approx(expected.detach(), rel=1e-12)
-    assert seen[0].label_ids.tolist() == [0] * 8
-
-
-def test_adapters():
-    adapter = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM")
-    model = tiny_model("gpt2", dtype=torch.float64)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = make(model=model, peft_config=adapter, max_steps=3, beta=0.3)
-    trainer.train()
-    after = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items()}
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[0] == pytest.approx(step(make, beta=0.3)[1]["loss"], rel=1e-6)
-    assert losses[2] < losses[0]
-
-
 def test_model_init_makes_the_model_once():
     made = []
 
@@ -160,23 +133,6 @@ def test_model_init_makes_the_model_once():
 
 
 # ---- older programs
-
-
-def test_older_arguments_move_onto_the_config(tmp_path):
-    with pytest.warns(
-        FutureWarning, match=r"tokenizer -> the argument processing_class.*CPOConfig\(beta=...\)"
-    ):
-        trainer = CPOTrainer(
-            tiny_model("gpt2"),
-            args=TrainingArguments(
-                str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False
-            ),
-            train_dataset=Dataset.from_list(pairs()),
-            tokenizer=tokenizer(),
-            beta=0.7,
-        )
-    assert isinstance(trainer.args, CPOConfig)
-    assert trainer.args.beta == 0.7
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "cpo-simpo", "bent ipo"])
@@ -243,14 +199,6 @@ def test_rows_and_answers_are_tokenised_as_for_training():
     }  # fmt: skip
 
 
-def test_texts_from_the_model():
-    trainer = make(max_length=8, max_prompt_length=4)
-    batch = {"prompt_input_ids": torch.tensor([[0, 5], [6, 7]]), "prompt_attention_mask": torch.tensor([[0, 1], [1, 1]])}  # fmt: skip
-    texts = trainer.generate_from_model(trainer.model, batch)
-    assert texts[0].startswith("w5")
-    assert texts[1].startswith("w6 w7")
-
-
 # ---- bad input
 
 
@@ -265,8 +213,3 @@ def test_models_and_data_that_cannot_be_trained():
         make(train_dataset=Dataset.from_list([{"prompt": "w3", "rejected": "w4"}]))
     with pytest.raises(ValueError, match="prefix_sharing=True"):
         make(model=tiny_model("bloom"), prefix_sharing=True)
-
-
-def test_a_completion_length_that_does_nothing_is_said(caplog):
-    make(max_completion_length=3)
-    assert "max_completion_length=3 acts on encoder-decoders only" in caplog.text

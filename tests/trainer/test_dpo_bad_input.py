@@ -1,13 +1,9 @@
 """Batches, later rows and images that DPOTrainer refuses; rows and settings are those of test_preference_bad_input.py."""
 
-import logging
-
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
 
-from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.dpo_runs import make, pairs
@@ -61,16 +57,3 @@ def images(count, **changes):
 def test_images_that_are_missing_or_too_many(count, tmp_path):
     with pytest.raises(ValueError, match=rf"train dataset, row 1, column .*{count}"):
         image_trainer([images(1), images(count)], tmp_path)
-
-
-def test_samples_of_images_need_our_collator(tmp_path):
-    with pytest.raises(ValueError, match=r"generate_during_eval=True.*data_collator"):
-        image_trainer([images(1)] * 2, tmp_path, generate_during_eval=True, data_collator=len)
-
-
-def test_the_fallback_to_padded_rows_is_said_once(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        trainer = text_trainer([GOOD] * 2, tmp_path, model=tiny_model("bloom", vocab_size=400))
-    said = [r for r in caplog.records if "its batches are padded" in r.getMessage()]
-    assert not trainer.shares_prefix and len(said) == 1
-    assert isinstance(trainer.args, TrainingArguments)

@@ -5,28 +5,11 @@ import warnings
 
 import pytest
 
-from trl import DPOConfig, FDivergenceConstants, FDivergenceType, TrlParser
+from trl import DPOConfig
 
 
 def config(**settings):
     return DPOConfig("out", use_cpu=True, **settings)
-
-
-def test_names_of_divergences():
-    assert {kind.value for kind in FDivergenceType} == {"reverse_kl", "js_divergence", "alpha_divergence"}
-    assert FDivergenceConstants.ALPHA_DIVERGENCE_COEF_KEY == "alpha_divergence_coef"
-    assert FDivergenceConstants.ALPHA_DIVERGENCE_COEF_DEFAULT == 1.0
-    assert config(f_divergence_type="js_divergence").f_divergence_type is FDivergenceType.JS_DIVERGENCE
-    assert config(loss_type="ipo").loss_type == ["ipo"]
-
-
-def test_from_the_command_line():
-    line = "--output_dir o --use_cpu --loss_type sigmoid sft --loss_weights 0.8 0.2 --f_divergence_type js_divergence "
-    line += "--prefix_sharing false --max_length 64 --sync_ref_model"
-    (args,) = TrlParser(DPOConfig).parse_args_and_config(line.split())
-    assert args.f_divergence_type is FDivergenceType.JS_DIVERGENCE
-    assert (args.loss_type, args.loss_weights) == (["sigmoid", "sft"], [0.8, 0.2])
-    assert args.prefix_sharing is False and args.sync_ref_model and args.max_length == 64
 
 
 REFUSED = {
@@ -107,11 +90,3 @@ def test_a_setting_that_no_loss_reads_is_said_once(name):
     ours = [str(entry.message) for entry in caught if "has no effect" in str(entry.message)]
     assert len(ours) == 1 and ours[0].startswith(f"{name}=")
     assert [e.filename for e in caught if "has no effect" in str(e.message)] == [__file__]
-
-
-def test_settings_that_are_read_are_not_said():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config(label_smoothing=0.1, loss_type=["robust", "sft"])
-        config(loss_type="discopop", discopop_tau=0.1)
-        config(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.5)

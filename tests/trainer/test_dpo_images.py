@@ -1,13 +1,11 @@
 """What DPOTrainer needs for rows with images: collator, checks before the first step, settings that are refused."""
 
-import copy
 import re
 
-import datasets
 import pytest
 from datasets import Dataset
 
-from tests.collators.test_vision_pairs import GOOD, ROWS, pair
+from tests.collators.test_vision_pairs import GOOD, ROWS
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_processor, tiny_vision_model
@@ -15,7 +13,6 @@ from trl.collators.images import DataCollatorForVisionPreference
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.models.policy import Policy
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.images import image_pair_sets
 
 
@@ -82,36 +79,3 @@ def test_sets_are_checked_and_left_as_they_are(processor, model, tmp_path):
         sets.evaluation({"dev": bad})
     with pytest.raises(TypeError, match=re.escape("train_dataset must be a datasets.Dataset")):
         sets.train(ROWS)
-
-
-def test_the_first_row_must_fit_the_model(processor, model, tmp_path):
-    other = tiny_vision_model(processor, image_token_index=399)
-    with pytest.raises(ValueError, match=r"row 0: no token 399.*image_token_id"):
-        sets_of(None, config(tmp_path), processor, other).train(Dataset.from_list([GOOD]))
-    short = DataCollatorForVisionPreference(processor, max_prompt_length=4)
-    with pytest.raises(ValueError, match=r"column 'chosen': .*max_prompt_length=4.*cannot lose tokens"):
-        sets_of(short, config(tmp_path), processor, model).train(Dataset.from_list([pair([0])]))
-
-
-def test_a_reference_asked_in_advance_is_asked_again_where_rows_are_cut_in_another_way(
-    processor, model, tmp_path, monkeypatch
-):
-    """Rows with images stay as they are: how their tokens are made is part of what the cached numbers depend on."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-    def numbers(**lengths):
-        args = config(
-            tmp_path, precompute_ref_log_probs=True, max_prompt_length=None, report_to="none", **lengths
-        )
-        given = {"args": args, "train_dataset": Dataset.from_list(ROWS), "processing_class": processor}
-        return list(DPOTrainer(copy.deepcopy(model), **given).train_dataset["ref_chosen_logps"])
-
-    whole, cut = numbers(max_length=None), numbers(max_length=None, max_completion_length=2)
-    assert all(part > all_of_it + 1 for part, all_of_it in zip(cut, whole, strict=True))
-    assert numbers(max_length=None) == whole
-    assert len(list((tmp_path / "cache" / "trl_reference").iterdir())) == 2
-
-
-def test_a_collator_of_ones_own_is_given_rows_unchecked(model, tmp_path):
-    data = Dataset.from_list([{"images": None, "answer": 3}])
-    assert sets_of(len, config(tmp_path), None, model).train(data) is data

@@ -92,13 +92,6 @@ def test_the_call_of_0_4_trains_to_the_same_numbers(with_collator):
     assert_same_steps(keep, expected)
 
 
-def test_an_argument_that_no_level_knows():
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'betta'.*Did you mean 'beta'"):
-        DPOTrainer("model", betta=0.1)
-    with pytest.raises(TypeError, match=r"'rpo_alpha'\. It is a field of DPOConfig"):
-        DPOTrainer("model", rpo_alpha=0.1)
-
-
 # ---- batches
 
 
@@ -151,22 +144,6 @@ def test_concatenated_inputs_of_both_levels():
     assert int((older["concatenated_labels"] != -100).sum()) == sum(
         len(row["chosen_input_ids"]) + len(row["rejected_input_ids"]) for row in ROWS
     )
-
-
-@pytest.mark.parametrize("settings", [{}, {"prefix_sharing": False}], ids=["trees", "plain"])
-def test_concatenated_inputs_of_the_trainers_own_batches(settings):
-    """They give the names of both levels, with the numbers of the padded batches of each."""
-    trainer, own, _ = batches(**settings)
-    found = trainer.concatenated_inputs(own, padding_value=9)
-    expected = {
-        **DPOTrainer.concatenated_inputs(DPODataCollatorWithPadding(pad_token_id=9)(ROWS), padding_value=9),
-        **DPOTrainer.concatenated_inputs(whole_sequences(ROWS), padding_value=9),
-    }
-    assert found.keys() == expected.keys()
-    for name in sorted(found.keys() - {"concatenated_input_ids"}):
-        assert torch.equal(found[name], expected[name]), name
-    mask = expected["concatenated_attention_mask"].bool()
-    assert torch.equal(found["concatenated_input_ids"][mask], expected["concatenated_input_ids"][mask])
 
 
 # ---- the forward and the loss

@@ -176,17 +176,6 @@ def test_without_reference_the_loss_is_of_the_policy_alone():
     assert log["rewards/chosen"] == pytest.approx(BETA * chosen.mean().item(), rel=1e-10)
 
 
-@pytest.mark.parametrize("reference_free", [False, True])
-def test_the_named_adapter_trains_also_without_a_reference(reference_free):
-    settings = LoraConfig(r=2, target_modules=["c_attn"])
-    policy = get_peft_model(tiny_model("gpt2", dtype=torch.float64), settings, adapter_name="first")
-    policy.add_adapter("second", settings)
-    _, gradients, _ = first_step(
-        model=policy, ref_model=None, model_adapter_name="second", reference_free=reference_free
-    )
-    assert gradients and all(".second." in name for name in gradients)
-
-
 # ---- references
 
 
@@ -227,15 +216,6 @@ def test_an_adapters_reference_is_its_base():
     for found, value in zip(inside, plain_reference(tiny_model("gpt2", dtype=torch.float64)), strict=True):
         torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
     assert not torch.allclose(plain_reference(trainer.model)[0], inside[0])
-
-
-def test_the_reference_of_a_new_adapter_has_the_one_that_was_merged(caplog):
-    adapted = with_adapter()
-    expected = plain_reference(adapted)
-    trainer = make(model=adapted, peft_config=LORA)
-    trainer.train()
-    assert_reference(trainer, expected)
-    assert "merged into the base" in caplog.text
 
 
 def test_precomputed_log_probs_are_the_live_ones_bit_for_bit(tmp_path, monkeypatch):
@@ -336,16 +316,6 @@ def test_compute_metrics_gets_the_rewards():
     assert metrics["eval_rewards/accuracies"] == pytest.approx(
         float((rewards[:, 0] > rewards[:, 1]).double().mean())
     )
-
-
-def test_several_evaluation_sets_and_later_ones():
-    sets = {"easy": Dataset.from_list(ROWS[:4]), "hard": Dataset.from_list(ROWS[4:])}
-    trainer = make(eval_dataset=sets)
-    metrics = trainer.evaluate()
-    assert {"eval_easy_loss", "eval_hard_rewards/margins"} <= metrics.keys()
-    later = trainer.evaluate(Dataset.from_list(ROWS[:4]))
-    assert later["eval_loss"] == pytest.approx(metrics["eval_easy_loss"], rel=1e-12)
-    assert trainer.predict(Dataset.from_list(ROWS[:3])).predictions.shape == (3, 2)
 
 
 # ---- data

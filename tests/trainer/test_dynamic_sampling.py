@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.experimental import group_runs
-from tests.trainer import grpo_tool_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from tests.two_processes import launch
 from trl.rollouts.experience import SCORES
-from trl.rollouts.schedule import RolloutSizes, refill_rng_streams, refill_rows, rollout_rows
+from trl.rollouts.schedule import refill_rows, rollout_rows
 
 ON = {"dynamic_sampling": True, "reward_funcs": first_is_rare}
 
@@ -29,14 +28,6 @@ def test_refills_are_other_prompts_until_there_are_no_others():
     assert sorted(refill_rows(3, 6, 10, taken=taken, dataset=10, seed=1)) == list(range(10))
     assert refill_rows(3, 0, 6, taken=taken, dataset=10, seed=1) == drawn[0] + drawn[1]
     assert refill_rows(4, 0, 6, taken=taken, dataset=10, seed=1) != drawn[0] + drawn[1]
-
-
-def test_every_round_has_random_streams_of_its_own():
-    sizes = RolloutSizes(rows=8, mini_batches=1, passes=1, micro_batches=1, processes=1, group=4)
-    streams = [refill_rng_streams(turn, range(8), sizes, batch=w) for turn in (1, 2) for w in (0, 1)]
-    evaluation = [0x5EED * 2**32 + row for row in range(2**10)]
-    every = [*range(16), *evaluation, *(stream for part in streams for stream in part)]
-    assert len(set(every)) == len(every)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -82,40 +73,6 @@ def test_rows_without_a_reward_are_sampled_again_too():
     found = groups_of(make(reward_funcs=rarely, dynamic_sampling=True)[0].make_rollout_batch(0))
     for _, scores in found:
         assert len({score for score in scores if score == score}) > 1
-
-
-def test_rewards_that_are_equal_once_they_are_cut_are_equal():
-    trainer, _ = make("rloo", reward_clip_range=(0.0, 0.5), **ON)
-    scores = torch.tensor([0.6, 0.7, 0.8, 9.0, 0.6, 0.7, 0.8, 0.1], dtype=torch.float64)
-    assert trainer.method.lacks_variance({SCORES: scores}, 4).tolist() == [True, False]
-
-
-def test_the_completions_that_are_shown_are_those_that_are_learned_from(tmp_path):
-    import pandas as pd
-
-    trainer, _ = run(folder=str(tmp_path), log_completions=True, max_steps=1, **ON)
-    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
-    again, _ = make(**ON)
-    window = again.make_rollout_batch(0)
-    words = again.processing_class
-    for name, column in (("prompt", window.prompts), ("completion", window.completions)):
-        texts = words.batch_decode([row.tolist() for row in column.split()], skip_special_tokens=True)
-        assert table[name].tolist() == texts
-    assert table["first_is_rare"].tolist() == window.per_row[SCORES].tolist()
-    assert logs(trainer)[0]["dynamic_sampling/rounds"] > 0
-
-
-def test_answers_of_tools_are_counted_in_refilled_groups_too():
-    def calls_once(completions, **_):
-        return [float(sum(message["role"] == "tool" for message in each) == 1) for each in completions]
-
-    trainer, _ = grpo_tool_runs.run(reward_funcs=calls_once, dynamic_sampling=True, max_steps=2)
-    assert sum(entry["dynamic_sampling/sampled_groups"] for entry in logs(trainer)) > 0
-    plain, _ = grpo_tool_runs.make(reward_funcs=calls_once)
-    first, second = logs(trainer)
-    assert first["tokens/tool_output"] > plain.make_rollout_batch(0).per_token["tool_output"].sum()
-    for entry in (first, second):
-        assert entry["dynamic_sampling/kept_zero_groups"] == 0 == entry["frac_reward_zero_std"]
 
 
 def test_groups_are_sampled_again_where_what_remains_of_them_is_equal():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import END, even_tokens, logs, make, prompts, run
 from tests.trainer.resume_worker import tokenizer
 from trl.trainer.callbacks.checkpoints import CheckpointOnSignal
@@ -61,18 +61,6 @@ def test_settings_of_loaders_labels_and_predictions_have_no_effect(method, plain
     assert sorted(said) == ["auto_find_batch_size", "label_smoothing_factor"]  # the others change no result
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"torch_compile": True},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_how_the_model_runs_changes_nothing(settings, plain):
-    check_equal(found("grpo", **settings), plain["grpo"])
-
-
 def test_evaluations_leave_the_training_its_random_numbers(plain):
     """Before the first step, after each, of several sets and by hand."""
     sets = {"a": prompts(3), "b": prompts(2)}
@@ -124,16 +112,6 @@ def test_a_checkpoint_on_a_signal_is_that_of_a_whole_step(event, steps, saved, t
         assert torch.equal(own, theirs)
 
 
-@pytest.mark.parametrize("length", [{"num_train_epochs": 0.5, "max_steps": -1}, {"max_steps": 8}])
-def test_samples_per_second_are_completions(length):
-    """14 prompts, 4 of them in each window of 16 completions: an epoch has 4 windows of 4 steps (2 mini-batches, twice)."""
-    trainer, _ = make("grpo", **{**CUT, **length})
-    found = trainer.train().metrics
-    assert trainer.state.global_step == 8 and found["epoch"] == 0.5
-    samples = found["train_samples_per_second"] * found["train_runtime"]
-    assert samples == pytest.approx(8 * 8, rel=1e-2)  # both are rounded to milliseconds
-
-
 def test_tokens_that_are_not_padding_are_told_by_position():
     """Prompts and completions hold the pad token's id, which is the end token's; no row is padded, and a group's prompt stands there once."""
     seen = []
@@ -175,15 +153,6 @@ def test_what_was_clipped_does_not_count_in_a_second_run():
     assert logs(trainer) == first
 
 
-def test_noise_on_embeddings_is_not_in_rollouts():
-    with_noise, without = (make("grpo", **CUT, neftune_noise_alpha=alpha)[0] for alpha in (50.0, None))
-    for trainer in (with_noise, without):
-        trainer.model.train()
-    noisy, clean = (trainer.make_rollout_batch(0) for trainer in (with_noise, without))
-    assert torch.equal(noisy.completions.values, clean.completions.values)
-    assert all(torch.equal(noisy.per_token[name], clean.per_token[name]) for name in clean.per_token)
-
-
 def test_settings_of_references_and_tools_that_nobody_reads_say_so():
     with pytest.warns(UserWarning) as said:
         make("rloo", ref_model_sync_steps=3, ref_model_mixup_alpha=0.5, tool_deadline=5.0)
@@ -209,13 +178,3 @@ def test_steps_that_do_not_divide_a_generation_are_generated_together(method):
     )
     trainer.train()
     assert windows == [0, 3]
-
-
-def test_one_tokenizer_for_several_reward_models_is_refused():
-    models = [tiny_classifier("llama", num_labels=1) for _ in range(2)]
-    with pytest.raises(ValueError, match="reward_processing_classes has 1 entries for 2"):
-        make(reward_funcs=models, given={"reward_processing_classes": tokenizer()})
-    both = {"reward_processing_classes": [tokenizer(), tokenizer()]}
-    assert len(make(reward_funcs=models, given=both)[0].rewards.models) == 2
-    one = make(reward_funcs=[models[0], even_tokens], given={"reward_processing_classes": tokenizer()})
-    assert len(one[0].rewards.models) == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.grpo_runs import TRAINERS, even_tokens, logs, make, prompts, run
+from tests.trainer.grpo_runs import TRAINERS, even_tokens, logs, make, run
 from trl.rewards.result import RewardError
 
 BOTH, GRPO = ("grpo", "rloo"), ("grpo",)
@@ -159,28 +159,12 @@ def test_prompts_and_rewards_are_refused_by_the_constructor(method, bad):
     assert_says(caught.value, bad.says)
 
 
-@pytest.mark.parametrize("method", BOTH)
-def test_a_trainer_without_prompts_is_told_what_to_pass(method):
-    config, trainer = TRAINERS[method]
-    with pytest.raises(TypeError, match=r"train dataset is None, expected a stored datasets\.Dataset"):
-        trainer(reward_funcs=even_tokens, args=config("out", use_cpu=True), **of_words())
-
-
 @pytest.mark.parametrize(("method", "bad"), cases(OF_SETTINGS))
 def test_settings_are_refused_by_the_config(method, bad):
     given = {"per_device_train_batch_size": 8, "num_generations": 4, **bad.settings}
     with pytest.raises(bad.error) as caught:
         TRAINERS[method][0]("out", use_cpu=True, **given)
     assert_says(caught.value, bad.says)
-
-
-@pytest.mark.parametrize("method", BOTH)
-def test_an_evaluation_that_comes_later_is_checked_too(method):
-    trainer, _ = make(method, per_device_eval_batch_size=6)
-    with pytest.raises(ValueError, match=r"an evaluation batch has 6 completions .*num_generations_eval=4"):
-        trainer.evaluate(prompts(2))
-    with pytest.raises(ValueError, match=r"eval dataset, row 0, column 'input_ids': a prompt without tokens"):
-        make(method)[0].evaluate(rows({"input_ids": []}))
 
 
 @pytest.mark.parametrize("method", BOTH)

@@ -61,29 +61,6 @@ def test_a_completion_does_not_depend_on_the_others_of_its_batch(family):
         torch.testing.assert_close(alone.per_token[SAMPLING_LOGPS], own, rtol=1e-5, atol=1e-5)
 
 
-def test_a_prompt_with_images_is_read_once_for_all_of_its_completions():
-    trainer, _ = make()
-    seen, tower = [], trainer.model.model.vision_tower
-    tower.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(len((*args, *kwargs.values())[0])), with_kwargs=True
-    )
-    completions(trainer, [0, 0, 0, 1, 1, 2, 2, 3])
-    assert seen == [1 + 1 + 2], "images"
-
-
-def test_image_tokens_that_the_policy_says_itself_are_read_as_padding():
-    processor = tiny_processor("llava")
-    model = tiny_vision_model(processor)
-    with torch.no_grad():
-        head = model.get_output_embeddings().weight
-        head[processor.image_token_id] = 4 * head[70]  # often far the likeliest
-    trainer, _ = make(given={"processing_class": processor, "model": model})
-    found = completions(trainer, [0, 0, 1, 2, 3, 4, 0, 1])
-    assert (found.completions.values == processor.image_token_id).any()
-    trainer.model.eval()
-    torch.testing.assert_close(scored(trainer, found), found.per_token[SAMPLING_LOGPS], rtol=1e-5, atol=1e-5)
-
-
 def test_prompts_of_text_keep_their_end_but_never_lose_a_part_of_an_image():
     processor = tiny_processor("llava")
     long = {"images": [tiny_image(0)], "prompt": "word " * 20 + "<image> what?"}
@@ -213,9 +190,3 @@ def test_parts_that_take_no_images():
         make(given={"model": tiny_model("llama", vocab_size=len(tokenizer))})
     with pytest.raises(ValueError, match="a rollout_func was given with rows of images"):
         make(given={"rollout_func": lambda prompts, trainer: {}})
-
-
-def test_a_trainer_of_text_refuses_images_that_come_later():
-    trainer, _ = make(data=Dataset.from_list(without("images")))
-    with pytest.raises(ValueError, match="this trainer was made for rows of text"):
-        trainer.evaluate(Dataset.from_list(rows()[:1]))

@@ -7,10 +7,8 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from tests.experimental.group_runs import assert_same_steps
-from tests.trainer import image_prompt_runs
 from tests.trainer.grpo_runs import logs, make, prompts, run
 from trl.data import prompts as prompt_rows
-from trl.data.streaming import RepeatedStream
 
 SETTINGS = {"max_steps": 5, "steps_per_generation": 2, "num_iterations": 1, "max_completion_length": 5}
 
@@ -73,28 +71,6 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(tmp_path):
         assert logs(again)[-1] == logs(whole)[-1]
 
 
-def test_the_rows_of_a_process_are_its_part_of_the_window():
-    """Another process skips what is not its own, and finds the same rows under the same positions."""
-    trainer, _ = make(data=stream(), shuffle_dataset=False, reward_funcs=near, **SETTINGS)
-    rows = trainer.rollouts.prompts.rows
-    assert rows[[2, 2, 3]]["wanted"] == [2, 2, 3]
-    assert rows[[6, 6, 7]]["wanted"] == [6, 6, 7]
-    assert rows[[14]]["input_ids"] == prompts()[:1]["input_ids"]
-    assert isinstance(rows._stream, RepeatedStream)
-
-
-def test_a_stream_to_evaluate_on_is_read_whole():
-    trainer, _ = make(reward_funcs=near, data=stream(), given={"eval_dataset": stream()}, **SETTINGS)
-    plain, _ = make(reward_funcs=near, data=stored(), given={"eval_dataset": stored()}, **SETTINGS)
-    found, expected = trainer.evaluate(), plain.evaluate(stored())
-    assert trainer.evaluate(stream())["eval_reward"] == found["eval_reward"] == expected["eval_reward"]
-
-
-def bad_later():
-    yield from [{"input_ids": [5]}] * 70
-    yield {"input_ids": [400]}
-
-
 @pytest.mark.parametrize(
     ("data", "settings", "words"),
     [
@@ -108,16 +84,3 @@ def bad_later():
 def test_what_a_stream_cannot_be_trained_with(data, settings, words):
     with pytest.raises(ValueError, match=words):
         make(data=data, **{"max_steps": 2, **settings})
-
-
-def test_a_stream_of_images_is_refused():
-    data = Dataset.from_list(image_prompt_runs.rows()).to_iterable_dataset()
-    with pytest.raises(ValueError, match="a stream with a column of images, expected a stored"):
-        image_prompt_runs.make(data=data, max_steps=2)
-
-
-def test_a_bad_row_further_on_is_named_when_it_comes():
-    data = IterableDataset.from_generator(bad_later)
-    trainer, _ = make(data=data, shuffle_dataset=False, **SETTINGS)
-    with pytest.raises(ValueError, match="train dataset, row 70, column 'input_ids': token id 400"):
-        trainer.make_rollout_batch(17)

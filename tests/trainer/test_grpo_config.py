@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 
-from trl import TrlParser
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.rloo_config import RLOOConfig
 
@@ -25,37 +24,11 @@ def config(kind=GRPOConfig, **given):
     return kind("out", use_cpu=True, **given)
 
 
-@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
-def test_top_k_of_minus_1_keeps_all_tokens(config, tmp_path):
-    assert config(str(tmp_path), use_cpu=True, top_k=-1).top_k == 0
-
-
-def test_from_the_command_line():
-    line = "--output_dir o --use_cpu --loss_type sapo --scale_rewards False --top_k 20 --beta 0.1 --reward_weights 1 0.5 "
-    line += "--prefix_sharing false --shuffle_dataset false --epsilon_high 0.28 --num_generations 4"
-    (args,) = TrlParser(GRPOConfig).parse_args_and_config(
-        [*line.split(), "--generation_kwargs", '{"min_new_tokens": 2}']
-    )
-    assert (args.loss_type, args.scale_rewards, args.top_k, args.beta) == ("sapo", "none", 20, 0.1)
-    assert (args.reward_weights, args.epsilon_high) == ([1.0, 0.5], 0.28)
-    assert args.prefix_sharing is False and args.shuffle_dataset is False
-    assert args.generation_kwargs == {"min_new_tokens": 2}
-    line = "--output_dir o --use_cpu --reward_clip_range -1 2.5 --normalize_advantages"
-    (args,) = TrlParser(RLOOConfig).parse_args_and_config(line.split())
-    assert args.reward_clip_range == [-1.0, 2.5] and args.normalize_advantages
-
-
 @pytest.mark.parametrize(
     ("given", "kept"), [(True, "group"), (False, "none"), ("batch", "batch"), ("none", "none")]
 )
 def test_scale_rewards_takes_the_older_yes_and_no(given, kept):
     assert config(scale_rewards=given).scale_rewards == kept
-
-
-def test_luspo_takes_ratios_of_sequences():
-    with pytest.warns(UserWarning, match="importance_sampling_level='sequence' is used"):
-        args = config(loss_type="luspo")
-    assert args.group_options().importance_sampling_level == "sequence"
 
 
 def test_sizes_are_filled_in():
@@ -66,16 +39,6 @@ def test_sizes_are_filled_in():
     again = dataclasses.replace(args, learning_rate=1e-5)  # with both sizes given now
     assert (again.generation_batch_size, again.rollout_sizes()) == (32, sizes)
     assert config(per_device_train_batch_size=8, num_iterations=3).rollout_sizes().steps == 3
-
-
-def test_the_loss_gets_its_settings():
-    args = config(loss_type="cispo", epsilon_high=5.0, importance_sampling_level="sequence", beta=0.1)
-    options = args.group_options()
-    assert (options.loss_type, options.importance_sampling_level) == ("cispo", "sequence")
-    assert (options.epsilon, options.high, options.beta) == (0.2, 5.0, 0.1)
-    assert config(RLOOConfig, epsilon=0.1).group_options().high == 0.1
-    assert config(RLOOConfig, reward_clip_range=(-0.5, 0.75)).reward_clip_range == [-0.5, 0.75]
-    assert config(RLOOConfig).reward_clip_range is None
 
 
 # What GRPO and RLOO share of it stands in test_group_bad_input.py.
@@ -140,14 +103,6 @@ def test_what_has_no_effect_is_said_once(name, given):
     assert len([warning for warning in caught if name in str(warning.message)]) == 1
 
 
-def test_a_correction_that_is_off_has_no_cap():
-    given = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_cap": 2.0}
-    with pytest.warns(
-        UserWarning, match=r"cap=2\.0 has no effect with vllm_importance_sampling_correction=False"
-    ):
-        config(**given)
-
-
 def test_a_bound_of_cispo_that_cuts_every_weight_is_said():
     with pytest.warns(
         UserWarning, match=r"cispo' takes epsilon_high=0\.2 as the largest weight .*Set epsilon_high to 5"
@@ -165,14 +120,3 @@ def test_older_names_of_rloo_move_with_one_warning():
     assert len([warning for warning in caught if "rloo_k" in str(warning.message)]) == 1
     for name, (place, value) in OLDER_RLOO.items():
         assert getattr(args, place) == value and getattr(args, name) is None, name
-
-
-def test_older_names_move():
-    with pytest.warns(FutureWarning, match="wandb_log_unique_prompts -> log_unique_prompts"):
-        args = config(wandb_log_unique_prompts=True)
-    assert args.log_unique_prompts is True and args.wandb_log_unique_prompts is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config(loss_type="sapo", sapo_temperature_pos=0.5)
-        config(loss_type="vespo", vespo_k_pos=1.0, vespo_lambda_neg=0.5)
-        config(RLOOConfig, beta=0.0)

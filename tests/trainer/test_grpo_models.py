@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
@@ -51,19 +51,6 @@ def test_the_base_is_never_written_to(method, kind):
     assert trainer.ref_model is None
 
 
-def test_of_several_adapters_the_active_one_is_trained():
-    """A second one, loaded under a name of its own, stays as it is, as does the base."""
-    model = get_peft_model(tiny_model("llama", dtype=torch.float64), ADAPTERS["lora"], adapter_name="first")
-    model.add_adapter("second", ADAPTERS["lora"])
-    model.set_adapter("second")
-    trainer, _ = make(architecture="llama", learning_rate=0.5, given={"model": model})
-    before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    trainer.train()
-    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
-    assert changed and all(".second." in name for name in changed)
-    assert model.active_adapter == "second"
-
-
 # ---- mixtures of experts
 
 
@@ -90,15 +77,6 @@ def test_the_routers_loss_is_added(method):
 
 
 # ---- heads in float32, and methods of the documented surface
-
-
-def test_a_head_in_float32_trains_and_samples():
-    model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=False)
-    trainer, _ = run(given={"model": model}, cast_lm_head_to_fp32=True, max_steps=2)
-    weights = model.state_dict()
-    assert weights["lm_head.weight"].dtype == torch.float32
-    assert weights["model.norm.weight"].dtype == torch.bfloat16
-    assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in logs(trainer))
 
 
 def test_a_tied_head_in_float32_is_saved_and_resumed(tmp_path):
@@ -129,14 +107,6 @@ def test_tokens_of_high_entropy():
     found = trainer.get_high_entropy_mask(entropies, mask, 0.75)
     assert found.tolist() == [[False, False, False], [False, True, True]]
     assert trainer.get_high_entropy_mask(entropies, mask, 0.0).equal(mask.bool())
-
-
-def test_the_gate_of_sapo():
-    """`4 / tau * sigmoid(tau (r - 1))`, which is 2 / tau at a ratio of 1."""
-    trainer, _ = make()
-    found = trainer.get_sapo_token_loss(torch.tensor([1.0, 2.0], dtype=torch.float64), 2.0)
-    expected = torch.tensor([1.0, 2 / (1 + torch.e**-2)], dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_the_older_liger_loss_is_the_loss():

@@ -1,23 +1,19 @@
 """GRPO and RLOO with tools: what is trained, judged, logged, evaluated and resumed, and what is refused."""
 
 import json
-import re
 
-import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
 
-from tests.rollouts.tool_words import ADD, TEMPLATE, TOOLS, call_tokenizer
+from tests.rollouts.tool_words import TEMPLATE, TOOLS, call_tokenizer
 from tests.tiny_tokenizers import CHATML
-from tests.trainer.grpo_runs import CLOCKS, logs
+from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import conversations, make, run
 from tests.two_processes import launch
-from trl.generation.transformers.engine import TransformersEngine
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, TRAINED
 from trl.rollouts.tool_loop import CALLS
-from trl.trainer import group_setup
 
 
 def window(trainer, number=0):
@@ -212,31 +208,6 @@ def test_an_evaluation_calls_tools_and_does_not_depend_on_its_batches():
     assert found[0]["eval_tools/call_frequency"] > 0
 
 
-def test_what_a_prompt_begins_to_say_is_part_of_the_first_message():
-    seen = []
-
-    def look(prompts, completions, **_):
-        seen.extend(zip(prompts, completions, strict=True))
-        return [float(len(each)) for each in completions]
-
-    begun = {"role": "assistant", "content": "one two"}
-    rows = [{"prompt": [{"role": "user", "content": text}, begun]} for text in ("hi", "yes")]
-    make(reward_funcs=look, data=Dataset.from_list(rows))[0].make_rollout_batch(0)
-    assert {len(prompt) for prompt, _ in seen} == {1} and max(len(said) for _, said in seen) > 1
-    for _, said in seen:
-        turns = [message["content"] for message in said if message["role"] == "assistant"]
-        assert [text.startswith("one two") for text in turns] == [True, *[False] * (len(turns) - 1)]
-
-
-def test_completions_are_shown_with_their_calls(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    run(folder=str(tmp_path), log_completions=True, max_steps=1)
-    shown = capsys.readouterr().out
-    assert re.search(r"add\({'a': \d, 'b': 2}\)", shown) and "Tool" in shown and "Assistant" in shown
-    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
-    assert table["completion"].str.contains("'role': 'tool'").any()
-
-
 def silent(a: int) -> int:
     return a
 
@@ -282,24 +253,3 @@ def other_form():
 def test_bad_input_is_refused_before_the_first_step(settings, error, words):
     with pytest.raises(error, match=words):
         make(**settings)
-
-
-def test_a_smaller_window_of_vllm_bounds_prompts_and_all_turns(monkeypatch):
-    monkeypatch.setattr(group_setup, "check_vllm", lambda: None)
-    monkeypatch.setattr(
-        group_setup, "VLLMEngine", lambda model, settings, **parts: TransformersEngine(model, **parts)
-    )
-    settings = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 200}
-    found = window(make(**settings, vllm_max_model_length=40)[0])
-    lengths = found.prompts.lengths + found.completions.lengths
-    assert 35 < int(lengths.max()) <= 40, lengths
-    with pytest.raises(ValueError, match=r"a prompt of \d+ tokens, expected at most 8"):
-        make(**settings, vllm_max_model_length=9)
-
-
-def test_no_tools_are_none():
-    trainer, _ = make(given={"tools": []}, max_steps=1)
-    assert trainer.tools is None and TOOL_OUTPUT not in window(trainer).per_token
-    assert ADD not in trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
-    trainer.train()
-    assert not any(name.startswith("tools/") for name in logs(trainer)[0]) and CLOCKS

@@ -17,17 +17,6 @@ def window(trainer, number=0):
     return trainer.make_rollout_batch(number)
 
 
-def test_each_prompt_stands_num_generations_times_in_the_order_of_the_data_set():
-    trainer, _ = make(shuffle_dataset=False)
-    rows = [row.tolist() for number in (0, 1) for row in window(trainer, number).prompts.split()]
-    expected = [ids for ids in prompts()["input_ids"][:4] for _ in range(4)]
-    assert rows == expected
-    first = window(trainer)
-    assert len({tuple(row.tolist()) for row in first.completions.split()[:4]}) > 1
-    again = window(trainer)
-    assert torch.equal(first.completions.values, again.completions.values)
-
-
 def test_the_old_and_the_reference_log_probs_are_those_of_the_policy_itself():
     trainer, _ = make(num_iterations=2)
     found = window(trainer).per_token
@@ -61,23 +50,6 @@ def test_old_log_probs_of_processed_distributions_are_the_policys_own(kwargs):
     assert (experience.per_token[SAMPLING_LOGPS] - own).abs().max() > 0.05
     largest = logs(trainer)[0]["sampling/importance_sampling_ratio/max"]
     assert (largest == pytest.approx(1, abs=1e-8)) == ("typical_p" in kwargs)
-
-
-@pytest.mark.parametrize("kwargs", [{"min_new_tokens": 7}, {"min_length": 12}])
-def test_where_end_tokens_are_banned_the_policy_is_asked_too(kwargs):
-    """The sampler's log-probs are those of a distribution without them."""
-    trainer, _ = make(num_iterations=2, generation_kwargs=kwargs)
-    found = window(trainer)
-    batch = trainer._prepare_inputs(trainer.batch_of(found))
-    with torch.no_grad():
-        own = trainer.scorer.score(trainer.model, batch, ScoreOptions()).logps
-    torch.testing.assert_close(found.per_token[OLD], own, rtol=0, atol=1e-10)
-    gap = found.per_token[SAMPLING_LOGPS] - own
-    assert gap.min() > -1e-10 and gap.max() > 0.05
-    whole = torch.zeros(8, dtype=gap.dtype).index_add_(0, found.completions.row_index, -gap).exp()
-    torch.testing.assert_close(
-        found.per_token["correction"], whole[found.completions.row_index], rtol=1e-9, atol=0
-    )
 
 
 def test_weights_of_whole_sequences_are_taken_to_the_sampler_itself():

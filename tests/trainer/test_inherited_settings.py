@@ -86,14 +86,6 @@ def test_rows_of_a_stream_are_counted(method):
     assert found.metrics["hand_loss"] == build(method).evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize("method", ["dpo", "prm"])
-def test_rows_are_evaluated_in_their_order_however_they_are_trained_on(method):
-    test = rows_of(method, seed=9, count=7)
-    expected = build(method).predict(test).predictions
-    found = build(method, train_sampling_strategy="group_by_length").predict(test).predictions
-    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("method", ["dpo", "kto", "bco"])
 def test_an_evaluation_in_bfloat16_is_held_against_a_reference_in_bfloat16(method):
     """Both are the same model before the first step: every reward is 0, and not what rounding one of them makes of it."""
@@ -177,8 +169,3 @@ def test_two_processes_count_each_row_once_and_go_on(tmp_path):
     for name in SEQUENCES:
         assert found[name] == pytest.approx(expected, rel=0, abs=1e-6), name
     assert found["goes on"]
-
-
-@pytest.mark.parametrize("setting", EVALUATIONS)
-def test_one_process_counts_each_row_once(setting):
-    assert evaluated(**EVALUATIONS[setting]) == pytest.approx(evaluated(), rel=0, abs=1e-9)

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
 
 from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -138,15 +137,6 @@ def rows_of(max_length=None, keep_end=True, encoder_decoder=False, **given):
     return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
 
 
-def test_what_is_too_long_is_cut_at_the_chosen_end():
-    ids, labels = [[1, 2, 3, 4, 5], [6, 7]], [[-100, 2, 3, 4, 5], [6, 7]]
-    assert rows_of(3, True, input_ids=ids, labels=labels) == [([3, 4, 5], [3, 4, 5]), ([6, 7], [6, 7])]
-    assert rows_of(3, False, input_ids=ids, labels=labels) == [([1, 2, 3], [-100, 2, 3]), ([6, 7], [6, 7])]
-    assert rows_of(None, input_ids=ids) == [([1, 2, 3, 4, 5],) * 2, ([6, 7],) * 2]
-    found = rows_of(2, True, True, input_ids=ids, labels=[[1, 2, 3, -100], [4, -100, -100, -100]])
-    assert found == [([4, 5], [1, 2]), ([6, 7], [4])]
-
-
 def test_labels_of_texts():
     tokenizer = tiny_tokenizer()
     sky = [*tokenizer("The sky")["input_ids"], tokenizer.eos_token_id]
@@ -204,16 +194,6 @@ def test_steps_beyond_max_steps_are_refused_before_anything_is_trained():
         trainer.step(**inputs(fixed_rows()[:4]))
 
 
-def test_the_model_is_as_it_was_between_steps():
-    trainer, _ = make(max_steps=3)
-    trainer.model.eval()
-    trainer.step(**inputs())
-    assert not trainer.model.training
-    trainer.model.train()
-    trainer.step(**inputs())
-    assert trainer.model.training
-
-
 def test_a_run_is_resumed_to_the_same_bits(tmp_path):
     settings = {
         "optim": "adamw_torch",
@@ -243,18 +223,6 @@ def test_a_run_is_resumed_to_the_same_bits(tmp_path):
         second.resume()
     with pytest.raises(FileNotFoundError):
         make(model(), tmp_path / "nothing")[0].resume()
-
-
-def test_the_arguments_of_older_programs(tmp_path):
-    tokenizer = tiny_tokenizer()
-    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", max_steps=1, save_strategy="no")
-    with pytest.warns(FutureWarning, match="max_length -> IterativeSFTConfig"):
-        trainer = IterativeSFTTrainer(
-            model_for(tokenizer), args, tokenizer=tokenizer, max_length=4, truncation_mode="keep_start"
-        )
-    assert trainer.args.max_length == 4
-    trainer.step(texts=["What colour is the sky? It is blue."])
-    assert trainer.num_tokens() == 4
 
 
 # ---- what cannot be used
@@ -324,16 +292,6 @@ def test_settings_that_cannot_work(short, tmp_path):
             IterativeSFTConfig(tmp_path, use_cpu=True, **settings)
     with pytest.raises(ValueError, match="label_smoothing_factor must be 0 for an encoder-decoder"):
         make(tiny_seq2seq("t5"), label_smoothing_factor=0.1)
-
-
-def test_a_tokenizer_in_the_place_of_the_collator_is_refused(tmp_path):
-    """Older programs gave the tokenizer third; it can be called, so it would fail at the first batch only."""
-    tokenizer = tiny_tokenizer()
-    args = IterativeSFTConfig(str(tmp_path), **QUICK)
-    with pytest.raises(
-        TypeError, match=r"data_collator is a tokenizer \(.*Give a tokenizer as processing_class="
-    ):
-        IterativeSFTTrainer(model_for(tokenizer), args, tokenizer, processing_class=tokenizer)  # type: ignore[arg-type]
 
 
 def test_a_loop_owns_its_folder_while_its_trainer_lives(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from tests.experimental import ppo_runs
 from tests.rewards.judges_for_tests import Longer
 from tests.trainer import grpo_runs
-from trl.experimental.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
+from trl.experimental.judges import BasePairwiseJudge, BaseRankJudge
 
 
 def evens(text):
@@ -22,13 +22,6 @@ class MoreEven(BasePairwiseJudge):
 class MostEvenFirst(BaseRankJudge):
     def judge(self, prompts, completions, shuffle_order=True):
         return [sorted(range(len(texts)), key=lambda i: -evens(texts[i])) for texts in completions]
-
-
-class AsEvenAsGold(BaseBinaryJudge):
-    def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
-        return [
-            int(evens(text) >= evens(gold)) for text, gold in zip(completions, gold_completions, strict=True)
-        ]
 
 
 def win_rates(prompts, completions, **kwargs):
@@ -56,10 +49,6 @@ def ranks(prompts, completions, **kwargs):
     return found
 
 
-def as_even_as_gold(completions, gold_completion, **kwargs):
-    return [float(evens(c) >= evens(g)) for c, g in zip(completions, gold_completion, strict=True)]
-
-
 def same_steps(by_judge, by_function, name, twin):
     """Equal gradients of every step, and equal logs under the sources' own names."""
     (judged, kept), (plain, expected) = by_judge, by_function
@@ -84,15 +73,6 @@ def test_judges_that_compare_in_groups(method, judge, function):
     logged = same_steps(by_judge, by_function, name, twin)
     assert any(abs(gradient).sum() > 0 for gradient in by_judge[1].steps[0].values())
     assert 0 < logged[0][f"rewards/{name}/mean"] < 1
-
-
-def test_a_binary_judge_in_ppo_reads_right_answers_from_a_column():
-    data = ppo_runs.prompts()
-    data = data.add_column("gold_completion", [" ".join(["w2"] * (1 + row % 3)) for row in range(len(data))])
-    settings = {"max_steps": 2, "num_ppo_epochs": 1}
-    by_judge = ppo_runs.run(None, data, reward_funcs=AsEvenAsGold(), **settings)
-    by_function = ppo_runs.run(None, data, reward_funcs=as_even_as_gold, **settings)
-    same_steps(by_judge, by_function, "AsEvenAsGold", "as_even_as_gold")
 
 
 def test_a_judge_that_compares_needs_groups_before_the_first_step():

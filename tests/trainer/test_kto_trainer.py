@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.tiny import tiny_model, tiny_seq2seq
+from tests.tiny import tiny_seq2seq
 from tests.trainer.dpo_runs import policy_and_reference
 from tests.trainer.kto_runs import (
     LABELS,
@@ -19,9 +19,6 @@ from tests.trainer.kto_runs import (
     rows,
     step,
 )
-from tests.trainer.resume_worker import tokenizer
-from trl.collators.preference import DPODataCollatorWithPadding
-from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
 OWN = {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}
@@ -101,32 +98,10 @@ def test_the_kl_is_at_least_zero():
 # ---- one gradient, however a step is cut and laid out
 
 
-def test_a_collator_that_pads(whole):
-    padded = step(make(**OWN, data_collator=DPODataCollatorWithPadding(), **SPLITS["2x4"]))
-    assert_same_gradient(padded[0], whole[0])
-
-
 def test_a_collator_without_masks_is_refused():
     trainer = make(data_collator=lambda rows: {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
     with pytest.raises(ValueError, match="a batch has \\['input_ids'\\], expected prompt_input_ids"):
         trainer.train()
-
-
-@pytest.mark.parametrize("sharing", [True, False])
-def test_a_prompt_that_its_mismatched_completion_cuts(sharing):
-    """With max_length, the prompt in front of a longer mismatched completion is shorter than the row's own."""
-    lengths = {"max_length": 10, "max_prompt_length": 3}
-    trainer = make(**lengths, prefix_sharing=sharing)
-    assert "KL_prompt_input_ids" in trainer.train_dataset.column_names
-    model, reference = policy_and_reference()
-    given = list(trainer.train_dataset)
-    mismatched = [
-        (row["KL_prompt_input_ids"] or row["prompt_input_ids"], row["KL_completion_input_ids"])
-        for row in given
-    ]
-    kl = torch.stack([logps(model, *pair) - logps(reference, *pair) for pair in mismatched]).mean()
-    _, log = step(trainer)
-    assert log["kl"] == pytest.approx(max(kl.item(), 0), rel=1e-12)
 
 
 # ---- evaluation
@@ -162,15 +137,6 @@ def test_compute_metrics_gets_rewards_and_labels():
     ratios = log_ratios(*policy_and_reference(), rows()).detach()
     assert seen["rewards"] == pytest.approx(0.1 * ratios.numpy(), rel=1e-10)
     assert seen["labels"].tolist() == [int(label) for label in LABELS]
-
-
-def test_rows_that_come_later_are_prepared():
-    trainer = make(**OWN)
-    text = [
-        {"prompt": "w5", "completion": "w6", "label": True},
-        {"prompt": "w7", "completion": "w8", "label": False},
-    ]
-    assert trainer.evaluate(Dataset.from_list(text))["eval_logps/chosen"] < 0
 
 
 # ---- references
@@ -246,34 +212,6 @@ def test_older_methods(whole):
         assert same is trainer.model
 
 
-def test_the_call_of_0_11():
-    from transformers import TrainingArguments
-
-    args = TrainingArguments("unused", per_device_train_batch_size=8, use_cpu=True, report_to="none")
-    data = Dataset.from_list(rows())
-    with pytest.warns(FutureWarning, match=r"beta -> KTOConfig\(beta=...\)"):
-        trainer = KTOTrainer(
-            tiny_model("llama"),
-            None,
-            args,
-            data,
-            tokenizer=tokenizer(),
-            beta=0.4,
-            max_length=32,
-            desirable_weight=1.5,
-        )
-    assert (trainer.args.beta, trainer.args.max_length, trainer.args.desirable_weight) == (0.4, 32, 1.5)
-
-
-def test_model_init():
-    with pytest.warns(FutureWarning, match="model_init -> the argument model"):
-        trainer = KTOTrainer(
-            args=KTOConfig("unused", use_cpu=True, report_to="none"), model_init=lambda: tiny_model("llama"),
-            train_dataset=Dataset.from_list(rows()), processing_class=tokenizer(),
-        )  # fmt: skip
-    assert trainer.model is not None
-
-
 # ---- bad input
 
 
@@ -294,12 +232,6 @@ def test_bad_settings(settings, message):
         make(**settings)
 
 
-def test_one_row_at_a_time_is_enough_for_apo():
-    trainer = make(loss_type="apo_zero_unpaired", per_device_train_batch_size=1)
-    assert not trainer.mismatched
-    assert [len(batch["label"]) for batch in trainer.get_train_dataloader()] == [1] * len(LABELS)
-
-
 def test_rows_in_blocks_are_said(caplog):
     ordered = sorted(rows(), key=lambda row: not row["label"])
     with caplog.at_level(logging.WARNING, logger="trl"):
@@ -308,9 +240,3 @@ def test_rows_in_blocks_are_said(caplog):
         caplog.clear()
         make(train_dataset=Dataset.from_list(ordered), train_sampling_strategy="random")
         assert "come before" not in caplog.text
-
-
-def test_rows_are_visited_in_their_order():
-    trainer = make(per_device_train_batch_size=2)
-    batches = [batch["label"].tolist() for batch in trainer.get_train_dataloader()]
-    assert [label for batch in batches for label in batch] == list(LABELS)

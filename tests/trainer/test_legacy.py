@@ -92,36 +92,11 @@ def test_older_and_newer_programs_train_alike(tmp_path, older, newer):
     assert logged(first, "loss") == logged(second, "loss")
 
 
-def test_training_arguments_alone_are_no_older_call(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        args = older_args(
-            tmp_path, learning_rate=7e-4, lr_scheduler_type="cosine", warmup_steps=3, save_total_limit=2
-        )
-        trainer = SFTTrainer(model_for(), args, train_dataset=TEXTS.rename_column("body", "text"), processing_class=tiny_tokenizer())  # fmt: skip
-    assert isinstance(trainer.args, SFTConfig)
-    for name in ("learning_rate", "lr_scheduler_type", "warmup_steps", "save_total_limit", "per_device_train_batch_size", "output_dir", "gradient_checkpointing"):  # fmt: skip
-        assert getattr(trainer.args, name) == getattr(args, name), name
-    assert trainer.args.max_length == 1024
-
-
 def test_older_arguments_beside_a_new_config(tmp_path):
     args = config(tmp_path, learning_rate=1e-3, pad_to_multiple_of=8)
     trainer, _ = warned(lambda: SFTTrainer(model_for(), args, train_dataset=TEXTS, tokenizer=tiny_tokenizer(), dataset_text_field="body"))  # fmt: skip
     assert (trainer.args.learning_rate, trainer.args.pad_to_multiple_of) == (1e-3, 8)
     assert (args.dataset_text_field, trainer.args.dataset_text_field) == ("text", "body")
-
-
-def test_formatting_function_and_model_init(tmp_path):
-    trainer, text = warned(
-        lambda: SFTTrainer(
-            model_init=model_for, args=older_args(tmp_path), train_dataset=TEXTS, tokenizer=tiny_tokenizer(),
-            formatting_func=lambda rows: [f"A: {text}" for text in rows["body"]], max_seq_length=512,
-        )
-    )  # fmt: skip
-    assert "model_init -> the argument model" in text
-    assert {text for (text,) in trained_spans(trainer)} <= {f"A: {text}<|im_end|>" for text in TEXTS["body"]}
-    trainer.train()
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from torch.nn.functional import logsigmoid
 
 from tests.tiny import tiny_model, tiny_seq2seq
-from tests.trainer.cpo_runs import TEXT, gradients_of, largest_difference, plain, step
+from tests.trainer.cpo_runs import gradients_of, largest_difference, plain, step
 from tests.trainer.dpo_runs import pairs
 from tests.trainer.orpo_runs import make
 from tests.trainer.test_cpo_trainer import IN_TWOS, LOGGED, OF_THE_RUN, padded
@@ -134,45 +133,3 @@ def test_an_encoder_decoder_judges_what_its_decoder_says(split, kind, tolerance)
     assert log["nll_loss"] == pytest.approx(nll.item(), rel=tolerance)
     assert log["log_odds_chosen"] == pytest.approx(ratio.mean().item(), rel=tolerance)
     assert largest_difference(gradients, gradients_of(model, loss)) <= tolerance
-
-
-def test_text_for_an_encoder_decoder(tmp_path):
-    trainer = make(
-        str(tmp_path), model=tiny_seq2seq("t5"), train_dataset=Dataset.from_list(TEXT * 4), max_completion_length=2,
-        is_encoder_decoder=True,
-    )  # fmt: skip
-    row = trainer.train_dataset[1]
-    assert row["prompt_input_ids"] == [9, 10, 1]
-    assert row["rejected_input_ids"] == [12, 13]
-    trainer.train()
-    assert trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] > 0
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_samples_are_shown_at_an_evaluation(kind, capsys):
-    model = tiny_seq2seq(kind) if kind == "t5" else tiny_model(kind)
-    trainer = make(
-        model=model, eval_dataset=Dataset.from_list(TEXT * 4), generate_during_eval=True, max_length=12,
-        max_prompt_length=6,
-    )  # fmt: skip
-    plain_loss = make(model=model, eval_dataset=Dataset.from_list(TEXT * 4)).evaluate()["eval_loss"]
-    capsys.readouterr()
-    assert trainer.evaluate()["eval_loss"] == plain_loss
-    shown = capsys.readouterr().out
-    assert "Prompt" in shown
-    assert "w3 w4 w5" in shown
-    assert "Ref Model" not in shown
-
-
-def test_concatenated_inputs_of_the_trainers_own_batches():
-    """The prompt is scored with the chosen completion here, and is no part of it."""
-    rows = pairs()
-    trainer = make()
-    found = trainer.concatenated_inputs(trainer.data_collator(rows))
-    for offset, side in ((0, "chosen"), (len(rows), "rejected")):
-        for index, row in enumerate(rows, start=offset):
-            mask = found["concatenated_attention_mask"][index].bool()
-            whole = row["prompt_input_ids"] + row[f"{side}_input_ids"]
-            labels = [-100] * len(row["prompt_input_ids"]) + row[f"{side}_input_ids"]
-            assert found["concatenated_input_ids"][index][mask].tolist() == whole
-            assert found["concatenated_labels"][index][mask].tolist() == labels

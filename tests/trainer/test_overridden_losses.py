@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch.nn.functional import logsigmoid, softplus
 
 from tests.tiny import tiny_model
-from tests.trainer import bco_runs, dpo_runs, grpo_runs, kto_runs, reward_runs
+from tests.trainer import dpo_runs, grpo_runs, kto_runs, reward_runs
 from tests.trainer.kto_runs import SPLITS, assert_same_gradient, step
 from tests.trainer.one_step import trainer_of
 from tests.trainer.resume_worker import tokenizer
@@ -100,19 +100,6 @@ def forward_of_0_26(trainer, model, batch):
     return totals[:half], totals[half:], logits
 
 
-class OlderHinge(DPOTrainer):
-    """The signature of 0.8-0.11."""
-
-    def dpo_loss(
-        self, policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
-    ):
-        chosen = self.beta_of_mine * (policy_chosen_logps - reference_chosen_logps)
-        rejected = self.beta_of_mine * (policy_rejected_logps - reference_rejected_logps)
-        return torch.relu(1 - (chosen - rejected)), chosen.detach(), rejected.detach()
-
-    beta_of_mine = 0.3
-
-
 class NoReference(DPOTrainer):
     def compute_ref_log_probs(self, batch):
         zeros = torch.zeros(batch["prompt_input_ids"].shape[0], dtype=torch.float64)
@@ -155,14 +142,6 @@ def test_a_doubled_loss(method, shape):
     assert log["loss"] == pytest.approx(2 * expected[1]["loss"], rel=1e-6)
     for metric in metrics:
         assert log[metric] == pytest.approx(expected[1][metric], rel=1e-6), metric
-
-
-@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
-def test_dpo_loss_of_0_11(cut):
-    gradients, log = step(dpo(OlderHinge, **cut))
-    expected = step(dpo(loss_type="hinge"))
-    assert_same_gradient(gradients, expected[0])
-    assert log["rewards/chosen"] == pytest.approx(expected[1]["rewards/chosen"], rel=1e-9)
 
 
 def test_dpo_loss_of_a_mixture():
@@ -250,16 +229,6 @@ def test_compute_loss(plain, whole):
     assert trainer.evaluate(Dataset.from_list(dpo_runs.pairs()[:2]))["eval_loss"] > 0
 
 
-def test_losses_of_another_number():
-    class Wrong(DPOTrainer):
-        def dpo_loss(self, *args, **kwargs):
-            losses, chosen, rejected = super().dpo_loss(*args, **kwargs)
-            return losses[:3], chosen, rejected
-
-    with pytest.raises(ValueError, match="gave 3 losses, expected 8, one per pair, or their mean"):
-        dpo(Wrong).train()
-
-
 # ---- CPO and ORPO
 
 
@@ -290,12 +259,6 @@ def test_cpo_loss(cut):
     found, expected = step(cpo(Hinge, **cut)), step(cpo(loss_type="hinge"))
     assert_same_gradient(found[0], expected[0])
     assert found[1]["rewards/chosen"] == pytest.approx(5 / 0.3 * expected[1]["rewards/chosen"], rel=1e-9)
-
-
-@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
-def test_odds_ratio_loss(cut):
-    twice = doubled(ORPOTrainer, "odds_ratio_loss")
-    assert_same_gradient(step(orpo(twice, **cut))[0], step(orpo(beta=1.0))[0])
 
 
 @pytest.mark.parametrize("make_one", [cpo, orpo])
@@ -372,19 +335,6 @@ def test_rewards_of_a_cut_step_count_once_whatever_bco_loss_hands_on():
     assert trainer.method.state()["rewards"]["count"] == len(kto_runs.rows())
 
 
-def test_bco_loss_with_matching():
-    class Same(BCOTrainer):
-        def bco_loss(self, pc, pr, rc, rr, chosen_embeddings, rejected_embeddings):
-            assert len(chosen_embeddings) == len(pc) and len(rejected_embeddings) == len(pr)
-            return super().bco_loss(pc, pr, rc, rr, chosen_embeddings, rejected_embeddings)
-
-    matched = {"embedding_func": bco_runs.embed, "embedding_tokenizer": tokenizer()}
-    rows = Dataset.from_list(bco_runs.embedded_rows())
-    assert_as_plain(
-        bco(Same, train_dataset=rows, **matched), step(bco_runs.make(**bco_runs.MATCHED)), "delta"
-    )
-
-
 @pytest.mark.parametrize("make_one", [kto, bco])
 def test_get_batch_loss_metrics_of_rows(make_one):
     base = KTOTrainer if make_one is kto else BCOTrainer
@@ -410,24 +360,6 @@ def test_get_batch_loss_metrics_of_rows(make_one):
 
 
 # ---- reward models
-
-
-@pytest.mark.parametrize("columns", ["0.26", "0.11"])
-def test_compute_loss_of_rewards(columns):
-    class Own(RewardTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            if columns == "0.26":
-                chosen, rejected = model(
-                    inputs["input_ids"], attention_mask=inputs["attention_mask"]
-                ).logits.chunk(2)
-            else:
-                chosen, rejected = (
-                    model(inputs[f"input_ids_{side}"], attention_mask=inputs[f"attention_mask_{side}"]).logits
-                    for side in ("chosen", "rejected")
-                )
-            return -3 * logsigmoid(chosen[:, 0] - rejected[:, 0] - inputs["margin"]).mean()
-
-    assert_same_gradient(step(reward(Own, **CUT))[0], times(step(reward_runs.make())[0], 3))
 
 
 # ---- what is refused

@@ -63,19 +63,6 @@ def test_responses_that_begin_with_their_queries_are_said_once(caplog):
         assert sum("return_prompt=False" in record.message for record in caplog.records) == said
 
 
-def test_one_token_cannot_be_whitened():
-    trainer = make_trainer(batch_size=1, mini_batch_size=1)
-    with pytest.raises(ValueError, match="at least 2 tokens together"):
-        trainer.step([torch.tensor([5])], [torch.tensor([6])], [1.0])
-
-
-def test_scores_may_be_numbers_or_one_tensor():
-    queries, responses, scores = batch()
-    given = ([float(score) for score in scores], torch.stack(scores), [score[None] for score in scores])
-    found = {make_trainer().step(queries, responses, each)["ppo/loss/total"] for each in given}
-    assert len(found) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -98,13 +85,6 @@ def test_scores_may_be_numbers_or_one_tensor():
 def test_configs(options, words):
     with pytest.raises(ValueError, match=words):
         PPOConfig(**options)
-
-
-@pytest.mark.parametrize(("batch_size", "accumulated", "lowered"), [(1, 1, 1), (8, 1, 8), (8, 4, 2)])
-def test_the_default_minibatch_is_lowered_to_a_small_batch(batch_size, accumulated, lowered):
-    with pytest.warns(UserWarning, match=f"mini_batch_size is lowered from its default 128 to {lowered}"):
-        config = PPOConfig(batch_size=batch_size, gradient_accumulation_steps=accumulated)
-    assert (config.mini_batch_size, config.backward_batch_size) == (lowered, lowered * accumulated)
 
 
 def test_parts_of_a_trainer():
@@ -149,11 +129,6 @@ def test_an_optimiser_and_a_schedule_that_would_do_nothing():
     for optimizer, given in ((None, "no optimizer"), (own, "another optimizer")):
         with pytest.raises(ValueError, match=f"lr_scheduler belongs to an optimizer of its own, and {given}"):
             PPOTrainer(config, model, None, tokenizer, optimizer=optimizer, lr_scheduler=schedule)
-
-
-def test_centring_without_scaling_is_said():
-    with pytest.warns(UserWarning, match="use_score_norm=True has no effect"):
-        PPOConfig(use_score_norm=True)
 
 
 def test_a_divergence_that_explodes_stops_before_the_update():

@@ -12,7 +12,6 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.ppo_runs import QUERIES, make_trainer, tensors, value_model
 from trl import AutoModelForCausalLMWithValueHead
-from trl.core import LengthSampler
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -69,21 +68,6 @@ def test_samples_are_new_in_each_call_and_the_same_for_a_seed(more):
     again = trainer.generate(queries, **kwargs)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     assert not all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
-def test_lengths_are_drawn_for_each_query():
-    trainer, queries = make_trainer(), tensors(QUERIES)
-    np.random.seed(0)
-    found = trainer.generate(
-        queries, LengthSampler(2, 9), return_prompt=False, eos_token_id=[], do_sample=True
-    )
-    np.random.seed(0)
-    assert [len(response) for response in found] == [np.random.randint(2, 9) for _ in queries]
-
-
-def test_without_a_length_transformers_default_counts():
-    found = make_trainer().generate(tensors(QUERIES), eos_token_id=[])
-    assert [len(row) for row in found] == [20] * 4
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -62,15 +62,3 @@ def test_a_bandit_with_a_function_as_reward(seed):
     rewards = torch.linspace(-1, 1, ARMS).roll(seed)
     reference, found = play(lambda arms: rewards[arms], seed=seed, kl_coef=0.5)
     assert_reached(reference, found, rewards, 0.5)
-
-
-def test_a_very_large_coefficient_keeps_the_policy_at_the_reference():
-    """The value loss grows with the square of the coefficient and trains the same layers: its weight shrinks with it."""
-    rewards = torch.linspace(-1, 1, ARMS)
-    moved = []
-    for kl_coef, vf_coef in ((0.1, 0.1), (1000.0, 1e-7)):
-        settings = {"kl_coef": kl_coef, "vf_coef": vf_coef, "steps": 25, "rows": 32, "lr": 1e-3}
-        reference, found = play(lambda arms: rewards[arms], seed=0, **settings)
-        moved.append(float((found.exp() * (found - reference)).sum()))
-    assert moved[0] > 0.3
-    assert moved[1] < 5e-3

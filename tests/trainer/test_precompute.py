@@ -8,7 +8,6 @@ from functools import partial
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, Features, List, Value
 
 from tests.trainer.precompute_worker import COLUMNS, Counted, collate, pair_rows
@@ -35,17 +34,6 @@ def test_they_are_the_live_ones_bit_for_bit():
         for name in COLUMNS:
             stored = torch.tensor(found[name][start : start + 2], dtype=live[name].dtype)
             assert torch.equal(stored, live[name])
-
-
-@pytest.mark.parametrize("packed", [None, False])
-def test_the_batch_size_does_not_matter(packed, monkeypatch):
-    monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
-    found = [
-        Counted(dtype=torch.float64, packed=packed).run(rows(), batch_size=size) for size in (1, 3, 7, 100)
-    ]
-    for other in found[1:]:
-        for name in COLUMNS:
-            assert list(other[name]) == pytest.approx(list(found[0][name]), abs=1e-10, rel=0)
 
 
 def test_a_second_run_asks_the_reference_nothing(caplog):
@@ -83,23 +71,6 @@ def test_what_changes_the_values_is_computed_again(change):
     counted, dataset, options = CHANGES[change]()
     counted.run(dataset, **options)
     assert counted.rows == len(dataset)
-
-
-def test_how_rows_are_stored_does_not_matter(tmp_path):
-    dataset = rows(2500)
-    dataset.save_to_disk(str(tmp_path / "saved"), num_shards=3)
-    ways = [
-        Dataset.load_from_disk(str(tmp_path / "saved")),
-        dataset.shuffle(seed=1).select(_inverse(dataset.shuffle(seed=1), dataset)),
-        datasets.concatenate_datasets([dataset.select(range(700)), dataset.select(range(700, 2500))]),
-        dataset.select_columns(dataset.column_names[::-1]),
-    ]
-    assert {hash_rows(way) for way in ways} == {hash_rows(dataset)}
-
-
-def _inverse(shuffled, dataset):
-    place = {json.dumps(row): index for index, row in enumerate(shuffled)}
-    return [place[json.dumps(row)] for row in dataset]
 
 
 def test_every_kind_of_value_counts():
@@ -168,15 +139,6 @@ def test_an_unfinished_or_foreign_file_is_not_read(tmp_path):
     assert all(len(numbers) == 7 for numbers in load_file(file).values())
 
 
-def test_without_caching_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
-    for _ in range(2):
-        counted = Counted()
-        counted.run(rows())
-        assert counted.rows == 7
-    assert not (tmp_path / FOLDER).exists()
-
-
 def test_a_collator_that_cannot_be_pickled_is_not_cached(tmp_path, caplog):
     class Own:
         def __call__(self, given):
@@ -188,17 +150,6 @@ def test_a_collator_that_cannot_be_pickled_is_not_cached(tmp_path, caplog):
     counted = Counted()
     assert len(counted.run(rows(), collate=Own())["ref_chosen_logps"]) == counted.rows == 7
     assert "cannot be pickled (no pickle)" in caplog.text and not (tmp_path / FOLDER).exists()
-
-
-def test_mixed_precision_counts():
-    Counted().run(rows())
-    counted = Counted()
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()
-    counted.run(rows(), accelerator=Accelerator(cpu=True, mixed_precision="bf16"))
-    AcceleratorState._reset_state()
-    assert counted.rows == 7
 
 
 @pytest.mark.slow

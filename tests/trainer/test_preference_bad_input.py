@@ -216,16 +216,6 @@ def test_smoothing_of_another_loss_is_said_to_do_nothing(method, caplog):
     assert len(said) == 1 and said[0].endswith("label_smoothing.")
 
 
-@pytest.mark.parametrize("method", OF_PAIRS)
-def test_good_rows_of_a_trainer_are_taken_in_silence(method, caplog):
-    """The same rows without what is bad about them: the cases above are refused for their own reason."""
-    rows = [PAIR, {**PAIR, "chosen": " clear"}]
-    with caplog.at_level(logging.WARNING):
-        trainer = build(method, rows, **({"train_sampling_strategy": "random"} if method in UNPAIRED else {}))
-    assert len(trainer.train_dataset) == (4 if method in UNPAIRED else 2)
-    assert not caplog.records
-
-
 def test_images_that_come_later_are_refused():
     trainer = build("dpo", [PAIR])
     with pytest.raises(

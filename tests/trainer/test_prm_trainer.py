@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForTokenClassification,
     DataCollatorForTokenClassification,
-    TrainingArguments,
 )
 
 from tests.tiny import tiny_classifier, tiny_model
@@ -21,7 +20,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.one_step import SETTINGS
 from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import tokenizer
-from tests.trainer.test_invariance import SPLITS, assert_same_gradients
+from tests.trainer.test_invariance import assert_same_gradients
 from tests.two_processes import launch
 from trl.reporting.metrics import compute_accuracy
 from trl.trainer.prm_config import PRMConfig
@@ -67,13 +66,6 @@ def own_logits(model, data):
 
 
 # ---- one gradient
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_collator_of_transformers(side, whole):
-    padding = tokenizer()
-    padding.padding_side = side
-    assert_same(step(data_collator=DataCollatorForTokenClassification(padding), **SPLITS["2x4"]), whole)
 
 
 def test_a_plain_loop_gives_this_gradient(whole):
@@ -172,16 +164,6 @@ def test_the_last_step_alone_is_for_training_only():
     assert labels(trainer.eval_dataset["train"]) == [[1, 1], [1, 0], [0]]
 
 
-def test_tokenize_row_is_what_the_data_set_is_made_of():
-    trainer = text_trainer(max_length=30, max_prompt_length=8, max_completion_length=12)
-    settings = {
-        "step_separator": "\n", "max_length": 30, "max_prompt_length": 8, "max_completion_length": 12,
-        "train_on_last_step_only": False, "is_eval": False,
-    }  # fmt: skip
-    for row, made in zip(SOLUTIONS, trainer.train_dataset, strict=True):
-        assert PRMTrainer.tokenize_row(row, tiny_tokenizer(), **settings) == made
-
-
 # ---- models
 
 
@@ -210,15 +192,6 @@ def compare(trainer, model):
     torch.testing.assert_close(found, logits[labels != -100], rtol=1e-4, atol=1e-4)
 
 
-def test_a_saved_model_gives_the_same_logits(base, tmp_path):
-    trainer = from_path(base, tmp_path)
-    trainer.train()
-    trainer.save_model()
-    model = AutoModelForTokenClassification.from_pretrained(tmp_path)
-    assert model.config.num_labels == 2 and model.config.pad_token_id == tiny_tokenizer().pad_token_id
-    compare(trainer, model)
-
-
 @pytest.mark.parametrize("task_type", ["TOKEN_CLS", "CAUSAL_LM"])
 def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type=task_type)
@@ -232,20 +205,6 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
     assert any("score" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
     again = AutoModelForTokenClassification.from_pretrained(base, num_labels=2)
     compare(trainer, PeftModel.from_pretrained(again, tmp_path))
-
-
-def test_the_call_of_earlier_levels(tmp_path):
-    args = TrainingArguments(str(tmp_path), **SETTINGS)
-    with pytest.warns(FutureWarning, match="tokenizer"):
-        trainer = PRMTrainer(
-            model_init=step_classifier,
-            args=args,
-            train_dataset=Dataset.from_list(rows()),
-            tokenizer=tokenizer(),
-        )
-    trainer.train()
-    assert isinstance(trainer.args, PRMConfig)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(step()[1]["loss"], rel=1e-12)
 
 
 # ---- bad input
@@ -271,8 +230,3 @@ def test_settings_that_cannot_be():
         PRMConfig("unused", step_separator="")
     with pytest.raises(ValueError, match="max_prompt_length must be a whole number >= 1"):
         PRMConfig("unused", max_prompt_length=0)
-
-
-def test_a_batch_without_labels():
-    with pytest.raises(ValueError, match="expected 'labels' too"):
-        make().take_batch({"input_ids": torch.ones(1, 2, dtype=torch.int64)})

@@ -3,14 +3,12 @@
 float64; gradients agree to 1e-10 of the largest gradient, losses and metrics to 1e-12.
 """
 
-import warnings
-
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, TrainingArguments
+from transformers import AutoModelForSequenceClassification
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -18,7 +16,6 @@ from tests.trainer.one_step import SETTINGS
 from tests.trainer.resume_worker import tokenizer
 from tests.trainer.reward_runs import make, reward_model, rows
 from tests.trainer.test_invariance import SPLITS, assert_same_gradients
-from trl.collators.reward import RewardDataCollatorWithPadding
 from trl.reporting.metrics import compute_accuracy
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
@@ -82,11 +79,6 @@ def test_layouts(layout, whole):
     assert_same(step(**LAYOUTS[layout]), whole)
 
 
-def test_the_older_collator(whole):
-    collator = RewardDataCollatorWithPadding(tokenizer())
-    assert_same(step(data_collator=collator, **SPLITS["4x2"]), whole)
-
-
 def test_a_plain_loop_gives_this_gradient(whole):
     """Nothing of ours: the mean over pairs of -log sigmoid(r_c - r_r - margin) + 0.1 (r_c + r_r)^2, on padded rows."""
     model, data = reward_model(), rows()
@@ -106,18 +98,6 @@ def test_a_plain_loop_gives_this_gradient(whole):
         "num_tokens": sum(len(row[side]) for row in data for side in ("chosen_input_ids", "rejected_input_ids")),
     }  # fmt: skip
     assert_same_metrics(whole[1], {name: float(value) for name, value in expected.items()})
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
-@pytest.mark.parametrize("prefix_sharing", [True, False])
-def test_rewards_are_those_of_the_model(architecture, prefix_sharing):
-    model = reward_model(architecture)
-    trainer = make(model=model, prefix_sharing=prefix_sharing)
-    assert trainer.shares_prefix is prefix_sharing
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    with torch.no_grad():
-        found, expected = trainer.rewards(trainer.model, batch), own_rewards(model, rows())
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_extremes_are_those_since_the_last_log():
@@ -185,40 +165,6 @@ def text_trainer(data, model=None, **settings):
     return RewardTrainer(model, args, train_dataset=Dataset.from_list(data), processing_class=tiny_tokenizer())  # fmt: skip
 
 
-def test_sets_given_later_are_prepared():
-    trainer = text_trainer(TEXT)
-    assert trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] > 0
-    assert trainer.predict(Dataset.from_list(TEXT)).predictions.shape == (4, 2)
-
-
-def test_the_call_of_earlier_levels(tmp_path):
-    """TrainingArguments, tokenizer= and max_length= of the trainer, rows of input_ids_chosen and the rest."""
-    data = [
-        {
-            "input_ids_chosen": row["chosen_input_ids"],
-            "attention_mask_chosen": [1] * len(row["chosen_input_ids"]),
-            "input_ids_rejected": row["rejected_input_ids"],
-            "attention_mask_rejected": [1] * len(row["rejected_input_ids"]),
-            "margin": row["margin"],
-        }
-        for row in rows()
-    ]
-    args = TrainingArguments(str(tmp_path), **SETTINGS)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = RewardTrainer(
-            reward_model(), args, train_dataset=Dataset.from_list(data), tokenizer=tokenizer(), max_length=64,
-            data_collator=RewardDataCollatorWithPadding(tokenizer()), compute_metrics=compute_accuracy,
-        )  # fmt: skip
-    messages = [str(entry.message) for entry in caught if entry.category is FutureWarning]
-    assert any("RewardConfig(max_length=...)" in message for message in messages)
-    assert trainer.args.max_length == 64
-    trainer.train()
-    plain = make()
-    plain.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-12)  # fmt: skip
-
-
 # ---- models
 
 
@@ -244,20 +190,6 @@ def test_a_language_models_files_get_a_head_that_depends_on_the_seed_alone(base,
         heads.append(from_path(base, tmp_path, seed=seed).model.score.weight)
     assert heads[0].shape == (1, 32)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[1], heads[2])
-
-
-def test_a_saved_model_gives_the_same_rewards_to_padded_rows(base, tmp_path):
-    """Its config knows the padding token, which was another one's before."""
-    trainer = from_path(base, tmp_path)
-    trainer.train()
-    trainer.save_model()
-    model = loaded(tmp_path)
-    assert model.config.pad_token_id == tiny_tokenizer().pad_token_id and model.config.num_labels == 1
-    trainer.model.double()
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    with torch.no_grad():
-        found, expected = trainer.rewards(trainer.model, batch), own_rewards(model, trainer.train_dataset)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def lora(**changes):
@@ -286,18 +218,6 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
     with torch.no_grad():
         found, expected = trainer.rewards(trainer.model, batch), own_rewards(again, trainer.train_dataset)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_an_adapters_folder_is_trained_further(base, tmp_path):
-    first = from_path(base, tmp_path / "first", peft_config=lora())
-    first.train()
-    first.save_model()
-    second = from_path(tmp_path / "first", tmp_path / "second")
-    assert isinstance(second.model, PeftModel)
-    weights = [t.model.base_model.model.score.modules_to_save.default.weight for t in (first, second)]
-    assert torch.equal(*weights)
-    found = [trainer.evaluate(Dataset.from_list(TEXT))["eval_loss"] for trainer in (first, second)]
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_an_adapter_without_the_head_is_told_of(caplog):
@@ -334,9 +254,3 @@ def test_settings_that_cannot_be(base):
         RewardTrainer(str(base), RewardConfig("unused", model_init_kwargs={"num_labels": 2}, use_cpu=True))
     with pytest.raises(TypeError, match="max_lenght"):
         RewardTrainer(str(base), RewardConfig("unused", use_cpu=True), max_lenght=3)
-
-
-def test_padding_with_the_stop_token_is_told_of(caplog):
-    with caplog.at_level("WARNING"):
-        RewardTrainer(reward_model(), RewardConfig("unused", pad_token="<eos>", use_cpu=True), processing_class=tokenizer())  # fmt: skip
-    assert "'<eos>' is the end-of-sequence token too" in caplog.text

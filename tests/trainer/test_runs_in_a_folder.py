@@ -6,8 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from datasets import Dataset
 from transformers import TrainerCallback
 
 from tests.checkpoints.test_ownership import HOLD
@@ -66,19 +64,6 @@ def test_a_callback_saves_in_a_run_that_was_not_to_save(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert resume(tmp_path).state.global_step == 3
     assert "another run" not in caplog.text
-
-
-def test_a_run_does_not_start_within_another(tmp_path):
-    raised = []
-
-    class Within(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            with pytest.raises(CheckpointError, match="Another run is active") as error:
-                make(ROWS, folder=tmp_path, **SAVED).train()
-            raised.append(error)
-
-    make(ROWS, folder=tmp_path, **SAVED, trainer={"callbacks": [Within()]}).train()
-    assert len(raised) == 2 and not list(tmp_path.glob(f"{PREFIX}*"))
 
 
 def test_a_checkpoint_without_weights_is_not_published(folder):
@@ -171,24 +156,11 @@ def test_weights_of_another_model_are_named(damage, folder):
     assert f"Resume from {folder}/checkpoint-1, which is whole" in str(raised.value)
 
 
-def test_the_rows_of_a_stream_are_not_compared(tmp_path):
-    stream = Dataset.from_list(ROWS).to_iterable_dataset()
-    make(stream, folder=tmp_path, **SAVED).train()
-    trainer = resume(tmp_path, Dataset.from_list(ROWS[::-1]).to_iterable_dataset())
-    assert trainer.state.global_step == 3
-    assert all(torch.isfinite(each).all() for each in trainer.model.parameters())
-
-
 def test_a_dead_runs_folder_is_removed_and_one_of_another_program_is_not(folder):
     left = folder / run_folder_name()
     (left / "checkpoint-9").mkdir(parents=True)
     resume(folder)
     assert (left / "checkpoint-9").is_dir()  # nobody knows whose it is
-
-
-def test_unknown_parts_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"resume_without must name parts among .*, got \['weights'\]"):
-        make(ROWS, folder=tmp_path, resume_without=["weights"])
 
 
 def test_two_processes_are_one_owner(tmp_path):

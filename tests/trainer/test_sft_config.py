@@ -1,11 +1,9 @@
-import copy
 import dataclasses
 import json
-import pickle
 import warnings
 
 import pytest
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser
 from transformers.training_args import OptimizerNames
 
 from trl.trainer.sft_config import SFTConfig
@@ -46,12 +44,6 @@ def test_arguments_of_transformers_4_move_with_one_warning(tmp_path, older, plac
 def test_a_warmup_ratio_beyond_its_range_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="warmup_ratio"):
         config(tmp_path, warmup_ratio=3)
-
-
-def test_the_first_positional_argument_is_output_dir(tmp_path):
-    base = [field.name for field in dataclasses.fields(TrainingArguments)]
-    assert [field.name for field in dataclasses.fields(SFTConfig)][: len(base)] == base
-    assert SFTConfig(str(tmp_path), use_cpu=True).output_dir == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -121,35 +113,9 @@ def test_dicts_survive_to_dict_and_vocabulary_tokens_are_not_secret(tmp_path):
     assert json.loads(args.to_json_string())["max_length"] == 1024
 
 
-def test_copies(tmp_path):
-    args = config(tmp_path, model_init_kwargs={"a": {"b": 1}})
-    deep = copy.deepcopy(args)
-    deep.model_init_kwargs["a"]["b"] = 2  # pyright: ignore
-    assert args.model_init_kwargs == {"a": {"b": 1}}
-    assert pickle.loads(pickle.dumps(args)).to_dict() == args.to_dict()
-    assert dataclasses.replace(args, max_length=7).max_length == 7
-
-
 def parse(*line):
     parser = HfArgumentParser(SFTConfig)  # pyright: ignore[reportArgumentType]
     return parser.parse_args_into_dataclasses(["--use_cpu", *line], look_for_args_file=False)[0]
-
-
-def test_parses_from_a_command_line(tmp_path):
-    args = parse(
-        *("--output_dir", str(tmp_path), "--logging_steps", "0.5", "--max_length", "64"),
-        *("--packing", "--packing_strategy", "wrapped", "--no_gradient_checkpointing"),
-        *("--model_init_kwargs", '{"dtype": "float32"}', "--completion_only_loss", "--eval_packing", "false"),
-    )
-    assert (args.logging_steps, args.max_length, args.packing, args.packing_strategy) == (
-        0.5,
-        64,
-        True,
-        "wrapped",
-    )
-    assert (args.completion_only_loss, args.eval_packing, args.gradient_checkpointing) == (True, False, False)
-    assert args.model_init_kwargs == {"dtype": "float32"}
-    assert parse("--bf16").bf16 is True
 
 
 def test_a_setting_of_older_data_sets_is_taken_with_a_warning(tmp_path):

@@ -85,25 +85,6 @@ def test_the_gradient_is_the_same_for_every_split_into_micro_batches(family, row
             torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=tolerance * scale, msg=name)
 
 
-def test_the_loss_is_that_of_the_models_own_logits(processor):
-    trainer = make(PAIRS, processor=processor, max_steps=1)
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert (batch["labels"] != -100).sum() < (batch["attention_mask"] == 1).sum() / 2, "completions only"
-    trainer.model.eval()
-    with torch.no_grad():
-        own = trainer.model(**batch).loss
-        loss = trainer.compute_loss(trainer.model, batch)
-    assert float(loss) == pytest.approx(float(own), abs=1e-5)
-
-
-def test_completion_only_loss_can_be_left_off(processor):
-    trainer = make(PAIRS, processor=processor, completion_only_loss=False)
-    batch = next(iter(trainer.get_train_dataloader()))
-    image = processor.image_token_id
-    expected = (batch["attention_mask"] == 1) & (batch["input_ids"] != image)
-    assert torch.equal(batch["labels"] != -100, expected)
-
-
 def test_one_image_a_row_streams_and_adapters(processor):
     rows = [{"image": tiny_image(seed), "prompt": [USER], "completion": [BLUE]} for seed in range(4)]
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
@@ -146,24 +127,6 @@ def test_processor_and_model_are_saved_and_load_again(tmp_path):
     assert type(again.processing_class).__name__ == "LlavaProcessor"
 
 
-def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    """Its weights are saved under other names than the modules have."""
-    trainer = make(
-        folder=tmp_path, max_steps=3, learning_rate=1.0, save_strategy="steps", save_steps=1, eval_strategy="steps",
-        eval_steps=1, load_best_model_at_end=True, trainer={"eval_dataset": Dataset.from_list(ROWS)},
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.state.best_global_step < 3
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
-
-
-def test_rows_of_text_alone_are_tokenised_with_a_processor_too(processor):
-    rows = [{"messages": [USER, BLUE]}, {"messages": [AGAIN, NEXT]}]
-    trainer = make(rows, processor=processor, max_steps=1)
-    assert "input_ids" in trainer.train_dataset.column_names
-    trainer.train()
-
-
 def test_a_collator_of_ones_own_gets_raw_rows(processor):
     """As programs of the 0.9 to 0.15 levels do it: rows untouched, a function makes the batch."""
     ours = DataCollatorForVisionLanguageModeling(processor)
@@ -176,14 +139,6 @@ def test_a_collator_of_ones_own_gets_raw_rows(processor):
     for own in ({"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}, {}):
         make(processor=processor, trainer={"data_collator": collate}, max_steps=1, **own).train()
     assert seen == [{"images", "messages"}] * 2
-
-
-def test_max_length_cuts_text_only(processor):
-    trainer = make(processor=processor, max_length=30, max_steps=1)
-    assert trainer.data_collator.rows_cut == 0, "trying the first row does not count"
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert batch["input_ids"].shape[1] == 30
-    assert trainer.data_collator.rows_cut > 0
 
 
 # ---- bad input
@@ -280,12 +235,6 @@ def test_bad_input_is_refused_before_the_first_step(name, processor):
     with pytest.raises(bad.error, match="(?s)" + ".*".join(map(re.escape, bad.says))) as caught:
         make(rows, processor=own, model=model, trainer=bad.trainer, **bad.settings)
     assert type(caught.value) is bad.error
-
-
-def test_a_trainer_of_text_refuses_images_that_come_later(processor):
-    trainer = make([{"messages": [USER, BLUE]}], processor=processor)
-    with pytest.raises(ValueError, match=r"eval dataset has a column of images.*made for rows of text"):
-        trainer.evaluate(Dataset.from_list(ROWS))
 
 
 def test_a_bad_row_that_only_the_stream_meets_is_refused_as_it_passes(processor):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer import test_sft_images
-from tests.trainer.inherited_worker import SEQUENCES, packed_rows, sft_evaluated
+from tests.trainer.inherited_worker import packed_rows
 from tests.trainer.sft_runs import make, model_for
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -142,16 +141,4 @@ def test_rows_are_ordered_by_the_tokens_that_they_have():
     assert list(trainer._get_train_sampler().lengths) == [len(row["input_ids"]) for row in packed_rows()]
 
 
-def test_images_have_no_length_before_they_are_read():
-    with pytest.raises(
-        ValueError, match="train_sampling_strategy='group_by_length' needs the length of each row"
-    ):
-        test_sft_images.make(train_sampling_strategy="group_by_length").train()
-
-
 # ---- several processes: the slow test of two is test_inherited_settings.py's
-
-
-@pytest.mark.parametrize("setting", SEQUENCES)
-def test_one_process_counts_each_sequence_once(setting):
-    assert sft_evaluated(**SEQUENCES[setting]) == pytest.approx(sft_evaluated(), rel=0, abs=1e-6)

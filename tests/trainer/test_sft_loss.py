@@ -158,15 +158,6 @@ def test_metrics_of_a_step():
     assert "aux_loss" not in trainer.state.log_history[0]
 
 
-def test_accuracy_is_the_mean_of_the_steps_since_the_last_log():
-    every, third = (trained_plainly(max_steps=3, logging_steps=steps, learning_rate=1.0) for steps in (1, 3))
-    assert len(set(logged(every, "mean_token_accuracy"))) > 1
-    mean = sum(logged(every, "mean_token_accuracy")) / 3  # every step has all eight rows
-    assert logged(third, "mean_token_accuracy") == [pytest.approx(mean, rel=1e-12)]
-    assert logged(third, "entropy") == [pytest.approx(logged(every, "entropy")[2], rel=1e-12)]
-    assert logged(third, "num_tokens") == logged(every, "num_tokens")[2:]
-
-
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -255,20 +246,6 @@ def test_predict_gives_logits_and_labels():
     assert {"test_loss", "test_entropy", "test_mean_token_accuracy"} <= set(result.metrics)
 
 
-def test_several_evaluation_sets():
-    parts = {"short": Dataset.from_list(ROWS[:4]), "long": Dataset.from_list(ROWS[4:])}
-    trainer, _ = build(
-        eval_dataset=parts, eval_strategy="steps", eval_steps=1, metric_for_best_model="eval_long_loss",
-        load_best_model_at_end=True, save_strategy="steps", save_steps=1,
-    )  # fmt: skip
-    trainer.train()
-    for name, part in parts.items():
-        alone = trainer.evaluate(part)
-        assert logged(trainer, f"eval_{name}_loss")[0] == pytest.approx(alone["eval_loss"], rel=1e-9)
-        assert logged(trainer, f"eval_{name}_mean_token_accuracy")[0] == alone["eval_mean_token_accuracy"]
-    assert trainer.state.best_metric == logged(trainer, "eval_long_loss")[0]
-
-
 def test_raw_rows_are_prepared_when_they_are_evaluated():
     words = Dataset.from_list([{"text": "w3 w4 w5 w6"}, {"text": "w7 w8"}])
     trainer, _ = build(eval_dataset=words)
@@ -279,15 +256,6 @@ def test_raw_rows_are_prepared_when_they_are_evaluated():
 
 
 # ---- precision and memory
-
-
-@pytest.mark.parametrize("bf16", [None, False])
-def test_float32_on_a_cpu(bf16):
-    trainer = trained_plainly(model=tiny_model("llama"), bf16=bf16)
-    assert trainer.args.bf16 is False
-    assert trainer.accelerator.mixed_precision == "no"
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    assert logged(trainer, "loss") == [pytest.approx(logged(trained_plainly(), "loss")[0], rel=1e-5)]
 
 
 def test_bfloat16_on_a_cpu_runs_under_autocast():

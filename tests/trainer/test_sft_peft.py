@@ -60,16 +60,6 @@ def test_gradients_do_not_depend_on_checkpointing(settings):
         assert gradient.any() == ("lora_B" in name)  # B is zero, so A has no gradient yet
 
 
-def test_a_new_adapter_depends_on_the_seed_alone():
-    weights = []
-    for seed, noise in ((1, 0), (1, 5), (2, 5)):
-        torch.manual_seed(noise)
-        trainer = make(ROWS, trainer={"peft_config": lora()}, seed=seed)
-        weights.append(next(p for name, p in trainer.model.named_parameters() if "lora_A" in name))
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[1], weights[2])
-
-
 def test_only_the_adapter_is_saved_and_training_goes_on(tmp_path):
     """Two steps, saved, loaded and two more steps: the losses of four steps in one run."""
     whole = make(ROWS, model=loaded_lora(model_for()), max_steps=4, **SGD)
@@ -90,27 +80,6 @@ def test_only_the_adapter_is_saved_and_training_goes_on(tmp_path):
     second = make(ROWS, model=again, max_steps=2, **SGD)
     second.train()
     assert logged(first, "loss") + logged(second, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)
-
-
-def test_a_head_that_is_trained_as_a_whole(tmp_path):
-    data = Dataset.from_list(ROWS)
-    trainer = make(
-        ROWS,
-        folder=tmp_path,
-        trainer={"peft_config": lora(modules_to_save=["lm_head"]), "eval_dataset": data},
-    )
-    original = trainer.model.base_model.model.lm_head.original_module.weight.clone()
-    trainer.train()
-    head = trainer.model.base_model.model.lm_head
-    assert torch.equal(head.original_module.weight, original)
-    assert not torch.equal(head.modules_to_save["default"].weight, original)
-    found = trainer.evaluate()
-    batch = trainer.scorer.padded_inputs(trainer.data_collator(list(trainer.eval_dataset)))
-    with torch.no_grad():
-        expected = trainer.model(**batch).loss
-    assert found["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
-    trainer.save_model()
-    assert any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
 def test_tokens_of_a_template_are_trained_beside_the_adapter(tmp_path):

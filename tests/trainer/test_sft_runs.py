@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from torch.nn.modules.module import _IncompatibleKeys
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.tiny_tokenizers import QWEN3_LIKE, tiny_tokenizer
@@ -74,21 +73,6 @@ def test_model_card_and_tags(tmp_path, monkeypatch, capsys):
     assert "# Other" in card
     assert "- mine\n" in card
     assert "me/sums" in card
-
-
-def test_tied_weights_are_not_said_to_be_missing_when_a_run_goes_on(tmp_path, monkeypatch):
-    """A checkpoint holds them once, under the other name."""
-    said = []
-    monkeypatch.setattr("transformers.trainer.logger.warning", lambda message, *_: said.append(message))
-    run = {"folder": tmp_path, "save_strategy": "steps", "save_steps": 1}
-    first = make(ROWS, model=model_for(tie_word_embeddings=True), max_steps=1, **run)
-    first.train()
-    second = make(ROWS, model=model_for(tie_word_embeddings=True), max_steps=2, **run)
-    second.train(resume_from_checkpoint=True)
-    assert second.state.global_step == 2
-    assert not [message for message in said if "missing keys" in message]
-    with pytest.raises(ValueError, match=r"1 tensors of the model are missing \(model.norm.weight"):
-        second._issue_warnings_after_load(_IncompatibleKeys(["model.norm.weight"], []))
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path):

@@ -121,21 +121,6 @@ def test_a_pad_token_that_is_also_the_stop_token_is_still_trained():
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 
 
-def test_without_a_pad_token_eos_pads():
-    trainer = make([{"text": "Look up."}, {"text": "Next."}], tokenizer=tiny_tokenizer(pad_token=None))
-    assert trainer.processing_class.pad_token == "<|im_end|>"
-    assert trained_spans(trainer) == [["Look up.<|im_end|>"], ["Next.<|im_end|>"]]
-
-
-def test_eos_and_pad_tokens_of_the_config():
-    trainer = make([{"text": "Look up. Next."}, {"text": "Next."}], eos_token="<|stop|>", pad_token="<s>")
-    assert trained_spans(trainer) == [["Look up. Next.<|stop|>"], ["Next.<|stop|>"]]
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert set(batch["input_ids"][batch["attention_mask"] == 0].tolist()) == {
-        trainer.processing_class.bos_token_id
-    }
-
-
 # ---- batches
 
 
@@ -170,18 +155,6 @@ def test_a_stream_of_text_is_packed(strategy):
     assert len(logged(trainer, "loss")) == 3
     if strategy == "wrapped":
         assert logged(trainer, "num_tokens") == [64, 128, 192]
-
-
-@pytest.mark.parametrize(("shards", "workers"), [(1, 1), (1, 2), (4, 2)])
-def test_a_stream_is_read_by_several_workers(shards, workers):
-    rows = [{"text": f"{number} apples"} for number in range(8)]
-    stream = Dataset.from_list(rows).to_iterable_dataset(num_shards=shards)
-    trainer = make(stream, dataloader_num_workers=workers, max_steps=2)
-    batches = iter(trainer.get_train_dataloader())
-    found = sorted(
-        trainer.processing_class.decode(ids) for _ in range(2) for ids, _ in sequences(next(batches))
-    )
-    assert found == [row["text"] + "<|im_end|>" for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -225,21 +198,6 @@ def test_a_path_loads_model_and_tokenizer(saved):
         trainer.train()
     assert logged(by_path, "loss") == logged(given, "loss")
     assert SFTTrainer(saved, config(), train_dataset=data).model.config.vocab_size == 400
-
-
-def test_the_tokenizer_of_a_loaded_model_is_found_in_its_folder(saved):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    trainer = SFTTrainer(model, config(), train_dataset=Dataset.from_list(ONE_TURN))
-    assert len(trainer.processing_class) == 400
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "float32", None])
-def test_model_init_kwargs(saved, dtype):
-    trainer = make(ONE_TURN, model=str(saved), model_init_kwargs={"dtype": dtype, "attention_dropout": 0.25})
-    assert trainer.model.dtype == (torch.bfloat16 if "bfloat16" in str(dtype) else torch.float32)
-    assert trainer.model.config.attention_dropout == 0.25
 
 
 def test_a_template_from_a_file(tmp_path):

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from tests.trainer.grpo_runs import END, even_tokens, first_is_rare, logs, make, run
-from trl.objectives.group_policy import LOSS_TYPES
+from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from trl.rollouts.experience import ADVANTAGE, CHOSEN, TRAINED
 from trl.rollouts.token_counts import METRIC
 
@@ -111,32 +110,6 @@ def test_tokens_of_low_entropy_are_masked_from_the_first_pass_on():
     assert masked == torch.tensor(first, dtype=torch.float64).cumsum(0).tolist()
 
 
-def test_a_second_run_counts_from_the_start():
-    trainer, _ = run(max_steps=1)
-    first = tokens(logs(trainer)[-1])
-    trainer.train()
-    assert sum(tokens(logs(trainer)[-1]).values()) < 1.5 * sum(first.values())
-
-
-def test_a_rollout_functions_tokens_are_counted_too():
-    made = []
-
-    def rollout(prompts, trainer):
-        ids = [[4, 5, 6][: 1 + row % 3] for row in range(len(prompts))]
-        made.extend(map(len, ids))
-        return {"prompt_ids": [[3, 9]] * len(prompts), "completion_ids": ids}
-
-    trainer, _ = run(
-        reward_funcs=first_is_rare, given={"rollout_func": rollout}, dynamic_sampling=True, max_resampling_rounds=2,
-        max_steps=2,
-    )  # fmt: skip
-    last = logs(trainer)[-1]
-    # Two groups are sampled, and twice more: every group's completions begin alike.
-    assert sum(tokens(last).values()) == sum(made) and len(made) == 2 * 3 * 8
-    assert last["num_tokens"] == sum(made) + 2 * len(made)
-    assert last["dynamic_sampling/rounds"] == last["dynamic_sampling/kept_zero_groups"] == 2
-
-
 # ---- nothing to learn
 
 
@@ -177,23 +150,3 @@ def test_a_batch_without_a_lesson_has_a_loss_of_zero_and_is_spoken_of_once(metho
     assert_nothing_learned(trainer, keep, bucket)
     said = [record.getMessage() for record in caplog.records if "is trained" in record.getMessage()]
     assert len(said) == 1 and words in said[0] and f"({bucket} " in said[0]
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_no_loss_type_makes_anything_of_nothing(loss_type):
-    """Nor does the divergence of tokens that are left out count."""
-    settings, _, _ = NOTHING["all truncated"]
-    level = "sequence" if loss_type == "luspo" else "token"
-    trainer, keep = run(
-        max_steps=2, loss_type=loss_type, importance_sampling_level=level, top_entropy_quantile=0.5, beta=0.1, **settings,
-    )  # fmt: skip
-    for entry in logs(trainer):
-        assert entry["loss"] == 0 and entry["grad_norm"] == 0 and tokens(entry)["trained"] == 0
-    assert not any(value.any() for step in keep.steps for value in step.values())
-
-
-def test_end_tokens_are_likely_enough_here():
-    """What the cases above stand on: some completions end, some do not."""
-    trainer, _ = make(reward_funcs=even_tokens)
-    stopped = torch.cat([trainer.make_rollout_batch(number).per_row["stopped"] for number in range(3)])
-    assert 0 < stopped.sum() < len(stopped) and END == "w16"

@@ -1,22 +1,14 @@
 """Small names of `trl.trainer.utils` for loops of a user's own; those of models and generation are tested there."""
 
-import json
 import os
 import socket
 
 import pytest
-from accelerate import Accelerator
-from torch import nn
-from transformers import TrainerState
 
-from trl.experimental.ppo import PPOConfig
 from trl.trainer.utils import (
-    OnlineTrainerState,
-    OnPolicyConfig,
     add_bos_token_if_needed,
     add_eos_token_if_needed,
     ensure_master_addr_port,
-    prepare_deepspeed,
 )
 
 
@@ -55,25 +47,3 @@ def test_a_place_to_meet(monkeypatch):
     assert os.environ["MASTER_PORT"] == chosen
     ensure_master_addr_port("10.0.0.1", 4321)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "4321")
-
-
-def test_episodes_are_part_of_the_saved_state(tmp_path):
-    state = OnlineTrainerState(episode=96, global_step=3)
-    assert isinstance(state, TrainerState)
-    state.save_to_json(str(tmp_path / "state.json"))
-    assert json.loads((tmp_path / "state.json").read_text())["episode"] == 96
-    assert OnlineTrainerState.load_from_json(str(tmp_path / "state.json")).episode == 96
-
-
-def test_settings_of_a_loop():
-    args = OnPolicyConfig("x", use_cpu=True, total_episodes=10, batch_size=4)
-    assert (args.world_size, args.batch_size, args.response_length) == (1, 4, 53)
-    assert issubclass(PPOConfig, OnPolicyConfig) and PPOConfig("x", use_cpu=True).world_size == 1
-    with pytest.raises(ValueError, match="temperature must be > 0, got 0"):
-        OnPolicyConfig("x", use_cpu=True, temperature=0.0)
-
-
-def test_deepspeed_is_needed_for_a_model_of_deepspeed():
-    Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="needs a run under DeepSpeed"):
-        prepare_deepspeed(nn.Linear(1, 1), 2)

@@ -2,12 +2,10 @@
 
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from torch.nn.functional import softplus
 from transformers import Trainer, TrainingArguments
 
@@ -93,11 +91,6 @@ def test_recorded_attributes(name):
         assert (trainer.generation_config.temperature, trainer.generation_config.max_new_tokens) == (0.9, 7)
     if name in ("DPOTrainer", "KTOTrainer", "BCOTrainer"):
         assert isinstance(trainer.ref_model, torch.nn.Module)
-
-
-def test_an_adapter_has_no_reference_model():
-    trainer = dpo_runs.make(copied_reference=True, peft_config=LoraConfig(r=2, target_modules=["c_attn"]))
-    assert trainer.is_peft_model and trainer.ref_model is None
 
 
 def test_setting_a_field_that_is_read_in_every_step():
@@ -264,38 +257,3 @@ def test_another_trainer_without_its_constructor_is_refused():
             TypeError, match=r"Mine.__init__ did not call the constructor.*super\(\).__init__"
         ):
             call()
-
-
-@dataclass
-class CourseConfig(SFTConfig):
-    """A program's config with a field of its own."""
-
-    course: float = 0.5
-
-
-class CourseTrainer(SFTTrainer):
-    """A program's trainer whose attributes share names with its config's field and with a view."""
-
-    _width = 7
-
-    def __init__(self, **given):
-        super().__init__(**given)
-        self.course = {"level": self.args.course}
-
-    @property
-    def max_length(self):
-        return self._width
-
-    @max_length.setter
-    def max_length(self, value):
-        self._width = value
-
-
-def test_names_of_a_program_are_its_own():
-    trainer = trainer_of(
-        CourseTrainer, CourseConfig, None, {"course": 2.0}, model=tiny_model("gpt2"),
-        train_dataset=Dataset.from_list(fixed_rows()),
-    )  # fmt: skip
-    assert trainer.course == {"level": 2.0} and trainer.args.course == 2.0
-    trainer.max_length = 9
-    assert trainer.max_length == 9

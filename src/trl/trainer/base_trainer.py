@@ -757,7 +757,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         return super()._get_output_dir(trial)
 
     @contextmanager
-    def _loading(self, folder: str, core: nn.Module) -> Iterator[None]:
+    def _loading(self, folder: str, core: Any) -> Iterator[None]:
         """Weights that the parent could not place by name are loaded as `from_pretrained` does."""
         self._weights_are_renamed = False
         with naming_weights(folder):

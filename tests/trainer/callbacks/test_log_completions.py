@@ -53,19 +53,6 @@ def test_printed_where_no_tracker_is_active(tmp_path, capsys):
     assert "the mat sat on" in capsys.readouterr().out
 
 
-def test_tensorboard_gets_the_table(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = trainer(tmp_path, eval_dataset=prompt_dataset(), report_to="tensorboard", steps=1)
-    run.add_callback(LogCompletionsCallback(run, GREEDY, freq=1))
-    run.train()
-    (events,) = {file.parent for file in tmp_path.rglob("events.out.tfevents*")}
-    reader = EventAccumulator(str(events)).Reload()
-    (event,) = reader.Tensors("completions/text_summary")
-    assert event.step == 1
-    assert "| 1 | the mat sat on | " in event.tensor_proto.string_val[0].decode()
-
-
 def test_sampling_leaves_training_alone(tmp_path):
     def weights(folder, sampling):
         torch.manual_seed(3)
@@ -110,8 +97,3 @@ def test_datasets_are_checked(tmp_path, dataset, message):
     run = trainer(tmp_path, eval_dataset=dataset)
     with pytest.raises(ValueError, match=message):
         LogCompletionsCallback(run)
-
-
-def test_freq_is_checked(tmp_path):
-    with pytest.raises(ValueError, match="freq must be at least 1, got 0"):
-        LogCompletionsCallback(trainer(tmp_path, eval_dataset=prompt_dataset()), freq=0)

@@ -41,12 +41,3 @@ def test_a_run_with_evaluation(tmp_path, monkeypatch):
     assert [given["total"] for given in updates if "total" in given] == [2, 2]
     assert callback.metrics["step"] == "2" and {"loss", "eval_loss"} <= callback.metrics.keys()
     assert callback.live is None
-
-
-def test_silent_off_the_main_process_and_outside_training():
-    callback = RichProgressCallback()
-    callback.on_log(None, None, None, logs={"loss": 1.0})
-    callback.on_prediction_step(None, None, None)
-    callback.on_evaluate(None, None, None)
-    callback.on_train_end(None, None, None)
-    assert callback.live is None and not callback.metrics
