@@ -139,19 +139,6 @@ def test_an_unfinished_or_foreign_file_is_not_read(tmp_path):
     assert all(len(numbers) == 7 for numbers in load_file(file).values())
 
 
-def test_a_collator_that_cannot_be_pickled_is_not_cached(tmp_path, caplog):
-    class Own:
-        def __call__(self, given):
-            return collate(given)
-
-        def __reduce__(self):
-            raise TypeError("no pickle")
-
-    counted = Counted()
-    assert len(counted.run(rows(), collate=Own())["ref_chosen_logps"]) == counted.rows == 7
-    assert "cannot be pickled (no pickle)" in caplog.text and not (tmp_path / FOLDER).exists()
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_share_the_work_and_agree(tmp_path, monkeypatch):

@@ -103,16 +103,11 @@ def test_setting_a_field_that_is_read_in_every_step():
     assert group.method.settings.epsilon == group.args.epsilon == 0.05
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "place"),
-    [("max_length", 5, "Set DPOConfig.max_length before"), ("ref_model", None, "Choose it before")],
-)
-def test_setting_what_was_read_before(attribute, value, place):
+@pytest.mark.parametrize(("attribute", "value"), [("max_length", 5), ("ref_model", None)])
+def test_setting_what_was_read_before(attribute, value):
     trainer = dpo_runs.make()
     setattr(trainer, attribute, getattr(trainer, attribute))
-    with pytest.raises(
-        AttributeError, match=f"{attribute} of DPOTrainer is read when the trainer is built.*{place}"
-    ):
+    with pytest.raises(AttributeError, match=f"{attribute} of DPOTrainer cannot be set after.*DPOConfig"):
         setattr(trainer, attribute, value)
     trainer.mine = 3
     assert trainer.mine == 3
@@ -132,11 +127,8 @@ def test_setting_before_the_constructor():
             super().__init__(*args, **kwargs)
             self.seen = self.beta, self.is_peft_model
 
-    with pytest.warns(
-        UserWarning, match=r"beta=0.7 was set before .* takes 0.1 from its config. Set DPOConfig.beta"
-    ):
-        rows = Dataset.from_list(dpo_runs.pairs())
-        trainer = trainer_of(Mine, DPOConfig, None, {}, model=tiny_model("gpt2"), train_dataset=rows)
+    rows = Dataset.from_list(dpo_runs.pairs())
+    trainer = trainer_of(Mine, DPOConfig, None, {}, model=tiny_model("gpt2"), train_dataset=rows)
     assert trainer.seen == (0.1, False)
 
 

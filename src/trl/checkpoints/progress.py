@@ -69,6 +69,11 @@ def begin_run(
     return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint))
 
 
+def starts_anew(args: TrainingArguments, part: str) -> bool:
+    """Whether a part of the checkpoint is left out on resuming (`resume_without`)."""
+    return part in (getattr(args, "resume_without", None) or ())
+
+
 def on_main(accelerator: Accelerator, make: Callable[[], T]) -> T:
     """What `make` returns on the main process, on all processes, which must all call it; so are its errors."""
     found: list[Any] = [None, None]

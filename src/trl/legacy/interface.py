@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
@@ -242,27 +241,15 @@ class LegacyInterface:
         elif not fields or not (name in fields or name in _parts(type(self))):
             super().__setattr__(name, value)
         elif not _same(value, getattr(self, name)):
-            place = (
-                f"Set {type(vars(self)['args']).__name__}.{fields[name]}" if name in fields else "Choose it"
-            )
             raise AttributeError(
-                f"{name} of {type(self).__name__} is read when the trainer is built and cannot be set to {value!r} after that. "
-                f"{place} before."
+                f"{name} of {type(self).__name__} cannot be set after the trainer was built, got {value!r}. Set it in "
+                f"{type(vars(self)['args']).__name__}, or give it to the constructor."
             )
 
     def settle_views(self) -> None:
-        """After the constructor of transformers: the config's values count, with a warning where another was set before."""
-        args = vars(self)["args"]
-        for name in _parts(type(self)).keys() & vars(self).keys():
+        """After the constructor of transformers: the config's values count, whatever a program set before."""
+        for name in (_parts(type(self)) | _fields(type(vars(self)["args"]))).keys() & vars(self).keys():
             del vars(self)[name]
-        for name, field in _fields(type(args)).items():
-            if name in vars(self) and not _same(value := vars(self).pop(name), found := getattr(args, field)):
-                warnings.warn(
-                    f"{name}={value!r} was set before the constructor of {type(self).__name__}, which takes {found!r} from its "
-                    f"config. Set {type(args).__name__}.{field}.",
-                    UserWarning,
-                    stacklevel=4,
-                )
 
     def adopted_args(self, config: type) -> Any:
         """The arguments of a trainer that was built without our constructor, as such a config: its attributes are settings."""

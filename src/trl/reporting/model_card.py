@@ -1,7 +1,7 @@
 """Model cards: what was trained on what, how, with which versions, and what to cite; written without network access."""
 
 from collections.abc import Sized
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,8 @@ def generate_model_card(
         model_name=model_name,
         tags=["generated_from_trainer", *tags],
     )
-    versions, page = _versions(), _project_url()
-    published = f"\n    howpublished = {{\\url{{{page}}}}}," if page else ""
-    cite = f"@misc{{trl,\n    title = {{{{trl: Transformer Reinforcement Learning}}}},{published}\n"
+    versions = _versions()
+    cite = "@misc{trl,\n    title = {{trl: Transformer Reinforcement Learning}},\n"
     template = Path(template_file).read_text(encoding="utf-8") if template_file else _TEMPLATE
     text = Template(template).render(
         card_data=data.to_yaml(),
@@ -144,7 +143,7 @@ def generate_model_card(
         paper_id=paper_id,
         origin=f"A fine-tune of {base}" if base_model else "A model trained from its initial weights",
         sources=", ".join(_linked(name) for name in datasets),
-        library=f"[trl]({page})" if page else f"trl {versions.get('trl', '')}",
+        library=f"trl {versions.get('trl', '')}",
         facts=training_facts or {},
         usage=usage or _GENERATION.format(place=hub_model_id, question=_CHAT),
         versions=versions,
@@ -219,15 +218,6 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
         names = [name for name in measured if name.startswith("eval_") and name not in _TIMES]
         facts |= {name: f"{measured[name]:.4g}" for name in names}
     return {name: value for name, value in facts.items() if value is not None and value is not False}
-
-
-def _project_url() -> str | None:
-    """The project's page, where the installed package names one."""
-    try:
-        pages = metadata("trl").get_all("Project-URL") or []
-    except PackageNotFoundError:
-        return None
-    return pages[0].partition(",")[2].strip() if pages else None
 
 
 def _versions() -> dict[str, str]:

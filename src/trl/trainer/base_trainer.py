@@ -32,6 +32,7 @@ from trl.checkpoints.progress import (
     load_progress,
     on_main,
     save_progress,
+    starts_anew,
 )
 from trl.checkpoints.wholeness import naming_weights
 from trl.data.prepared_sets import DataSets
@@ -113,6 +114,7 @@ class BaseTrainer(LegacyInterface, Trainer):
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
+        self._signature_columns = list(self._columns)
         chosen_metric(self)  # whose set must exist
         self.settle_views()
         at_step_ends(self.callback_handler.callbacks)
@@ -207,10 +209,17 @@ class BaseTrainer(LegacyInterface, Trainer):
     def step_of(self, batch: Mapping[str, Any]) -> Step:
         """What the method is given of the step that a batch belongs to."""
         training = self.mode == "train"
+
+        @torch.no_grad()
+        def score_again(batch: Mapping[str, Any]) -> Scored:
+            model = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
+            with undisturbed(model):
+                return self.score(model, batch)
+
         return Step(
             training,
             Processes(self.accelerator),
-            self.score_again,
+            score_again,
             self.add_reference,
             is_counted=training or self.own_rows() > 0,
             context=batch[CONTEXT].value if CONTEXT in batch else None,
@@ -218,13 +227,6 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs into the batch, if the method has a reference and they are not there yet."""
-
-    @torch.no_grad()
-    def score_again(self, batch: Mapping[str, Any]) -> Scored:
-        """Log-probs of a batch under the policy without gradient, dropout and noise."""
-        model = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
-        with undisturbed(model):
-            return self.score(model, batch)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -275,33 +277,17 @@ class BaseTrainer(LegacyInterface, Trainer):
                 loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._units_of_step = None
-        self._require_finite("loss", loss.item())
+        require_finite(self, "loss", loss.item())
         return loss
 
     _units_of_step: Tensor | int | None = None
-
-    def units_of_step(self, given: Tensor | int | None) -> Tensor | int | None:
-        """The step's count that `compute_loss` divides by, also where an override did not hand it on; None outside a step."""
-        count = self._units_of_step if given is None else given
-        self.loss_is_scaled_for_ga = count is not None
-        return count
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient's norm; one that is not finite stops the run before the update (fp16 skips such steps)."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and self.accelerator.scaler is None:
-            self._require_finite("the gradient's norm", float(norm))
+            require_finite(self, "the gradient's norm", float(norm))
         return norm
-
-    def _require_finite(self, what: str, value: float) -> None:
-        if math.isfinite(value):
-            return
-        last = self.state.best_model_checkpoint or self.args.output_dir
-        raise FloatingPointError(
-            f"{what} must be finite, got {value} in optimiser step {self.state.global_step + 1}. No update was made with "
-            f"it, and checkpoints under {last} are untouched. Lower learning_rate or max_grad_norm, check the data of "
-            "this step, or train in bfloat16 or float32 if this run uses float16."
-        )
 
     def score(
         self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions | None = None
@@ -341,7 +327,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         `num_items_in_batch` holds the step's number of each kind of unit (all micro-batches, all processes); without it
         the loss is that of this batch alone. `return_outputs` also gives predictions and labels.
         """
-        num_items_in_batch = self.units_of_step(num_items_in_batch)
+        if num_items_in_batch is None:  # an override did not pass it on, or there is no step
+            num_items_in_batch = self._units_of_step
+        self.loss_is_scaled_for_ga = num_items_in_batch is not None
         inputs = self.own_batch(inputs)
         self.count_seen(inputs)
         own = self.method.count(inputs)
@@ -428,12 +416,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             seen = self.accelerator.reduce(seen, reduction="sum")
         return float(seen)  # type: ignore[arg-type]
 
-    def derived_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """The loss of an evaluation from its parts, each a mean over units of its own."""
-        parts = [means.pop(name) for name in list(means) if name.startswith(LOSS_PARTS)]
-        means = {"loss": sum(parts), **means} if parts else means
-        return self.method.derived(means)
-
     def ends_window(self, logs: Mapping[str, float]) -> bool:
         """Whether these logs hold a training loss, or are the summary of a run with steps that were not logged yet."""
         if "train_loss" in logs:
@@ -443,23 +425,17 @@ class BaseTrainer(LegacyInterface, Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; a training loss and the summary at the end come with the metrics recorded since the last one."""
         if self.ends_window(logs):
-            means = self.derived_metrics(self._sums["train"].drain(self.accelerator))
+            means = self.method.derived(self._sums["train"].drain(self.accelerator))
             logs = {**logs, **means, "num_tokens": self.num_tokens()}
         if "train_loss" in logs:
-            logs["train_loss"] = self._mean_loss()
+            # Of the whole run, also of what was trained before it was resumed, if the checkpoint says what that lost. What was not
+            # logged yet was summed by each process for itself.
+            total: Any = self._total_loss_scalar
+            if self.accelerator.num_processes > 1:
+                total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
+                total = self.accelerator.reduce(total, reduction="mean").item()  # type: ignore[union-attr]
+            logs["train_loss"] = total / max(self.state.global_step - self._uncounted_steps, 1)
         super().log(logs, start_time)
-
-    def _mean_loss(self) -> float:
-        """Mean training loss of the whole run, also of what was trained before it was resumed.
-
-        Left out are steps before a checkpoint that does not say what they lost. All processes must call it: what was
-        not logged yet was summed by each for itself.
-        """
-        total: Any = self._total_loss_scalar
-        if self.accelerator.num_processes > 1:
-            total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
-            total = self.accelerator.reduce(total, reduction="mean").item()  # type: ignore[union-attr]
-        return total / max(self.state.global_step - self._uncounted_steps, 1)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
@@ -473,10 +449,9 @@ class BaseTrainer(LegacyInterface, Trainer):
             stack.callback(setattr, self, "_run", None)
             run = self._enter_run(stack, resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
-        loss = self._mean_loss()
-        summary = next((logs for logs in reversed(self.state.log_history) if "train_loss" in logs), {})
+        summary = next(logs for logs in reversed(self.state.log_history) if "train_loss" in logs)
         metrics = {name: value for name, value in summary.items() if name != "step"}
-        return output._replace(training_loss=loss, metrics={**output.metrics, **metrics, "train_loss": loss})
+        return output._replace(training_loss=summary["train_loss"], metrics={**output.metrics, **metrics})
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: a trainer is one run."""
@@ -570,10 +545,13 @@ class BaseTrainer(LegacyInterface, Trainer):
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        output = output._replace(num_samples=self.streamed_rows(dataloader) or output.num_samples)
+        output = output._replace(num_samples=streamed_rows(dataloader) or output.num_samples)
         assert output.metrics is not None
         names = self._sums["eval"].state()["sums"]
-        means = self.derived_metrics(self._sums["eval"].drain(self.accelerator))
+        means = self._sums["eval"].drain(self.accelerator)
+        # The loss is the sum of its parts, each a mean over units of its own.
+        parts = [means.pop(name) for name in list(means) if name.startswith(LOSS_PARTS)]
+        means = self.method.derived({"loss": sum(parts), **means} if parts else means)
         if any(name.startswith(LOSS_PARTS) for name in names) and "loss" not in means:
             logger.warning("The %s set has no trained token: its loss is NaN.", metric_key_prefix)
             output.metrics[f"{metric_key_prefix}_loss"] = math.nan
@@ -626,10 +604,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             test_dataset if self._sets is None else self._sets.later(test_dataset)
         )
 
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = list(self._columns)
-
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
         if not is_training:
             # `dataloader_drop_last` is for training, whose epochs leave out other rows each time.
@@ -651,18 +625,12 @@ class BaseTrainer(LegacyInterface, Trainer):
         state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
         if self.accelerator.num_processes == 1 or not state.end_of_dataloader:
             return rows
-        counted = self.streamed_rows(state.active_dataloader)
+        counted = streamed_rows(state.active_dataloader)
         if counted:  # the rows of the last batch, which accelerate does not know of a stream
             state.active_dataloader.remainder = counted % (rows * self.accelerator.num_processes)  # type: ignore[union-attr]
         if state.remainder <= 0:
             return rows
         return min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
-
-    def streamed_rows(self, loader: Any) -> int:
-        """How many rows the stream of an evaluation by several processes had, once it was read; 0 where it is not known."""
-        stream = getattr(getattr(loader, "dataset", None), "dataset", None)
-        # A loader's workers count in processes of their own.
-        return stream.count if isinstance(stream, CountedStream) else 0
 
     _order: Sampler | None = None
 
@@ -818,22 +786,18 @@ class BaseTrainer(LegacyInterface, Trainer):
         if self._moved_reference is not None:
             self._moved_reference.save(output_dir)
 
-    def _starts_anew(self, part: str) -> bool:
-        """Whether a part of the checkpoint is left out on resuming."""
-        return part in (getattr(self.args, "resume_without", None) or ())
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._starts_anew("optimizer"):
+        if not starts_anew(self.args, "optimizer"):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if not self._starts_anew("random_state"):
+        if not starts_anew(self.args, "random_state"):
             super()._load_rng_state(checkpoint)
         self._goes_on_from = None
         if self._moved_reference is not None and checkpoint is not None:
             self._moved_reference.load(checkpoint)
         state = None
-        if not self._starts_anew("progress"):
+        if not starts_anew(self.args, "progress"):
             state = load_progress(checkpoint, rank=self.args.process_index, processes=self.args.world_size)
         if state is None:
             self._uncounted_steps = self.state.global_step if checkpoint else 0
@@ -862,3 +826,22 @@ class BaseTrainer(LegacyInterface, Trainer):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         card.save(folder / "README.md")
+
+
+def require_finite(trainer: Trainer, what: str, value: float) -> None:
+    """Raise FloatingPointError, with advice, for a number of the current step that is not finite."""
+    if math.isfinite(value):
+        return
+    last = trainer.state.best_model_checkpoint or trainer.args.output_dir
+    raise FloatingPointError(
+        f"{what} must be finite, got {value} in optimiser step {trainer.state.global_step + 1}. No update was made with "
+        f"it, and checkpoints under {last} are untouched. Lower learning_rate or max_grad_norm, check the data of "
+        "this step, or train in bfloat16 or float32 if this run uses float16."
+    )
+
+
+def streamed_rows(loader: Any) -> int:
+    """How many rows the stream of an evaluation by several processes had, once it was read; 0 where it is not known."""
+    stream = getattr(getattr(loader, "dataset", None), "dataset", None)
+    # A loader's workers count in processes of their own.
+    return stream.count if isinstance(stream, CountedStream) else 0

@@ -18,7 +18,7 @@ from transformers import (
 from trl._lazy import attach
 from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
 from trl.legacy.interface import call_with
-from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
+from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
 from trl.models.packed.layout import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
@@ -94,22 +94,9 @@ class BCOMethod(UnpairedMethod):
 class BCOTrainer(UnpairedTrainer):
     """Trainer of binary classifier optimisation (Jung et al. 2024, arXiv:2404.04656).
 
+    Takes what `KTOTrainer` takes, and:
+
     Args:
-        model: a causal language model or an encoder-decoder, a `PeftModel`, or a name or path.
-        ref_model: the policy that the trained one is compared with: a model, a name or a path. None: the model as it is
-            now (a frozen copy, or the base of an adapter).
-        args: a `BCOConfig`; a plain `TrainingArguments` is taken over into one.
-        train_dataset: rows of `prompt`, `completion` and `label` (true: desirable), standard or conversational; or
-            preference rows, of which the chosen completions become desirable and the rejected ones undesirable.
-        eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer; by default the one saved with the model.
-        data_collator: makes batches of tokenised rows; by default `UnpairedCollator`.
-        model_init: called once, without arguments, where no `model` is given.
-        peft_config: trains a new adapter with these settings instead of the model.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N,)` are the completions' rewards, labels 1 where a
-            completion is desirable.
-        model_adapter_name: the adapter of a `PeftModel` that is trained.
-        ref_adapter_name: the adapter that is the reference; None: the base model without any.
         embedding_func: `(input_ids=, attention_mask=) -> (B, H)`, embeds prompts for underlying-distribution matching:
             undesirable rows weigh as much as their prompts are likelier among the desirable ones. Needs scikit-learn.
         embedding_tokenizer: the tokenizer that belongs to it.

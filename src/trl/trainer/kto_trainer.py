@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trl.collators.unpaired import single_completions
-from trl.legacy.unpaired_methods import rewards_by_kind, scores_by_kind
+from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
 from trl.models.packed.layout import row_count
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted, weighted

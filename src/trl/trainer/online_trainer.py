@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl.checkpoints.progress import starts_anew
 from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.engine import PolicyCopy
+from trl.generation.vllm.server_engine import check_served
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
 from trl.models.parts import causal_core, check_decoder_only
 from trl.models.policy import set_up_policy
@@ -132,7 +134,8 @@ class OnlineTrainer(BaseTrainer):
         self.evaluation_group = args.num_generations_eval or args.num_generations
         policy = set_up_policy(model, args, processing_class, peft_config)
         if served is not None:
-            policy = group_setup.with_served_window(policy, args, served)
+            check_served(served, args, policy)
+            policy = policy._replace(context_length=served.context_length)
         check_decoder_only(causal_core(policy.model))
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
@@ -590,7 +593,7 @@ class OnlineTrainer(BaseTrainer):
         if not self.state.global_step % self.sizes.steps:
             return
         place = {"rank": self.args.process_index, "processes": self.args.world_size}
-        if not self._starts_anew("progress"):
+        if not starts_anew(self.args, "progress"):
             self._rollout_batch = load_rollout_batch(Path(checkpoint), facts=_rollout_facts(self), **place)
         self._batch_number = self.state.global_step // self.sizes.steps
         if self._rollout_batch is None:

@@ -34,17 +34,7 @@ class ORPOMethod(ReferenceFreeMethod):
 class ORPOTrainer(ReferenceFreeTrainer):
     """Trainer of odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691).
 
-    Args:
-        model: a causal language model or an encoder-decoder, a `PeftModel`, or a name or path.
-        args: an `ORPOConfig`; a plain `TrainingArguments` is taken over into one.
-        data_collator: makes batches of tokenised pairs; by default `PairCollator`.
-        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational.
-        eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer; by default the one saved with the model.
-        model_init: makes the model, in place of `model`; it is called once.
-        peft_config: trains a new adapter with these settings instead of the model.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are beta times the mean log-probs of chosen and
-            rejected, labels 0.
+    Takes what `CPOTrainer` takes; `args` is an `ORPOConfig`. Predictions are beta times the mean log-probs.
 
     The loss is the negative log-likelihood of the chosen sequences, prompts included, a mean over all their tokens in an
     optimiser step, plus beta times the odds-ratio loss, a mean over all its pairs, of all micro-batches on all processes.

@@ -24,7 +24,7 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset, IterableDataset, config
-from datasets.fingerprint import Hasher, generate_random_fingerprint
+from datasets.fingerprint import Hasher
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -79,24 +79,23 @@ def precompute_ref_log_probs(
         )
     if has_reference_columns(dataset, scoring.columns, dataset_name):
         return dataset
-    name = _fingerprint(dataset, scoring, reference_fingerprint, accelerator.mixed_precision)
-    caching = datasets.is_caching_enabled() and name is not None
-    name = name or generate_random_fingerprint()
-    file = Path(config.HF_DATASETS_CACHE) / FOLDER / f"{name}.safetensors"
-    values = _read(file, scoring.columns, len(dataset)) if caching else None
+    file = values = None
+    if datasets.is_caching_enabled():
+        name = _fingerprint(dataset, scoring, reference_fingerprint, accelerator.mixed_precision)
+        file = Path(config.HF_DATASETS_CACHE) / FOLDER / f"{name}.safetensors"
+        values = _read(file, scoring.columns, len(dataset))
     if all(gather_object([values is not None])):
         logger.info("%s dataset: log-probabilities of the reference are read from %s.", dataset_name, file)
     else:
-        if caching:  # a folder that cannot be written is found before the pass
+        if file is not None:  # a folder that cannot be written is found before the pass
             file.parent.mkdir(parents=True, exist_ok=True)
         values = _score_all(dataset, scoring, accelerator, dataset_name)
-        if caching and accelerator.is_local_main_process:
+        if file is not None and accelerator.is_local_main_process:
             _write(file, values)
             logger.info("%s dataset: log-probabilities of the reference are kept in %s.", dataset_name, file)
         accelerator.wait_for_everyone()
     for column, numbers in (values or {}).items():
-        found = xxhash.xxh3_64((name + column).encode()).hexdigest()
-        dataset = dataset.add_column(column, numbers, new_fingerprint=found)  # type: ignore[call-arg]
+        dataset = dataset.add_column(column, numbers)  # type: ignore[call-arg]
     return dataset
 
 
@@ -161,23 +160,11 @@ def _write(file: Path, values: Mapping[str, np.ndarray]) -> None:
     os.replace(aside, file)
 
 
-def _fingerprint(
-    dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str
-) -> str | None:
-    """The name of the file of the values; None, with a warning, for a collator that cannot be pickled."""
-    made_by = {}
-    if type(scoring.collate) not in _LAY_OUT_TOKENS:
-        try:
-            made_by = {"collate": Hasher.hash(scoring.collate)}
-        except Exception as error:  # whatever the user's collator raises when it is pickled
-            logger.warning(
-                "data_collator %r cannot be pickled (%s): the reference's log-probabilities are not kept on disk.",
-                scoring.collate,
-                error,
-            )
-            return None
+def _fingerprint(dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str) -> str:
+    """The name of the file of the values. Raises what pickling a user's own collator raises."""
+    lays_out = type(scoring.collate) in _LAY_OUT_TOKENS
     parts = {
-        **made_by,
+        "collate": None if lays_out else Hasher.hash(scoring.collate),
         "format": FORMAT,
         "columns": list(scoring.columns),
         "settings": dict(scoring.settings),

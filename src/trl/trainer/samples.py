@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +103,15 @@ def sample_completions(
     make = inputs_of or (lambda row: {"input_ids": torch.tensor([prompt_ids(row, tokenizer)])})
     prompts = [make(row) for row in padded[first : first + share]]
     samples: list[Sample] = []
-    with generating_model(trainer, reference, generation_kwargs) as model:
+    wrapped = trainer.model_wrapped
+    with (
+        undisturbed(wrapped) if reference is None else reference.active(wrapped) as active,
+        unwrap_model_for_generation(
+            wrapped if reference is None else active,  # type: ignore[arg-type]
+            accelerator,
+            generation_kwargs=generation_kwargs,
+        ) as model,
+    ):
         if seed is not None:
             torch.manual_seed(seed + accelerator.process_index)
         for start in range(0, len(prompts), batch_size):
@@ -117,18 +124,6 @@ def sample_completions(
                 for prompt, ids in zip(some, found, strict=True)
             ]
     return gather_object(samples)[: len(rows)] if accelerator.num_processes > 1 else samples
-
-
-@contextmanager
-def generating_model(
-    trainer: Any, reference: Any = None, generation_kwargs: dict[str, Any] | None = None
-) -> Iterator[Any]:
-    """The trainer's policy, or its `reference`, without wrapper, in eval mode; it and the random streams are put back."""
-    wrapped, accelerator = trainer.model_wrapped, trainer.accelerator
-    with undisturbed(wrapped) if reference is None else reference.active(wrapped) as active:
-        chosen: Any = wrapped if reference is None else active
-        with unwrap_model_for_generation(chosen, accelerator, generation_kwargs=generation_kwargs) as model:
-            yield model
 
 
 @torch.no_grad()

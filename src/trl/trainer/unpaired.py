@@ -29,7 +29,7 @@ from trl.collators.unpaired import (
     single_completions,
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
-from trl.legacy import pair_methods, unpaired_methods
+from trl.legacy import pair_methods
 from trl.legacy.interface import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.models.packed.layout import row_count
 from trl.models.policy import is_encoder_decoder
@@ -118,10 +118,10 @@ class UnpairedTrainer(PreferenceTrainer):
     method: UnpairedMethod
 
     # methods of 0.8-0.26, which training calls where they are overridden
-    forward = unpaired_methods.forward
-    compute_reference_log_probs = unpaired_methods.compute_reference_log_probs
-    recorded_columns = unpaired_methods.recorded_columns
-    recorded_outcome = unpaired_methods.recorded_outcome
+    forward = pair_methods.forward
+    compute_reference_log_probs = pair_methods.compute_reference_log_probs
+    recorded_columns = pair_methods.unpaired_columns
+    recorded_outcome = pair_methods.unpaired_outcome
     null_ref_context = pair_methods.null_ref_context
     generate_from_model_and_ref = pair_methods.generate_from_model_and_ref
     generate_from_model = pair_methods.generate_from_model
