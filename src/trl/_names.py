@@ -210,7 +210,7 @@ NAMES: dict[str, Row] = {
         "unsplit_pixel_values_by_grid",
         "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity nanmax nanmin nanstd "
         "selective_log_softmax", "trl.trainer.callbacks.checkpoints": "PeftSavingCallback",
-        "trl.trainer.on_policy_config": "OnPolicyConfig OnlineTrainerState"},
+        "trl.trainer.ppo_config": "OnPolicyConfig OnlineTrainerState"},
 }
 
 for _name in ("bco", "cpo", "gkd", "kto", "orpo", "prm"):  # methods whose 0.26 path holds the classes of trl.trainer

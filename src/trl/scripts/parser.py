@@ -271,7 +271,7 @@ _OF_MODULE = {
 # Exceptions by name, for modules that declare fields of several groups.
 _MIXED = (
     *("transformers.training_args", "trl.scripts.arguments", "trl.options.shared", "trl.options.training"),
-    *("trl.trainer.sft_config", "trl.trainer.on_policy_config"),
+    *("trl.trainer.sft_config", "trl.trainer.ppo_config"),
 )
 _LOGGING_NAMES = (
     r"(log|logging|eval|batch_eval|save|hub|trackio|include|resume|restore)_.*|report_to|run_name|project|push_to_hub"

@@ -46,7 +46,7 @@ from trl.tensors.reduce import Weighted, count_units, reduce_terms, where_counte
 from trl.tensors.statistics import entropy_from_logits
 from trl.trainer import ppo_setup
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_rollout import (
+from trl.trainer.ppo_setup import (
     join_rows,
     responses_as_rows,
     sampling_of,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from trl.options.groups import documented, option
 from trl.options.methods import PPOOptions, RewardPolicy
 from trl.options.shared import PrefixSharingMode, shared
-from trl.trainer.on_policy_config import OnPolicyConfig
+from trl.trainer.ppo_config import OnPolicyConfig
 
 KLEstimator = Literal["k1", "k3"]
 
