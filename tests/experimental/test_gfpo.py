@@ -117,14 +117,10 @@ def test_numbers_that_cannot_work_are_refused_with_those_that_would(given, words
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        ([1.0] * 8, TypeError, "expected a list of 4 scores for each of 2 groups"),
-        ([[1.0] * 4], ValueError, r"returned 1 groups of \[4\] scores"),
-        ([[1.0] * 4, [1.0] * 3], ValueError, r"2 groups of \[3, 4\] scores"),
-        (
-            [[1.0] * 4, [1.0, float("inf"), 0.0, 0.0]],
-            ValueError,
-            "gave completion 1 of group 1 the score inf",
-        ),
+        ([1.0] * 8, TypeError, "expected a list of 4 finite scores for each of 2 groups"),
+        ([[1.0] * 4], ValueError, "returned 1 groups"),
+        ([[1.0] * 4, [1.0] * 3], ValueError, "2 groups of other sizes"),
+        ([[1.0] * 4, [1.0, float("inf"), 0.0, 0.0]], ValueError, "returned inf"),
     ],
 )
 def test_answers_that_are_no_scores_are_named(answer, error, words):

@@ -362,6 +362,24 @@ def test_get_batch_loss_metrics_of_rows(make_one):
 # ---- reward models
 
 
+@pytest.mark.parametrize("columns", ["0.26", "0.11"])
+def test_compute_loss_of_rewards(columns):
+    class Own(RewardTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if columns == "0.26":
+                chosen, rejected = model(
+                    inputs["input_ids"], attention_mask=inputs["attention_mask"]
+                ).logits.chunk(2)
+            else:
+                chosen, rejected = (
+                    model(inputs[f"input_ids_{side}"], attention_mask=inputs[f"attention_mask_{side}"]).logits
+                    for side in ("chosen", "rejected")
+                )
+            return -3 * logsigmoid(chosen[:, 0] - rejected[:, 0] - inputs["margin"]).mean()
+
+    assert_same_gradient(step(reward(Own, **CUT))[0], times(step(reward_runs.make())[0], 3))
+
+
 # ---- what is refused
 
 

@@ -333,7 +333,8 @@ def unpaired_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored:
     policy, reference = ([logps[kind] for kind in kinds] for logps in (scores.logps, scores.ref_logps))
     losses, chosen, rejected, point, *_ = self.call_loss_method(batch, policy, reference)
     if losses.numel() == len(scores.logps):
-        losses = in_rows(scores.desirable, losses)
+        order = torch.cat([kind.nonzero() for kind in kinds])[:, 0]  # the desirable ones came first
+        losses = losses[order.argsort()]
     metrics = {"rewards/chosen": weighted(chosen), "rewards/rejected": weighted(rejected)}
     metrics[self._point] = weighted(torch.as_tensor(point).reshape(-1))
     metrics = unpaired_metrics(scores, self.args.beta) | metrics
@@ -353,8 +354,3 @@ def rewards_by_kind(scores: UnpairedScores, beta: float) -> tuple[Tensor, Tensor
     """The implicit rewards of the desirable completions `(C,)` and of the others `(R,)`, without gradient."""
     rewards = (beta * scores.ratios).detach()
     return rewards[scores.desirable], rewards[~scores.desirable]
-
-
-def in_rows(label: Tensor, values: Tensor) -> Tensor:
-    """Values `(B,)` of the desirable completions and then the others, in the order of the rows of `label` `(B,)`."""
-    return values[torch.cat([label.nonzero(), (~label).nonzero()])[:, 0].argsort()]

@@ -87,23 +87,26 @@ def log_table(
     `name` is the key of the table, `step` the optimiser step it belongs to. TensorBoard has no global run: its writer
     is passed as `tensorboard_writer` (that of transformers' `TensorBoardCallback`). Returns the trackers that got it.
     """
-    sent = []
+    sent, modules = [], sys.modules
     for tracker in report_to:
-        sender = _SENDERS.get(tracker)
-        if tracker == "tensorboard" and tensorboard_writer is not None:
-            tensorboard_writer.add_text(name, _as_markdown(table), step)
-            sent.append(tracker)
-        elif sender is not None and sender(name, table, step):
-            sent.append(tracker)
+        if tracker == "tensorboard" and tensorboard_writer is not None:  # its text panel renders Markdown
+            lines = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
+            cells = [
+                [str(value).replace("|", "\\|").replace("\n", "<br>") for value in line] for line in lines
+            ]
+            tensorboard_writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+        elif tracker == "wandb" and active_wandb_run() is not None:
+            modules["wandb"].log({name: modules["wandb"].Table(dataframe=table)})
+        elif tracker == "trackio" and _trackio_is_active():
+            modules["trackio"].log({name: modules["trackio"].Table(dataframe=table)}, step=step)
+        elif tracker == "comet_ml" and active_comet_experiment() is not None:
+            log_table_to_comet_experiment(f"{name}.csv", table)
+        elif tracker == "mlflow" and _active_mlflow_run() is not None:
+            modules["mlflow"].log_table(table, artifact_file=f"{name}_{step}.json")
+        else:
+            continue
+        sent.append(tracker)
     return sent
-
-
-def log_scalars(values: dict[str, float], report_to: Iterable[str], *, step: int | None = None) -> None:
-    """Send numbers to those of wandb and mlflow that are in `report_to` and have an active run."""
-    if "wandb" in report_to and active_wandb_run() is not None:
-        sys.modules["wandb"].log(values)
-    if "mlflow" in report_to and _active_mlflow_run() is not None:
-        sys.modules["mlflow"].log_metrics(values, step=step)
 
 
 def _active_mlflow_run() -> Any | None:
@@ -111,46 +114,9 @@ def _active_mlflow_run() -> Any | None:
     return mlflow.active_run() if mlflow is not None else None
 
 
-def _to_wandb(name: str, table: Any, step: int | None) -> bool:
-    if active_wandb_run() is None:
-        return False
-    wandb = sys.modules["wandb"]
-    wandb.log({name: wandb.Table(dataframe=table)})
-    return True
-
-
-def _to_trackio(name: str, table: Any, step: int | None) -> bool:
-    trackio = sys.modules.get("trackio")
+def _trackio_is_active() -> bool:
     context = getattr(sys.modules.get("trackio.context_vars"), "current_run", None)
-    if trackio is None or context is None or context.get() is None:
-        return False
-    trackio.log({name: trackio.Table(dataframe=table)}, step=step)
-    return True
-
-
-def _to_comet(name: str, table: Any, step: int | None) -> bool:
-    log_table_to_comet_experiment(f"{name}.csv", table)
-    return active_comet_experiment() is not None
-
-
-def _to_mlflow(name: str, table: Any, step: int | None) -> bool:
-    if _active_mlflow_run() is None:
-        return False
-    sys.modules["mlflow"].log_table(table, artifact_file=f"{name}_{step}.json")
-    return True
-
-
-_SENDERS = {"wandb": _to_wandb, "trackio": _to_trackio, "comet_ml": _to_comet, "mlflow": _to_mlflow}
-
-
-def _as_markdown(table: Any) -> str:
-    """A Markdown table, which is what TensorBoard's text panel renders."""
-    lines = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
-    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")
+    return "trackio" in sys.modules and context is not None and context.get() is not None
 
 
 @contextmanager
@@ -169,7 +135,10 @@ def profiling_context(trainer: Trainer, name: str) -> Generator[None, None, None
     if trainer.accelerator.is_main_process:
         metric = f"profiling/Time taken: {type(trainer).__name__}.{name}"
         values = {metric: time.perf_counter() - start}
-        log_scalars(values, report_to, step=trainer.state.global_step)
+        if "wandb" in report_to and active_wandb_run() is not None:
+            sys.modules["wandb"].log(values)
+        if "mlflow" in report_to and _active_mlflow_run() is not None:
+            sys.modules["mlflow"].log_metrics(values, step=trainer.state.global_step)
 
 
 def profiling_decorator(func: Callable) -> Callable:

@@ -91,7 +91,10 @@ def precompute_ref_log_probs(
             file.parent.mkdir(parents=True, exist_ok=True)
         values = _score_all(dataset, scoring, accelerator, dataset_name)
         if file is not None and accelerator.is_local_main_process:
-            _write(file, values)
+            handle, aside = tempfile.mkstemp(dir=file.parent, suffix=".incomplete")
+            os.close(handle)
+            save_file(values, aside)
+            os.replace(aside, file)  # a reader sees a whole file or none
             logger.info("%s dataset: log-probabilities of the reference are kept in %s.", dataset_name, file)
         accelerator.wait_for_everyone()
     for column, numbers in (values or {}).items():
@@ -150,14 +153,6 @@ def _read(file: Path, columns: Sequence[str], rows: int) -> dict[str, np.ndarray
     if set(values) != set(columns) or any(len(numbers) != rows for numbers in values.values()):
         return None
     return {column: values[column] for column in columns}
-
-
-def _write(file: Path, values: Mapping[str, np.ndarray]) -> None:
-    """Write aside and rename: a reader sees a whole file or none."""
-    handle, aside = tempfile.mkstemp(dir=file.parent, suffix=".incomplete")
-    os.close(handle)
-    save_file(dict(values), aside)
-    os.replace(aside, file)
 
 
 def _fingerprint(dataset: Dataset, scoring: ReferencePass, reference: str, mixed_precision: str) -> str:

@@ -168,24 +168,20 @@ def filter_scores(
     }
     answer, name = function(**accepted(every, parameters_of(function))), name_of(function)
     groups = len(inputs) // group_size
-    wanted = f"a list of {group_size} scores for each of {groups} groups"
+    wanted = f"expected a list of {group_size} finite scores for each of {groups} groups"
     try:
         lists = [[float(score) for score in group] for group in answer]
     except TypeError as error:
         raise TypeError(
-            f"group_filter_func {name!r} returned no lists of numbers ({error}), expected {wanted}."
+            f"group_filter_func {name!r} returned no lists of numbers ({error}), {wanted}."
         ) from None
-    lengths = [len(group) for group in lists]
-    if lengths != [group_size] * groups:
-        raise ValueError(
-            f"group_filter_func {name!r} returned {len(lists)} groups of {sorted(set(lengths))} scores, expected {wanted}."
-        )
+    if [len(group) for group in lists] != [group_size] * groups:
+        raise ValueError(f"group_filter_func {name!r} returned {len(lists)} groups of other sizes, {wanted}.")
     scores = torch.tensor(lists, dtype=torch.float64).flatten()
     if not scores.isfinite().all():
-        row = int((~scores.isfinite()).nonzero()[0])
         raise ValueError(
-            f"group_filter_func {name!r} gave completion {row % group_size} of group {row // group_size} the score "
-            f"{float(scores[row])}, expected finite numbers. Give a completion that must not remain a large negative score."
+            f"group_filter_func {name!r} returned {float(scores[~scores.isfinite()][0])}, {wanted}. Give a completion that must not "
+            "remain a large negative score."
         )
     return scores
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from trl.experimental.ppo.ppo_config import PPOConfig
-from trl.generation.transformers.engine import context_length_of
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
@@ -72,7 +70,8 @@ def value_and_policy(
 def value_model_of(policy: nn.Module) -> nn.Module:
     """A sequence classifier with one label on a copy of the policy's own decoder; its head gives 0 everywhere.
 
-    Raises: ValueError where the policy's weights are sharded or not plain, or its architecture has no such classifier.
+    Raises: ValueError where the policy's weights are sharded, or its architecture has no such classifier; RuntimeError where
+    they are not those of a plain decoder (quantized, or replaced by an adapter).
     """
     core = causal_core(policy)
     if is_sharded(policy):
@@ -81,48 +80,18 @@ def value_model_of(policy: nn.Module) -> nn.Module:
         )
     config = copy.deepcopy(core.config)
     config.num_labels = 1
-    try:
-        made: Any = AutoModelForSequenceClassification.from_config(config)
-    except ValueError as error:
-        raise ValueError(
-            f"value_model=None, but transformers has no sequence classifier of type {config.model_type!r}. Pass a value_model."
-        ) from error
+    made: Any = AutoModelForSequenceClassification.from_config(config)
     adapted: Any = policy
     if is_peft_model(policy) and hasattr(adapted.base_model, "unload"):  # whose adapter wraps layers
         decoder = copy.deepcopy(adapted).unload().base_model
     else:
         decoder = core.base_model
-    try:
-        made.base_model.load_state_dict(decoder.state_dict())
-    except RuntimeError as error:  # names that a plain decoder does not have
-        raise ValueError(
-            f"value_model=None, but the weights of {type(core).__name__} are not those of a plain {type(made).__name__} "
-            "(they are quantized, or an adapter replaced some). Pass a value_model."
-        ) from error
+    made.base_model.load_state_dict(decoder.state_dict())
     head = head_of(made)
     assert head is not None
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
     return made.to(dtype=core.dtype, device=next(core.parameters()).device)
-
-
-def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) -> None:
-    """Raise ValueError where a model that reads the policy's rollouts has fewer positions than they may have tokens.
-
-    `sets` hold tokenised prompts (a data set, several by name, or None), of which each is answered with up to `room` tokens.
-    """
-    every = [part for given in sets for part in (given.values() if isinstance(given, dict) else [given])]
-    longest = max((len(ids) for part in every if part is not None for ids in part["input_ids"]), default=0)
-    own = context_length_of(parts.policy.model)
-    needed = longest + room if own is None else min(longest + room, own)
-    readers = {"value_model": parts.model.value_model, "ref_model": getattr(reference, "module", None)}
-    for name, model in readers.items():
-        window = None if model is None else context_length_of(model)
-        if window is not None and window < needed:
-            raise ValueError(
-                f"{name} has positions for {window} tokens, a prompt with its response may have {needed} (the longest prompt has "
-                f"{longest}, response_length is {room}). Shorten either, or pass a {name} with a longer window."
-            )
 
 
 def check_sizes(args: PPOConfig) -> RolloutSizes:

@@ -35,21 +35,17 @@ class CheckpointOnSignal(TrainerCallback):
         self._theirs.on_train_end(args, state, control)
 
     def _save_if_asked(self, control: TrainerControl) -> None:
-        if self.is_made or not self._is_asked():
+        manager, trainer = self._theirs.jit_manager, self._theirs.trainer
+        accelerator: Any = trainer.accelerator  # type: ignore[attr-defined]
+        asked = not self.is_made and manager is not None and manager.is_checkpoint_requested
+        if accelerator.num_processes > 1:
+            asked = accelerator.reduce(torch.tensor(int(asked), device=accelerator.device), reduction="sum")
+        if not asked:
             return
         self.is_made = control.should_training_stop = True
-        trainer: Any = self._theirs.trainer
         control.should_save = not control.should_evaluate
         if control.should_evaluate:  # which may take longer than the time that is left
-            trainer._save_checkpoint(trainer.model, trial=None)
-
-    def _is_asked(self) -> bool:
-        manager, trainer = self._theirs.jit_manager, self._theirs.trainer
-        asked = manager is not None and manager.is_checkpoint_requested
-        accelerator: Any = trainer.accelerator  # type: ignore[attr-defined]
-        if accelerator.num_processes == 1:
-            return asked
-        return bool(accelerator.reduce(torch.tensor(int(asked), device=accelerator.device), reduction="sum"))
+            trainer._save_checkpoint(trainer.model, trial=None)  # type: ignore[attr-defined]
 
 
 def at_step_ends(callbacks: list[TrainerCallback]) -> None:

@@ -35,7 +35,7 @@ class LogCompletionsCallback(TrainerCallback):
         self.table: list[dict[str, Any]] = []
         self._last_step = -1
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state, control, **kwargs):
         freq = self.freq or int(state.eval_steps or 0)
         due = freq > 0 and state.global_step % freq == 0
         if not due or state.global_step == self._last_step or not self.rows:
@@ -44,11 +44,10 @@ class LogCompletionsCallback(TrainerCallback):
         samples = sample_completions(self.trainer, self.rows, self.generation_config)
         new = [{"step": state.global_step, **sample._asdict()} for sample in samples]
         self.table += new
-        if self.trainer.accelerator.is_main_process:
-            self._report(args.report_to, new, state.global_step)
-
-    def _report(self, report_to: Any, new: list[dict[str, Any]], step: int) -> None:
-        writer = tensorboard_writer(self.trainer)
-        table = pd.DataFrame(self.table)
-        if not log_table("completions", table, report_to, step=step, tensorboard_writer=writer):
+        if not self.trainer.accelerator.is_main_process:
+            return
+        table, writer = pd.DataFrame(self.table), tensorboard_writer(self.trainer)
+        if not log_table(
+            "completions", table, args.report_to, step=state.global_step, tensorboard_writer=writer
+        ):
             print_rich_table(pd.DataFrame(new))
