@@ -171,7 +171,7 @@ def group_rewards(
     """
     if not isinstance(args, GroupTraining):
         return RewardSources([no_reward])
-    at_once, generations = args.per_device_train_batch_size, args.num_generations
+    at_once, generations = args.per_device_train_batch_size, args.num_generations or 0
     sources = reward_sources(reward_funcs, processing_classes, args, policy, batch_size=at_once)
     sources.check_groups(generations, rows=args.rollout_sizes().own_rows)
     if args.eval_strategy != "no":
