@@ -8,8 +8,7 @@ import torch
 from tests.experimental.group_runs import assert_same_steps, make, run
 from tests.trainer.grpo_runs import logs
 from tests.two_processes import launch
-from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES
-from trl.rollouts.experience import Experience
+from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES, Experience
 from trl.rollouts.replay import GroupBuffer
 from trl.tensors.ragged import Ragged
 

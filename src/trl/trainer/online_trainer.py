@@ -22,7 +22,6 @@ from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.engine import PolicyCopy
-from trl.generation.vllm.server_engine import check_served
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
 from trl.models.parts import causal_core, check_decoder_only
 from trl.models.policy import set_up_policy
@@ -134,8 +133,7 @@ class OnlineTrainer(BaseTrainer):
         self.evaluation_group = args.num_generations_eval or args.num_generations
         policy = set_up_policy(model, args, processing_class, peft_config)
         if served is not None:
-            check_served(served, args, policy)
-            policy = policy._replace(context_length=served.context_length)
+            policy = group_setup.with_served_window(policy, args, served)
         check_decoder_only(causal_core(policy.model))
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
