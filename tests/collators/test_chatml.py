@@ -36,6 +36,15 @@ def test_only_the_last_answer_is_trained(tokenizer):
     assert tokenizer.convert_ids_to_tokens(labels[labels != -7].tolist()) == ["no", "</s>"]
 
 
+def test_the_end_token_is_trained_when_it_is_the_pad_token():
+    tokenizer = word_tokenizer(pad_token="</s>", chat_template=CHAT_TEMPLATE)
+    batch = DataCollatorForChatML(tokenizer)(
+        [{"messages": chat("hi", "yes")}, {"messages": chat("a b", "no")}]
+    )
+    assert batch["labels"][:, -1].tolist() == [3, 3]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1], [1] * 7]
+
+
 def test_rows_that_bring_their_tokens_and_prompt(tokenizer):
     collate = DataCollatorForChatML(tokenizer, prompt_key="question", messages_key="chat")
     expected = collate([{"chat": chat("hi", "yes")}])
