@@ -125,6 +125,15 @@ def rewarded(folder: Path, rows: Callable[[Path], dict[str, Any]] = manners) -> 
     }
 
 
+def scored(folder: Path) -> dict[str, Any]:
+    """`rewarded`, as the programs of online preferences name the models."""
+    options = rewarded(folder)
+    return {name: value for name, value in options.items() if name != "sft_model_path"} | {
+        "max_new_tokens": 8,
+        "max_length": 32,
+    }
+
+
 def solutions(folder: Path, *, system: str) -> dict[str, Any]:
     """Sums as problems with solutions, and a model that imitates: it thinks every second time, and guesses the result."""
     dice = random.Random(0)

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from trl.trainer.callbacks.rich_progress import RichProgressCallback as RichProgressCallback
     from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback as SyncRefModelCallback
     from trl.trainer.callbacks.weave import WeaveCallback as WeaveCallback
+    from trl.trainer.callbacks.win_rate import WinRateCallback as WinRateCallback
     from trl.trainer.cpo_config import CPOConfig as CPOConfig
     from trl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
     from trl.trainer.distillation_config import DistillationConfig as DistillationConfig
@@ -87,6 +88,10 @@ if TYPE_CHECKING:
     from trl.trainer.iterative_sft_trainer import IterativeSFTTrainer as IterativeSFTTrainer
     from trl.trainer.kto_config import KTOConfig as KTOConfig
     from trl.trainer.kto_trainer import KTOTrainer as KTOTrainer
+    from trl.trainer.nash_md_config import NashMDConfig as NashMDConfig
+    from trl.trainer.nash_md_trainer import NashMDTrainer as NashMDTrainer
+    from trl.trainer.online_dpo_config import OnlineDPOConfig as OnlineDPOConfig
+    from trl.trainer.online_dpo_trainer import OnlineDPOTrainer as OnlineDPOTrainer
     from trl.trainer.orpo_config import ORPOConfig as ORPOConfig
     from trl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
     from trl.trainer.ppo_config import PPOConfig as PPOConfig
@@ -99,6 +104,8 @@ if TYPE_CHECKING:
     from trl.trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
     from trl.trainer.sft_config import SFTConfig as SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer as SFTTrainer
+    from trl.trainer.xpo_config import XPOConfig as XPOConfig
+    from trl.trainer.xpo_trainer import XPOTrainer as XPOTrainer
 
 install()
 __getattr__, __dir__, __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -14,10 +14,11 @@ _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.log_completions": "LogCompletionsCallback",
     "trl.trainer.callbacks.rich_progress": "RichProgressCallback",
     "trl.trainer.callbacks.sync_ref_model": "SyncRefModelCallback",
-    "trl.trainer.callbacks.weave": "WeaveCallback"}
+    "trl.trainer.callbacks.weave": "WeaveCallback",
+    "trl.trainer.callbacks.win_rate": "WinRateCallback"}
 _UPPER = ("bco", "cpo", "dpo", "gkd", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
 _METHODS = {**{name: name.upper() for name in _UPPER}, "distillation": "Distillation", "iterative_sft": "IterativeSFT",
-    "reward": "Reward"}
+    "nash_md": "NashMD", "online_dpo": "OnlineDPO", "reward": "Reward", "xpo": "XPO"}
 _TRAINERS: Row = {**{f"trl.trainer.{name}_config": f"{method}Config" for name, method in _METHODS.items()},
     **{f"trl.trainer.{name}_trainer": f"{method}Trainer" for name, method in _METHODS.items()},
     "trl.trainer.dpo_config": "DPOConfig FDivergenceConstants FDivergenceType",
@@ -100,6 +101,7 @@ NAMES: dict[str, Row] = {
     "trl.experimental.judges.judges": _JUDGE_PATHS,
     "trl.experimental.minillm": {"trl.experimental.minillm.minillm_config": "MiniLLMConfig",
         "trl.experimental.minillm.minillm_trainer": "MiniLLMTrainer"},
+    "trl.experimental.winrate_callback": {"trl.trainer.callbacks.win_rate": "WinRateCallback"},
     "trl.experimental.papo": {"trl.experimental.papo.papo_config": "PAPOConfig",
         "trl.experimental.papo.papo_trainer": "PAPOTrainer"},
     "trl.experimental.ppo": {"trl.experimental.ppo.ppo_config": "PPOConfig",
@@ -170,6 +172,7 @@ NAMES: dict[str, Row] = {
     "trl.trainer.grpo_trainer": _GRPO_PARTS,
     "trl.trainer.judges": _JUDGE_PATHS,
     "trl.trainer.model_config": {"trl.options.model": "ModelConfig"},
+    "trl.trainer.online_dpo_trainer": {"trl.rewards.source": "RewardFunc"},
     "trl.trainer.ppo_trainer": _DATA_SET_PPO,
     "trl.trainer.ppov2_config": {"trl.experimental.ppo.ppo_config": "PPOv2Config=PPOConfig"},
     "trl.trainer.ppov2_trainer": {**_DATA_SET_PPO,
@@ -213,7 +216,7 @@ NAMES: dict[str, Row] = {
         "trl.trainer.ppo_config": "OnPolicyConfig OnlineTrainerState"},
 }
 
-for _name in ("bco", "cpo", "gkd", "kto", "orpo", "prm"):  # methods whose 0.26 path holds the classes of trl.trainer
+for _name in ("bco", "cpo", "gkd", "kto", "nash_md", "online_dpo", "orpo", "prm", "xpo"):  # methods whose 0.26 path holds the classes of trl.trainer
     _config = {f"trl.trainer.{_name}_config": f"{_METHODS[_name]}Config"}
     _trainer = {f"trl.trainer.{_name}_trainer": f"{_METHODS[_name]}Trainer"}
     NAMES[f"trl.experimental.{_name}"] = {**_config, **_trainer}
@@ -228,9 +231,6 @@ NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMomen
 
 # Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
 NOT_YET: dict[str, str] = {
-    "online preference optimisation": "NashMDConfig NashMDTrainer OnlineDPOConfig OnlineDPOTrainer WinRateCallback XPOConfig "
-    "XPOTrainer nash_md nash_md_config nash_md_trainer online_dpo online_dpo_config online_dpo_trainer winrate_callback xpo "
-    "xpo_config xpo_trainer",
     "merging checkpoints": "MergeConfig MergeModelCallback merge_model_callback merge_models mergekit_utils upload_model_to_hf",
     "training diffusion models": "AestheticScorer AlignPropConfig AlignPropTrainer DDPOConfig DDPOPipelineOutput "
     "DDPOSchedulerOutput DDPOStableDiffusionPipeline DDPOTrainer DefaultDDPOStableDiffusionPipeline PerPromptStatTracker "

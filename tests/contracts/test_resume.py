@@ -63,6 +63,7 @@ def following(out: str) -> Any:
     return trainer
 
 
+RESUMED_GROUPS = ("grpo", "dapo-entropy", "rloo", "minillm", "online-dpo-all", "nash-md", "xpo")
 METHODS: dict[str, Any] = {
     "sft": lambda out: of_rows(out, sft, {"neftune_noise_alpha": 5.0}),
     "gold": lambda out: of_rows(out, gold, {"lmbda": 0.5, "seq_kd": True}),
@@ -71,10 +72,7 @@ METHODS: dict[str, Any] = {
     **{name: lambda out, given=given: of_rows(out, *given) for name, given in RESUMED.items()},
     "dpo, by length": lambda out: of_rows(out, dpo, {"train_sampling_strategy": "group_by_length"}),
     "reward, adapter": lambda out: of_rows(out, reward, {"peft_config": lora()}),
-    **{
-        name: lambda out, name=name: of_groups(out, GROUPS[name])
-        for name in ("grpo", "dapo-entropy", "rloo", "minillm")
-    },
+    **{name: lambda out, name=name: of_groups(out, GROUPS[name]) for name in RESUMED_GROUPS},
     "distillation": lambda out: grpo_runs.make(
         **{**GROUPS["distillation"], **STEPS, **{name: WINDOW[name] for name in SIZES}}, folder=out
     )[0],

@@ -11,6 +11,7 @@ WHOLE = {
 }  # fmt: skip
 SEQUENCE = {"importance_sampling_level": "sequence"}
 OWN_SETTINGS: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 1.2}, "luspo": SEQUENCE}
+PAIRS = {"num_generations": 2, "num_generations_eval": 2}
 
 METHODS: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name, **OWN_SETTINGS.get(name, {})} for name in LOSS_TYPES},
@@ -37,8 +38,24 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     # RLOO's ratio is that of whole completions: soon all of them are clipped
     "rloo": {"method": "rloo", "normalize_advantages": True, "learning_rate": 0.001},
+    "online-dpo": {
+        "method": "online_dpo",
+        **PAIRS,
+        "loss_type": "ipo",
+        "beta": [0.2],
+        "missing_eos_penalty": 0.1,
+    },
+    "online-dpo-all": {
+        "method": "online_dpo",
+        "num_generations": 4,
+        "pair_selection": "all",
+        "tie_policy": "both",
+        "temperature": 1.0,
+    },
+    "nash-md": {"method": "nash_md", **PAIRS, "mixture_coef": 0.3},
+    "xpo": {"method": "xpo", **PAIRS, "alpha": [0.1, 0.01], "beta": [0.1, 0.2]},
 }
-EVALUATED = ("grpo", "dapo", "corrected", "rloo", "minillm", "distillation")
+EVALUATED = ("grpo", "dapo", "corrected", "rloo", "minillm", "distillation", "online-dpo", "nash-md", "xpo")
 
 
 def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[str, Any]:

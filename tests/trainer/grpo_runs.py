@@ -16,8 +16,14 @@ from trl.trainer.distillation_config import DistillationConfig
 from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.nash_md_config import NashMDConfig
+from trl.trainer.nash_md_trainer import NashMDTrainer
+from trl.trainer.online_dpo_config import OnlineDPOConfig
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.trainer.xpo_config import XPOConfig
+from trl.trainer.xpo_trainer import XPOTrainer
 
 SETTINGS = {
     "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 4, "learning_rate": 0.05, "optim": "sgd",
@@ -30,7 +36,11 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "rloo": (RLOOConfig, RLOOTrainer),
     "minillm": (MiniLLMConfig, MiniLLMTrainer),
     "distillation": (DistillationConfig, DistillationTrainer),
+    "nash_md": (NashMDConfig, NashMDTrainer),
+    "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
+    "xpo": (XPOConfig, XPOTrainer),
 }
+COMPARED = ("online_dpo", "nash_md", "xpo")
 END = "w16"  # one that these models often say
 CLOCKS = ("step_time", "runtime", "per_second", "flos")
 
@@ -70,6 +80,8 @@ def make(
     if "teacher" in settings:
         given["teacher_model"] = tiny_model(settings.pop("teacher"), dtype=dtype)
     args = config(settings.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **settings})
+    if method in COMPARED and "peft_config" not in given:  # equal models have log-ratios of rounding errors
+        given = {"ref_model": tiny_model(architecture, dtype=dtype, seed=1), **given}
     words = given.pop("processing_class", None) or tokenizer()
     words.eos_token = END
     made = trainer(

@@ -29,8 +29,12 @@ _TRAINING = {
     "teach": "write a teacher's most likely tokens beside each row, to distil without the teacher",
     "grpo": "train a model on rewards of its own answers, group by group (GRPO)",
     "rloo": "train a model on rewards of its own answers (REINFORCE leave-one-out)",
+    "online-dpo": "train a model on comparisons of its own answers (online DPO)",
+    "nash-md": "train a model to be preferred to a mixture of itself and its reference (Nash-MD)",
+    "xpo": "train a model on comparisons with its reference's answers, with optimism (XPO)",
 }
 _PLAIN = {
+    "compare": "let a judge compare the answers of two models",
     "merge": "add an adapter to its base model and save the result",
     "chat": "talk to a model",
     "vllm-serve": "serve a model with vLLM, for training commands that generate with it",

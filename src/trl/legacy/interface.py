@@ -53,6 +53,10 @@ NOT_CALLED_OF_GROUPS: NotCalled = {
     **dict.fromkeys(("_get_per_token_logps", "_get_per_token_logps_and_entropies"), _SCORING),
     "_calculate_rewards": (("make_rollout_batch",), "Give reward_funcs="),
 }
+NOT_CALLED_OF_PROMPTS: NotCalled = {
+    **NOT_CALLED_OF_GROUPS,
+    **dict.fromkeys(("tokenize_row", "process_vision_row"), NOT_CALLED["tokenize_row"]),
+}
 NOT_CALLED_OF_GKD: NotCalled = {
     "generalized_jsd_loss": (("score_learned",), "Override score_learned(model, batch)"),
     "generate_on_policy_outputs": (("get_batch_samples",), "Override get_batch_samples"),
@@ -161,6 +165,7 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
         "tools": lambda trainer: getattr(trainer.rollouts.completer, "functions", None),
     },
     "PPOTrainer": {"policy_model": "model"},
+    "OnlineDPOTrainer": {"judge": lambda trainer: getattr(trainer.rewards.sources[0], "judge", None)},
     "GFPOTrainer": {"group_filter_func": "method.group_filter"},
 }  # fmt: skip
 """Attributes that are parts, by trainer: the path to them, or how they are made."""

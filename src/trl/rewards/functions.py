@@ -146,6 +146,28 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable[..., Any] | str]
     return [_resolve(name) for name in names]
 
 
+def resolve_judge(name: str) -> Any:
+    """A pairwise judge: pair_rm, openai, hf or random, or a dotted path as in `resolve_reward_funcs`.
+
+    Raises: ValueError for another name.
+    """
+    from trl.rewards import judges
+
+    known = {
+        "pair_rm": judges.PairRMJudge,
+        "openai": judges.OpenAIPairwiseJudge,
+        "hf": judges.HfPairwiseJudge,
+        "random": judges.RandomPairwiseJudge,
+    }
+    if name in known:
+        return known[name]()
+    if "." not in name:
+        raise ValueError(
+            f"judge must be one of {', '.join(known)}, or a path such as my_module.MyJudge, got {name!r}."
+        )
+    return _function(name)
+
+
 def _resolve(name: str) -> Callable[..., Any] | str:
     if name in READY_MADE:
         return getattr(import_module("trl.rewards"), name)

@@ -27,6 +27,7 @@ class JudgeSource:
         judge: binary, pairwise or rank judge.
         name: of its metrics; by default the judge's class.
         gold_column: the column of reference answers for a binary judge; by default `gold_completion`, if it exists.
+        group_size: neighbouring completions that are compared; None for all of a prompt in the batch.
         deadline, on_failure: as in `RewardSource`.
         judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise judge
             returns probabilities that the first completion is better, which are used instead of wins.
@@ -42,6 +43,7 @@ class JudgeSource:
         *,
         name: str | None = None,
         gold_column: str | None = None,
+        group_size: int | None = None,
         deadline: float | None = None,
         on_failure: str | None = None,
         **judge_options: Any,
@@ -53,7 +55,7 @@ class JudgeSource:
         self.judge, self.name = judge, name or type(judge).__name__
         self.compares = not isinstance(judge, BaseBinaryJudge)
         self.gold_column, self.deadline, self.on_failure = gold_column, deadline, on_failure
-        self.judge_options = judge_options
+        self.group_size, self.judge_options = group_size, judge_options
         if self.compares and gold_column is not None:
             raise ValueError(
                 f"gold_column={gold_column!r} is for a BaseBinaryJudge, got a {type(judge).__name__}. Leave it out."
@@ -78,6 +80,8 @@ class JudgeSource:
             given = self._answers([as_text(prompt) for prompt in inputs.prompts], texts, **more)
             return [_number(answer, "1, 0 or -1") for answer in given]
         groups = rows_by_prompt(inputs.prompts)
+        if (size := self.group_size) is not None:
+            groups = [list(range(first, first + size)) for first in range(0, len(inputs), size)]
         if alone := [group[0] for group in groups if len(group) == 1]:
             raise RewardError(
                 f"compares completions of one prompt, and {len(alone)} of {len(groups)} prompts come with one alone, the first is "

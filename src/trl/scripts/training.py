@@ -144,16 +144,21 @@ def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, 
 
     Raises: ValueError if there are none.
     """
-    from trl.rewards import resolve_reward_funcs
-
-    model = script_args.reward_model_name_or_path
-    names = script_args.reward_funcs or []
-    if not (model or names):
+    if not (script_args.reward_model_name_or_path or script_args.reward_funcs):
         raise ValueError(
             "reward_funcs is missing. Give a function of trl.rewards such as think_format_reward, a dotted path such as "
             "my_module.my_function, or a reward model's folder or name on the Hub."
         )
-    return {"reward_funcs": [*([model] if model else []), *resolve_reward_funcs(names)]}
+    return rewards_or_judge(script_args, model_args)
+
+
+def rewards_or_judge(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, Any]:
+    """The reward model and the reward functions, resolved from their names; None where the config names a judge."""
+    from trl.rewards import resolve_reward_funcs
+
+    model = script_args.reward_model_name_or_path
+    names = script_args.reward_funcs or []
+    return {"reward_funcs": [*([model] if model else []), *resolve_reward_funcs(names)] or None}
 
 
 COMMANDS = {
@@ -181,6 +186,24 @@ COMMANDS = {
         rewards,
         "--reward_funcs REWARD ...",
     ),
+    "online-dpo": TrainingCommand(
+        "OnlineDPO",
+        "Online DPO: a judge or a reward compares sampled completions, and DPO learns from the pairs.",
+        rewards_or_judge,
+        "--judge JUDGE",
+    ),
+    "nash-md": TrainingCommand(
+        "NashMD",
+        "Nash-MD: policy gradient on the preference for the policy over a mixture with its reference.",
+        rewards_or_judge,
+        "--judge JUDGE",
+    ),
+    "xpo": TrainingCommand(
+        "XPO",
+        "XPO: online DPO against the reference's completions, with optimism.",
+        rewards_or_judge,
+        "--judge JUDGE",
+    ),
     "rloo": TrainingCommand(
         "RLOO",
         "REINFORCE leave-one-out: the baseline is the mean reward of the other completions of a prompt.",
@@ -197,7 +220,8 @@ def build_trainer(
     from trl.models.peft import get_peft_config
 
     command = COMMANDS[name]
-    trainer_class = getattr(import_module(f"trl.trainer.{name}_trainer"), f"{command.prefix}Trainer")
+    module = import_module(f"trl.trainer.{name.replace('-', '_')}_trainer")
+    trainer_class = getattr(module, f"{command.prefix}Trainer")
     others = {"peft_config": get_peft_config(model_args), **command.others(script_args, model_args)}
     train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
     if others.get("ref_model") is not None and training_args.ref_model_init_kwargs is None:
@@ -229,9 +253,11 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
         from trl.data.sources import DatasetMixtureConfig
 
-        prefix, description, _, needs = COMMANDS[name]
-        config = getattr(import_module(f"trl.trainer.{name}_config"), f"{prefix}Config")
-        kind = getattr(arguments, f"{prefix}ScriptArguments", arguments.SFTScriptArguments)
+        prefix, description, others, needs = COMMANDS[name]
+        config = getattr(import_module(f"trl.trainer.{name.replace('-', '_')}_config"), f"{prefix}Config")
+        compares = others is rewards_or_judge
+        usual = arguments.OnlineDPOScriptArguments if compares else arguments.SFTScriptArguments
+        kind = getattr(arguments, f"{prefix}ScriptArguments", usual)
         types: Any = (kind, config, ModelConfig, DatasetMixtureConfig)
         if subparsers is not None:
             return subparsers.add_parser(name, help=description, dataclass_types=types)

@@ -163,12 +163,14 @@ def engine_of(
     return VLLMEngine(model, settings=settings, **parts)
 
 
-def reference_of(args: RolloutTraining, policy: Policy, model: Any) -> Reference | None:
-    """The reference: a copy of the policy, or the base of its adapter; None for beta = 0."""
+def reference_of(
+    args: RolloutTraining, policy: Policy, model: Any, ref_model: Any = None
+) -> Reference | None:
+    """The reference: `ref_model`, a copy of the policy, or the base of its adapter; None for beta = 0."""
     if not isinstance(args, GroupTraining) or args.beta == 0:
         return None
     path = model if isinstance(model, str) else None
-    return make_reference(policy.model, policy.scorer, args=args, path=path)
+    return make_reference(policy.model, policy.scorer, ref_model, args=args, path=path)
 
 
 def group_rewards(

@@ -122,6 +122,7 @@ class OnlineTrainer(BaseTrainer):
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
         teacher_model: str | nn.Module | PreTrainedModel | None = None,
+        ref_model: Any = None,
     ) -> None:
         args = config_or_default(args, self.config_type, self._tag_names[-1])
         settle_inherited(args, "rollouts")
@@ -144,7 +145,7 @@ class OnlineTrainer(BaseTrainer):
         schemas = tool_loop.schemas if tool_loop else None
         self._sets = group_setup.prompt_sets(args, policy, *sets, tools=schemas, own=own)
         self.images = getattr(self._sets, "images", None)
-        self.reference = group_setup.reference_of(args, policy, model)
+        self.reference = group_setup.reference_of(args, policy, model, ref_model)
         self._shown = ShownCompletions()
         self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
         self.method, self.rows_at_once = self.method_type(args), args.per_device_train_batch_size
@@ -173,7 +174,9 @@ class OnlineTrainer(BaseTrainer):
                 discard=partial(self._count_sampled, is_discarded=True),
             )
         self.begin_rollouts(
-            group_setup.engine_of(args, self.model, policy, self.accelerator, own=own, served=served),
+            self.rollout_engine(
+                group_setup.engine_of(args, self.model, policy, self.accelerator, own=own, served=served)
+            ),
             sampling,
             rewards,
             shuffle=bool(args.shuffle_dataset),
@@ -221,6 +224,10 @@ class OnlineTrainer(BaseTrainer):
         place_reward_models(rewards.models, self.accelerator)
 
     # ---- the hooks of a method
+
+    def rollout_engine(self, engine: Engine) -> Engine:
+        """The engine of rollouts, made of the config's."""
+        return engine
 
     def advantages(self, experience: Experience, *, group_size: int | None = None) -> Experience:
         """Add the columns that the objective needs; called with the whole rollout batch of this process.
@@ -346,7 +353,7 @@ class OnlineTrainer(BaseTrainer):
     def score_rollout(self, batch: dict[str, Any], columns: Sequence[str]) -> dict[str, Tensor]:
         """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the reference,
         `teacher_logps` of the teacher."""
-        options, found = ScoreOptions(temperature=self.sampling.temperature), dict[str, Tensor]()
+        options, found = ScoreOptions(temperature=self.scoring_temperature), dict[str, Tensor]()
         policy = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
         with self.accelerator.autocast():
             if OLD in columns:
@@ -388,6 +395,11 @@ class OnlineTrainer(BaseTrainer):
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
         plain = self.accelerator.mixed_precision == "no" and not self.scorer.stretched_rotaries
         return self.rollouts.exact and wide and plain
+
+    @property
+    def scoring_temperature(self) -> float:
+        """Of the log-probs that are learned: the one that completions are sampled at."""
+        return self.sampling.temperature
 
     # ---- the steps of a rollout batch
 
@@ -464,7 +476,7 @@ class OnlineTrainer(BaseTrainer):
         experience: Experience = inputs.pop("experience").to(self.args.device)
         losses = self.token_losses(experience) if torch.is_grad_enabled() else None
         options = self.method.options(statistics=self.statistics_due())
-        options = replace(options, temperature=self.sampling.temperature, loss_of=losses)
+        options = replace(options, temperature=self.scoring_temperature, loss_of=losses)
         scored = self.score(model, inputs, options)
         terms = self.objective(experience, scored)
         means = {name: value.mean for each in terms for name, value in each.metrics.items()}

@@ -55,7 +55,10 @@ def evaluation_rows(trainer: Any, num_prompts: int | None, caller: str) -> list[
         raise ValueError(f"{caller} needs one eval_dataset, got {given}. Pass `eval_dataset` to the trainer.")
     rows = list(dataset if num_prompts is None else dataset.take(num_prompts))
     for row in rows[:1]:
-        if "prompt" not in row and not {"input_ids", "completion_mask"} <= row.keys():
+        if (
+            not {"prompt", "prompt_input_ids"} & row.keys()
+            and not {"input_ids", "completion_mask"} <= row.keys()
+        ):
             raise ValueError(
                 f"{caller} needs a column 'prompt', or 'input_ids' with 'completion_mask', got {sorted(row)}. Use a "
                 "prompt-only or prompt-completion dataset."

@@ -1,0 +1,168 @@
+"""Engines of comparisons: the geometric mixture of a policy and its reference, and two engines that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl.generation.engine import Engine, Generated, Sampling
+from trl.generation.transformers.cache import Moves, RolloutCache, Step, rollout_attention_of
+from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
+from trl.generation.transformers.engine import TransformersEngine, forward_unsupported, generating
+from trl.generation.transformers.model_generate import MoreInputs
+from trl.generation.transformers.requests import Requests
+from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
+from trl.models.parts import causal_core
+from trl.models.reference import FrozenModel, Reference
+
+
+class MixtureEngine(TransformersEngine):
+    """Completions by the geometric mixture `p^(1 - c) p_ref^c` of the policy and its reference, at each token.
+
+    `coefficient()` is c in [0, 1] at present: 0 is the policy, 1 the reference. The logits of both are averaged, which is the
+    mixture of their distributions. Raises: ValueError for a model that our cache does not support.
+    Source: Munos et al. 2023, Nash-MD, section 4 (arXiv:2312.00886).
+    """
+
+    exact = False
+
+    def __init__(
+        self, model: nn.Module, reference: Reference, *, coefficient: Callable[[], float], **parts: Any
+    ) -> None:
+        super().__init__(model, **parts)
+        if reason := forward_unsupported(model, causal_core(model)):
+            raise ValueError(
+                f"an opponent generates with our own cache, which {type(causal_core(model)).__name__} does not support: {reason}. Use "
+                "OnlineDPOTrainer, whose completions are all the policy's."
+            )
+        self.reference, self.coefficient = reference, coefficient
+
+    def _run(
+        self,
+        model: Any,
+        core: Any,
+        requests: Requests,
+        dtype: torch.dtype | None,
+        more_inputs: MoreInputs | None,
+    ) -> None:
+        share, config = self.coefficient(), core.config.get_text_config()
+        with ExitStack() as stack:
+            if isinstance(self.reference, FrozenModel):
+                gathered = generating(self.reference.model, self.accelerator, gather_zero3=self.gather_zero3)
+                other, switched = stack.enter_context(gathered), nullcontext
+            else:  # the policy with another adapter
+                other, switched = model, lambda: self.reference.active(model)
+            rows = self.max_batch or default_rows(config, requests, (dtype or core.dtype).itemsize)
+            members = [
+                _Member(each, weight, block, dtype)
+                for each, weight, block in ((model, 1 - share, nullcontext), (other, share, switched))
+                if weight
+            ]
+            mixture: Any = _Mixture(members)
+            RolloutLoop(mixture, mixture, requests, max_rows=max(1, rows // len(members))).run()
+
+
+class _Member:
+    """A model of a mixture, with its cache."""
+
+    def __init__(
+        self,
+        model: Any,
+        weight: float,
+        switched: Callable[[], AbstractContextManager[Any]],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.core, self.weight, self.switched = causal_core(model), weight, switched
+        self.cache = RolloutCache(self.core.config.get_text_config().num_hidden_layers)
+        with switched():
+            is_fused = fused_unsupported(self.core) is None
+            self.decoder = (
+                FusedDecoder(self.core, self.cache, dtype=dtype)
+                if is_fused
+                else OwnForward(self.core, self.cache)
+            )
+
+    @contextmanager
+    def active(self) -> Any:
+        with self.switched(), rollout_attention_of(self.core, self.cache):
+            yield self.decoder
+
+
+class _Mixture:
+    """Decoder and cache of a `RolloutLoop`: those of all members, and the weighted sum of their logits."""
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self.members = members
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        return self._mixed(lambda decoder: decoder.prefill(prompts))
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self._mixed(lambda decoder: decoder.decode(tokens, positions))
+
+    def _mixed(self, run: Callable[[OwnForward], Tensor]) -> Tensor:
+        parts = []
+        for member in self.members:
+            with member.active() as decoder:
+                parts.append(member.weight * run(decoder))
+        return sum(parts[1:], parts[0])
+
+    @property
+    def step(self) -> Step | None:
+        return self.members[0].cache.step
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "members":
+            super().__setattr__(name, value)
+        else:  # the step, and the sizes to allocate for
+            for member in self.members:
+                setattr(member.cache, name, value)
+
+    def drop_rows(self, moves: Moves, width: int) -> None:
+        for member in self.members:
+            member.cache.drop_rows(moves, width)
+
+    def drop_prompts(self, moves: Moves) -> None:
+        for member in self.members:
+            member.cache.drop_prompts(moves)
+
+
+class TurnsEngine:
+    """Completes the requests 0, 2, ... by one engine and 1, 3, ... by the other, an opponent."""
+
+    def __init__(self, policy: Engine, opponent: Engine) -> None:
+        self.policy, self.opponent = policy, opponent
+        self.exact = policy.exact  # nothing needs the opponent's log-probs
+
+    @property
+    def together(self) -> bool:
+        return self.policy.together or self.opponent.together
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        streams: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Generated]:
+        """One completion for each prompt, in order; see `Engine.generate`."""
+        names = range(len(prompts)) if streams is None else streams
+        found: list[Any] = [None] * len(prompts)
+        for turn, engine in enumerate((self.policy, self.opponent)):
+            own = None if limits is None else limits[turn::2]
+            found[turn::2] = engine.generate(prompts[turn::2], sampling, streams=names[turn::2], limits=own)
+        return found
+
+    def sync_weights(self, model: Any, step: int) -> None:
+        """Use the weights of `model` in both."""
+        self.policy.sync_weights(model, step)
+        self.opponent.sync_weights(model, step)
+
+    def close(self) -> None:
+        self.policy.close()
+        self.opponent.close()

@@ -1,0 +1,108 @@
+"""Win rates from the answers of a pairwise judge: with an interval, and with the effect of length taken out."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+
+Z = 1.959964  # of a normal distribution's central 95 %
+
+
+class WinRate(NamedTuple):
+    """The share of comparisons won, ties as half, with its 95 % interval; NaN without an answer."""
+
+    rate: float
+    low: float
+    high: float
+    answered: int
+    unanswered: int
+
+
+def win_shares(
+    judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: Any
+) -> list[float | None]:
+    """How far the second text of each pair wins, in [0, 1]; None where the judge gives no answer (-1 or None).
+
+    Equal texts are a tie and are not shown to the judge. `options` go to its `judge`; with `return_scores=True` it gives the
+    probability that the first wins.
+
+    Raises: TypeError for a judge without `return_scores`, ValueError for another number of answers or for other answers.
+    """
+    if options.get("return_scores") and "return_scores" not in inspect.signature(judge.judge).parameters:
+        raise TypeError(
+            f"{type(judge).__name__} has no return_scores. Use a judge with probabilities, such as PairRMJudge."
+        )
+    asked = [row for row, (first, second) in enumerate(pairs) if first != second]
+    found: list[float | None] = [0.5] * len(pairs)
+    if not asked:
+        return found
+    answers = judge.judge([prompts[row] for row in asked], [list(pairs[row]) for row in asked], **options)
+    if len(answers) != len(asked):
+        raise ValueError(
+            f"{type(judge).__name__} gave {len(answers)} answers to {len(asked)} pairs, expected one for each."
+        )
+    for row, answer in zip(asked, answers, strict=True):
+        if answer is not None and not (
+            isinstance(answer, Real) and (0 <= float(answer) <= 1 or answer == -1)
+        ):
+            raise ValueError(
+                f"{type(judge).__name__} answered {answer!r}, expected 0, 1, -1 or a probability."
+            )
+        share = None if answer in (None, -1) else float(answer)
+        found[row] = 1 - share if share is not None and options.get("return_scores") else share
+    return found
+
+
+def win_rate(shares: Sequence[float | None]) -> WinRate:
+    """The mean of the known shares, with Wilson's score interval.
+
+    Source: Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference.
+
+    >>> win_rate([1.0, 1.0, 0.0, None])
+    WinRate(rate=0.6666..., low=0.2076..., high=0.9385..., answered=3, unanswered=1)
+    """
+    known = [share for share in shares if share is not None]
+    n, missing = len(known), len(shares) - len(known)
+    if not n:
+        return WinRate(math.nan, math.nan, math.nan, 0, missing)
+    rate = sum(known) / n
+    centre = (rate + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(rate * (1 - rate) / n + Z**2 / (4 * n**2))
+    return WinRate(rate, centre - half, centre + half, n, missing)
+
+
+def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> float:
+    """The win rate of the second texts at equal lengths: that of a logistic model of shares with the difference of lengths.
+
+    `lengths` are those of the first and the second text. The difference enters as `tanh` of its standardised value. The
+    paper's third term, the difficulty of each prompt, needs the answers of many models and is left out.
+    Source: Dubois et al. 2024, eq. 2 (arXiv:2404.04475).
+
+    >>> round(length_controlled([1.0, 0.0, 1.0, 1.0], [(5, 9), (9, 5), (7, 7), (5, 9)]), 2) < 0.9
+    True
+    """
+    rows = [
+        (share, second - first)
+        for share, (first, second) in zip(shares, lengths, strict=True)
+        if share is not None
+    ]
+    if not rows:
+        return math.nan
+    target, gaps = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    features = torch.stack(
+        [torch.ones_like(gaps), torch.tanh(gaps / gaps.square().mean().sqrt().clamp(min=1e-9))], dim=1
+    )
+    weights = torch.zeros(2, dtype=torch.float64)
+    ridge = 1e-2 * torch.eye(2, dtype=torch.float64)  # keeps separable answers finite
+    for _ in range(50):  # Newton
+        p = torch.sigmoid(features @ weights)
+        gradient = features.T @ (p - target) + ridge @ weights
+        weights = weights - torch.linalg.solve(
+            features.T @ (features * (p * (1 - p))[:, None]) + ridge, gradient
+        )
+    return torch.sigmoid(weights[0]).item()

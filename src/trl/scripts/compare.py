@@ -1,0 +1,121 @@
+"""`trl compare A B --judge JUDGE --prompts FILE`: how often a judge prefers the answers of model B to those of model A."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trl.scripts.plain_parser import PlainParser
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl compare`."""
+    parser = PlainParser(
+        prog="trl compare",
+        description="Let a judge compare the answers of two models, and print how often the second one wins.",
+    )
+    parser.add_argument("first", metavar="A", help="model or adapter: a folder or a name on the Hub")
+    parser.add_argument("second", metavar="B", help="the same, whose win rate is printed")
+    parser.add_argument(
+        "--judge", required=True, help="pair_rm, openai, hf, random, or a path such as my_module.MyJudge"
+    )
+    parser.add_argument(
+        "--prompts", required=True, help="data set with a column prompt: a file, a folder, a name on the Hub"
+    )
+    parser.add_argument("--split", default="train", help="its split")
+    parser.add_argument("--num_prompts", type=int, help="first prompts only (default: all)")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="of sampling; 0 takes the most likely tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--out", metavar="FILE", help="also write figures and answers as JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print; returns the exit status."""
+    from trl.scripts.running import report
+
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:
+        found = compare(options)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        return report(parser.prog, error)
+    if options.out:
+        Path(options.out).write_text(json.dumps(found, indent=2))
+    rows = found.pop("rows")
+    print(f"{options.second} against {options.first}, {len(rows)} prompts")
+    for name, value in found.items():
+        print(f"  {name.replace('_', ' '):<28} {value:.4g}")
+    return 0
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of the comparison, and `rows` with prompts, answers and shares.
+
+    Raises: ValueError, TypeError, OSError, ImportError for models, prompts or judges that cannot be used.
+    """
+    from trl.reporting.win_rate import length_controlled, win_rate, win_shares
+    from trl.rewards.functions import resolve_judge
+    from trl.rewards.judge_source import as_text
+
+    judge = resolve_judge(options.judge)
+    rows = _prompts(options)
+    answers = [_answers(model, rows, options) for model in (options.first, options.second)]
+    prompts = [as_text(row["prompt"]) for row in rows]
+    pairs = list(zip(*answers, strict=True))
+    shares = win_shares(judge, prompts, pairs)
+    found, lengths = win_rate(shares), [(len(first), len(second)) for first, second in pairs]
+    return {
+        "win_rate": found.rate,
+        "win_rate_low": found.low,
+        "win_rate_high": found.high,
+        "length_controlled_win_rate": length_controlled(shares, lengths),
+        "ties": shares.count(0.5),
+        "unanswered": found.unanswered,
+        "mean_length_first": sum(first for first, _ in lengths) / len(lengths),
+        "mean_length_second": sum(second for _, second in lengths) / len(lengths),
+        "rows": [
+            {"prompt": prompt, "first": first, "second": second, "share_of_second": share}
+            for prompt, (first, second), share in zip(prompts, pairs, shares, strict=True)
+        ],
+    }
+
+
+def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from trl.data.sources import load_source
+
+    rows: Any = load_source(options.prompts, split=options.split)
+    if "prompt" not in rows.column_names:
+        raise ValueError(
+            f"'{options.prompts}' has the columns {rows.column_names}, expected a column 'prompt'."
+        )
+    count = len(rows) if options.num_prompts is None else min(options.num_prompts, len(rows))
+    return [{"prompt": prompt} for prompt in rows.select(range(count))["prompt"]]
+
+
+def _answers(path: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[str]:
+    import torch
+
+    from trl.data.rendering import text_tokenizer
+    from trl.generation.engine import Sampling
+    from trl.generation.transformers.engine import TransformersEngine
+    from trl.generation.transformers.requests import stop_tokens
+    from trl.models.loading import create_model_from_path, load_processing_class
+    from trl.trainer.samples import prompt_ids
+
+    model: Any = create_model_from_path(path).eval()
+    model.to(torch.accelerator.current_accelerator() or "cpu")
+    tokenizer: Any = text_tokenizer(load_processing_class(path))
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        stop_token_ids=tuple(stop_tokens(model, tokenizer)),
+        seed=options.seed,
+    )
+    prompts = [prompt_ids(row, tokenizer) for row in rows]
+    found = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
+    return tokenizer.batch_decode([each.ids for each in found], skip_special_tokens=True)

@@ -1,0 +1,129 @@
+"""How often a judge prefers the model to what it was before, measured at each evaluation."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from accelerate.utils import broadcast_object_list
+from transformers import GenerationConfig, Trainer, TrainerCallback
+
+from trl.reporting.tables import print_rich_table
+from trl.reporting.trackers import log_table
+from trl.reporting.win_rate import win_rate, win_shares
+from trl.rewards.judge_source import as_text
+from trl.trainer.samples import evaluation_rows, sample_completions, tensorboard_writer
+
+KEPT = "win_rate_reference.json"
+
+
+class WinRateCallback(TrainerCallback):
+    """Compares completions of evaluation prompts with those of a reference, by a pairwise judge, at each evaluation.
+
+    Args:
+        judge: a `BasePairwiseJudge`.
+        trainer: whose `eval_dataset` (its first `num_prompts` rows) is completed.
+        generation_config: of both; None for the models' own, with 128 new tokens if they set no limit.
+        shuffle_order: show some pairs in reverse order.
+        use_soft_judge: the judge gives probabilities (`return_scores`), whose mean is `eval_avg_win_prob`.
+        against: completions to compare with, one for each prompt. None: those of the trainer's reference, or without one of
+            the model before training, which checkpoints keep.
+
+    Logs `eval_win_rate` (ties count as half), the ends of its 95 % interval `eval_win_rate_low` and `eval_win_rate_high`, and
+    `eval_win_rate_unanswered`, the share of pairs without an answer, which count nowhere. A table `win_rate_completions` goes to
+    the trackers.
+
+    Example:
+        >>> trainer.add_callback(WinRateCallback(judge, trainer, num_prompts=100))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        judge: Any,
+        trainer: Trainer,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        shuffle_order: bool = True,
+        use_soft_judge: bool = False,
+        *,
+        against: Sequence[str] | None = None,
+    ) -> None:
+        self.judge, self.trainer, self.generation_config = judge, trainer, generation_config
+        self.options = {"shuffle_order": shuffle_order, **({"return_scores": True} if use_soft_judge else {})}
+        self.rows = evaluation_rows(trainer, num_prompts, "WinRateCallback")
+        self.against: list[str] | None = None if against is None else list(against)
+        if self.against is not None and len(self.against) != len(self.rows):
+            raise ValueError(
+                f"against has {len(self.against)} completions for {len(self.rows)} prompts. Give one for each prompt."
+            )
+        self.table: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.against is not None:
+            return
+        kept = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / KEPT
+        if state.global_step and kept.is_file():
+            self.against = json.loads(kept.read_text())
+            return
+        reference = getattr(self.trainer, "reference", None)
+        found = sample_completions(self.trainer, self.rows, self.generation_config, reference=reference)
+        self.against = [sample.completion for sample in found]
+
+    def on_save(self, args, state, control, **kwargs):
+        if self.trainer.accelerator.is_main_process:
+            folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+            (folder / KEPT).write_text(json.dumps(self.against))
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if self.against is None:  # an evaluation before training
+            self.on_train_begin(args, state, control)
+        samples = sample_completions(self.trainer, self.rows, self.generation_config)
+        found: list[Any] = [None]
+        if self.trainer.accelerator.is_main_process:
+            given = zip(self.rows, samples, strict=True)
+            prompts = [as_text(row["prompt"]) if "prompt" in row else sample.prompt for row, sample in given]
+            pairs = [
+                list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)
+            ]
+            shares = win_shares(self.judge, prompts, pairs, **self.options)
+            self._report(args.report_to, prompts, pairs, shares, state.global_step)
+            found = [shares]
+        if self.trainer.accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        self.trainer.log(self._metrics(found[0]))
+
+    def _metrics(self, shares: list[float | None]) -> dict[str, float]:
+        wins = [None if share is None else 0.5 if share == 0.5 else float(share > 0.5) for share in shares]
+        found = win_rate(wins)
+        logs = {
+            "": found.rate,
+            "_low": found.low,
+            "_high": found.high,
+            "_unanswered": found.unanswered / len(shares),
+        }
+        metrics = {f"eval_win_rate{name}": value for name, value in logs.items()}
+        return metrics | (
+            {"eval_avg_win_prob": win_rate(shares).rate} if "return_scores" in self.options else {}
+        )
+
+    def _report(self, report_to: Any, prompts: list[str], pairs: Any, shares: Any, step: int) -> None:
+        new = [
+            {
+                "step": step,
+                "prompt": prompt,
+                "reference_model": first,
+                "policy": second,
+                "winner_index": _winner(share),
+            }
+            for prompt, (first, second), share in zip(prompts, pairs, shares, strict=True)
+        ]
+        self.table += new
+        writer, table = tensorboard_writer(self.trainer), pd.DataFrame(self.table)
+        if not log_table("win_rate_completions", table, report_to, step=step, tensorboard_writer=writer):
+            print_rich_table(pd.DataFrame(new))
+
+
+def _winner(share: float | None) -> int | None:
+    """0: the reference, 1: the policy, None: neither."""
+    return None if share in (None, 0.5) else int(share > 0.5)

@@ -1,0 +1,258 @@
+"""Online DPO: pairs of the policy's own completions, compared by a judge or by rewards."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
+
+from trl._lazy import attach
+from trl.legacy.interface import NOT_CALLED_OF_PROMPTS
+from trl.legacy.online_rows import LegacyPromptRows
+from trl.models.scoring.causal import Scored
+from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs
+from trl.objectives.pairs import PairScores
+from trl.objectives.preference import PER_TOKEN, preference_terms
+from trl.options.checks import warn_caller
+from trl.options.training import config_or_default
+from trl.rewards.functions import resolve_judge
+from trl.rewards.judge_source import JudgeSource
+from trl.rewards.judges import BasePairwiseJudge
+from trl.rewards.result import RewardInputs
+from trl.rollouts.experience import REF, SCORES, STOPPED, TRAINED, Experience
+from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
+from trl.tensors.sequences import sum_by_sequence
+from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.online_dpo_config import OnlineDPOConfig
+from trl.trainer.online_method import GroupMethod, StepContext
+from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
+
+logger = logging.getLogger(__name__)
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
+
+
+class OnlineDPOMethod(GroupMethod):
+    """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024, arXiv:2402.04792).
+
+    `is_judged`: the scores are a judge's shares of won comparisons.
+    """
+
+    args: OnlineDPOConfig
+    is_judged: bool = False
+    epoch: Callable[[], float]
+
+    @property
+    def beta(self) -> float:
+        """Of the present epoch."""
+        return by_epoch(self.args.beta, self.epoch())
+
+    def apply_rewards(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        """With the penalty on completions without an end token."""
+        if self.args.missing_eos_penalty is not None and not self.is_judged:
+            scores = scores - self.args.missing_eos_penalty * (~experience.per_row[STOPPED].bool()).to(scores)
+        return super().apply_rewards(experience, scores, inputs, training=training)
+
+    def needs_old(self, experience: Experience) -> bool:
+        return False
+
+    def pairs(self, scores: Tensor) -> RankedPairs:
+        """The pairs of whole groups with these scores `(B,)`."""
+        return ranked_pairs(
+            scores, self.group_size, selection=self.args.pair_selection, ties=self.args.tie_policy
+        )
+
+    @property
+    def group_size(self) -> int:
+        return self.args.num_generations or 2
+
+    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        """The scores, and the weight of each completion: positive for chosen ones."""
+        scores = rows[SCORES]
+        pairs, weights = self.pairs(scores), torch.zeros_like(scores)
+        weights.index_add_(0, pairs.chosen, pairs.weights).index_add_(0, pairs.rejected, -pairs.weights)
+        return scores, weights
+
+    def divisor(self, experience: Experience) -> Tensor:
+        return self.pairs(experience.per_row[SCORES]).weights.sum().round().long()
+
+    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+        policy, reference, lengths = self.sums(experience, scored.logps)
+        terms = self.pair_terms(experience, policy, reference, lengths)
+        return [terms._replace(metrics={**terms.metrics, **self.row_metrics(experience, policy, reference)})]
+
+    def sums(self, experience: Experience, logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of policy and reference of each completion, and its tokens, `(B,)` each; without tools' tokens."""
+        mask, row = experience.per_token[TRAINED], experience.completions.row_index
+        per_token = logps, experience.per_token[REF].to(logps), torch.ones_like(logps)
+        policy, reference, lengths = (
+            sum_by_sequence(where_counted(values, mask), row, len(experience)) for values in per_token
+        )
+        return policy, reference, lengths
+
+    def pair_terms(
+        self, experience: Experience, policy: Tensor, reference: Tensor, lengths: Tensor
+    ) -> LossTerms:
+        """The loss of each pair, with its metrics."""
+        scores = experience.per_row[SCORES]
+        chosen, rejected, weights = self.pairs(scores)
+        found = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
+        if self.args.loss_type in PER_TOKEN:
+            found = found.per_token(lengths[chosen], lengths[rejected])
+        beta = self.beta
+        terms = preference_terms(
+            found, [self.args.loss_type], self.args.pair_options(beta), pair_weights=weights.to(policy)
+        )
+        metrics = {**terms.metrics, "beta": weighted(torch.tensor([beta]))}
+        if not self.is_judged:
+            metrics["objective/scores_margin"] = weighted(scores[chosen] - scores[rejected])
+        return terms._replace(metrics=metrics)
+
+    def row_metrics(self, experience: Experience, policy: Tensor, reference: Tensor) -> dict[str, Weighted]:
+        """Means over completions: divergence and entropy of the sequence, in nats, and scores less the penalty on the former."""
+        policy, scores = policy.detach(), experience.per_row[SCORES]
+        known = ~scores.isnan()
+        gap = policy - reference
+        found = {
+            "objective/kl": weighted(gap, known),
+            "objective/entropy": weighted(-policy, known),
+            "objective/non_score_reward": weighted(-self.beta * gap, known),
+            "val/contain_eos_token": weighted(experience.per_row[STOPPED].bool()),
+        }
+        if not self.is_judged:
+            found["objective/scores"] = weighted(scores, known)
+            found["objective/rlhf_reward"] = weighted(scores - self.beta * gap.to(scores), known)
+        return found
+
+
+class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
+    """Trainer of online DPO (Guo et al. 2024, arXiv:2402.04792).
+
+    Args:
+        model: the policy: a causal language model, a `PeftModel`, or a name or path.
+        ref_model: the reference. None: the policy as it is now (a frozen copy, or the base of an adapter).
+        reward_funcs: as `GRPOTrainer` takes them: functions, reward models or their paths, or several.
+        judge: compares completions instead; with both the judge decides.
+        args: an `OnlineDPOConfig`.
+        train_dataset: rows with a `prompt` (text or messages).
+
+    `reward_processing_classes`, `tools`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`. The loss is the
+    mean over the pairs of an optimiser step. Pairs without a judge's answer, or with equal scores (`tie_policy`), are dropped.
+
+    Example:
+        >>> def brevity(completions, **columns):
+        ...     return [-float(len(text)) for text in completions]
+        >>> trainer = OnlineDPOTrainer(
+        ...     "Qwen/Qwen3-0.6B", reward_funcs=brevity, args=OnlineDPOConfig("brief"), train_dataset=dataset
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "online-dpo"]
+    _name: ClassVar[str] = "Online DPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Direct Language Model Alignment from Online AI Feedback",
+        "id": "2402.04792",
+    }
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/margins", "objective/scores")
+    _not_called = NOT_CALLED_OF_PROMPTS
+    args: OnlineDPOConfig
+    method: OnlineDPOMethod
+    method_type: ClassVar[type[GroupMethod]] = OnlineDPOMethod
+    config_type: ClassVar[type[GroupTraining]] = OnlineDPOConfig
+    returns_scores: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel | None = None,
+        ref_model: PreTrainedModel | nn.Module | str | None = None,
+        reward_funcs: Any | Sequence[Any] | None = None,
+        judge: BasePairwiseJudge | None = None,
+        args: OnlineDPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        peft_config: Any | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+    ) -> None:
+        unread = {
+            "data_collator": data_collator,
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+        }
+        if given := [name for name, value in unread.items() if value is not None]:
+            raise TypeError(
+                f"{self._name} trains on its own completions and does not use {' and '.join(given)}. Leave it out."
+            )
+        args = config_or_default(args, self.config_type, self._tag_names[-1])  # type: ignore[assignment]
+        assert isinstance(args, OnlineDPOConfig)
+        if judge is None and args.judge is not None:
+            judge = resolve_judge(args.judge)
+        super().__init__(
+            model,  # type: ignore[arg-type]
+            self._sources(reward_funcs, judge, args),
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            peft_config,
+            tools,
+            ref_model=ref_model,
+        )
+        self.method.is_judged, self.method.epoch = judge is not None, lambda: self.state.epoch or 0.0
+
+    def _sources(self, reward_funcs: Any, judge: Any, args: OnlineDPOConfig) -> Any:
+        """The reward sources: the judge's shares of won comparisons, or what was given.
+
+        Raises: ValueError without either, TypeError for another kind of judge.
+        """
+        if judge is None:
+            reward_funcs = reward_funcs or args.reward_model_path
+            if not reward_funcs:
+                raise ValueError(
+                    f"{self._name} compares completions by a judge or by rewards, got neither. Pass judge or reward_funcs."
+                )
+            return reward_funcs
+        if not isinstance(judge, BasePairwiseJudge):
+            raise TypeError(f"judge must be a BasePairwiseJudge, got a {type(judge).__name__}.")
+        for name, value in (
+            ("reward_funcs", reward_funcs),
+            ("missing_eos_penalty", args.missing_eos_penalty),
+        ):
+            if value is not None:
+                warn_caller(f"{name} has no effect with a judge, which decides. Leave one of them out.")
+        soft = self.returns_scores and "return_scores" in inspect.signature(judge.judge).parameters
+        options: dict[str, Any] = {"return_scores": True} if soft else {}
+        return JudgeSource(judge, group_size=args.num_generations, **options)
+
+    @property
+    def scoring_temperature(self) -> float:
+        """1: the policy's own distribution is compared with the reference's, whatever completions are sampled at."""
+        return 1.0
+
+    @property
+    def beta(self) -> float:
+        """Strength of the penalty in the present epoch."""
+        return self.method.beta

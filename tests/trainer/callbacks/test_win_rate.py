@@ -1,0 +1,95 @@
+"""The win rate callback: what it compares, what it logs, and that training does not notice."""
+
+import pytest
+from datasets import Dataset
+from transformers import GenerationConfig
+
+from tests.tiny import tiny_model
+from tests.trainer.callbacks.runs import PROMPTS, prompt_dataset, trainer
+from trl.experimental.judges import BasePairwiseJudge
+from trl.experimental.winrate_callback import WinRateCallback
+from trl.models.reference import FrozenModel
+
+GREEDY = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=2, pad_token_id=0)
+
+
+class Keeps(BasePairwiseJudge):
+    """Answers with the next of `answers` and keeps what it was shown."""
+
+    def __init__(self, *answers):
+        self.answers, self.shown = list(answers), []
+
+    def judge(self, prompts, completions, shuffle_order=True):
+        self.shown += list(zip(prompts, completions, strict=True))
+        return [self.answers.pop(0) for _ in prompts]
+
+
+def logged(run, name):
+    return [entry[name] for entry in run.state.log_history if name in entry]
+
+
+def test_equal_completions_are_ties_and_cost_nothing(tmp_path):
+    """Before the first step the model is what it is compared with: a win rate of a half, and no question to the judge."""
+    run, judge = trainer(tmp_path, eval_dataset=prompt_dataset()), Keeps()
+    callback = WinRateCallback(judge, run, GREEDY)
+    run.add_callback(callback)
+    callback.on_evaluate(run.args, run.state, run.control)
+    assert judge.shown == [] and logged(run, "eval_win_rate") == [0.5]
+
+
+def test_wins_intervals_and_missing_answers(tmp_path, capsys):
+    run, judge = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), Keeps(1, -1, 0)
+    callback = WinRateCallback(judge, run, GREEDY, against=["x", "y", "z"])
+    callback.on_evaluate(run.args, run.state, run.control)
+    assert [prompt for prompt, _ in judge.shown] == PROMPTS and [pair[0] for _, pair in judge.shown] == list(
+        "xyz"
+    )
+    assert logged(run, "eval_win_rate") == [0.5]
+    assert logged(run, "eval_win_rate_unanswered") == [pytest.approx(1 / 3)]
+    (low,), (high,) = logged(run, "eval_win_rate_low"), logged(run, "eval_win_rate_high")
+    assert 0 < low < 0.5 < high < 1
+    assert [row["winner_index"] for row in callback.table] == [1, None, 0]
+    assert "winner_index" in capsys.readouterr().out
+
+
+def test_the_reference_of_a_trainer_is_compared_with(tmp_path):
+    run, judge = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), Keeps(1, 1, 1)
+    run.reference = FrozenModel(tiny_model("llama", seed=5), None)
+    callback = WinRateCallback(judge, run, GREEDY)
+    callback.on_train_begin(run.args, run.state, run.control)
+    callback.on_evaluate(run.args, run.state, run.control)
+    assert judge.shown and {pair[0] for _, pair in judge.shown} <= set(callback.against)
+    ties = 3 - len(judge.shown)  # where both models say the same
+    assert logged(run, "eval_win_rate") == [pytest.approx(1 - ties / 6)]
+
+
+def test_conversations_are_rendered_for_model_and_judge(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS]
+    run, judge = trainer(tmp_path, eval_dataset=Dataset.from_list(rows)), Keeps(1, 1, 1)
+    run.processing_class.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    callback = WinRateCallback(judge, run, GREEDY, against=["x"] * 3)
+    callback.on_evaluate(run.args, run.state, run.control)
+    assert [prompt for prompt, _ in judge.shown] == PROMPTS
+
+
+def test_checkpoints_keep_the_completions_before_training(tmp_path):
+    def run_of(**options):
+        run = trainer(tmp_path, eval_dataset=prompt_dataset(), save_strategy="steps", save_steps=2, **options)
+        callback = WinRateCallback(Keeps(), run, GREEDY)
+        run.add_callback(callback)
+        return run, callback
+
+    run, first = run_of(steps=2)
+    run.train()
+    run, second = run_of(steps=4)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert second.against == first.against
+
+
+def test_wrong_arguments(tmp_path):
+    run = trainer(tmp_path)
+    with pytest.raises(ValueError, match="eval_dataset"):
+        WinRateCallback(Keeps(), run)
+    run = trainer(tmp_path, eval_dataset=prompt_dataset())
+    with pytest.raises(ValueError, match="against"):
+        WinRateCallback(Keeps(), run, against=["x"])
