@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tests.objectives.pair_cases import one_pair, s, tensor
+from tests.objectives.pair_cases import one_pair, s, scores_of, tensor
 from trl.objectives.pairs import (
     F_DIVERGENCES,
     PairOptions,
@@ -80,3 +80,13 @@ def test_statistics_of_a_step_by_hand():
     assert found.delta.item() == 0.5 * (-1 + 3 - 3 - 7) / 4
     assert found.margin_partner.tolist() == [-3.0, -2.0]
     assert found.rejected_partner.tolist() == [-7.0, -3.0] and found.chosen_partner.tolist() == [3.0, -1.0]
+
+
+def test_per_token_divides_all_four():
+    means = scores_of().per_token(tensor([2.0, 4.0, 5.0]), tensor([1.0, 2.0, 4.0]))
+    assert means.chosen.tolist() == [-4.0, -5.25, -0.9] and means.ref_chosen.tolist() == [-5.0, -5.0, -1.0]
+    assert means.rejected.tolist() == [-11.0, -2.5, -2.5] and means.ref_rejected.tolist() == [
+        -12.0,
+        -4.0,
+        -1.5,
+    ]
