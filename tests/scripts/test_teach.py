@@ -78,6 +78,7 @@ def test_a_stopped_run_resumes_after_the_last_whole_shard(run, tmp_path, monkeyp
         ("--packing", "packing=True"),
         ("--dataset_streaming true", "dataset_streaming=True"),
         ("--output {folder}", "teacher.json"),
+        ("--output {folder}/rows.jsonl/new", "rows.jsonl' is a file"),
         ("--top_k 0", "top_k"),
     ],
 )

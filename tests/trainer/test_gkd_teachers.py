@@ -140,11 +140,11 @@ def test_wrong_columns_are_refused(changes: dict[str, Any], words: str) -> None:
 
 def test_streamed_columns_are_checked_as_they_pass() -> None:
     rows = columns()
-    trainer = gkd_columns(train_dataset=rows.to_iterable_dataset(), max_steps=1)
+    trainer = gkd_columns(train_dataset=rows.to_iterable_dataset(), max_steps=1, max_length=64)
     assert_same_step(steps(trainer)[0], steps(gkd_columns(train_dataset=rows))[0])
     cut = rows.map(lambda row: {"completion_mask": [0, *row["completion_mask"][1:-1], 0]})
     with pytest.raises(ValueError, match="other settings"):
-        gkd_columns(train_dataset=cut.to_iterable_dataset()).train()
+        gkd_columns(train_dataset=cut.to_iterable_dataset(), max_length=64).train()
 
 
 @pytest.fixture

@@ -42,13 +42,13 @@ def run_facts(
 def fingerprint(dataset: Any) -> dict[str, Any] | None:
     """The number of rows, and a hash of at most 1,000 evenly spaced ones; None for a stream.
 
-    Reference log-probs that were added to the rows do not count.
+    Log-probs of a reference or a teacher that were added to the rows do not count, nor a teacher's tokens.
     """
     if not isinstance(dataset, Dataset):
         return {"rows": len(dataset)} if hasattr(dataset, "__len__") else None
     count = len(dataset)
     chosen = [n * (count - 1) // (ROWS - 1) for n in range(ROWS)] if count > ROWS else range(count)
-    names = [name for name in dataset.column_names if "logps" not in name]
+    names = [name for name in dataset.column_names if "logps" not in name and name != "teacher_ids"]
     return {"rows": count, "hash": hash_rows(dataset.select_columns(names).select(chosen))}
 
 

@@ -25,7 +25,7 @@ from trl.data.pipeline import (
     first_row,
     map_rows,
 )
-from trl.data.ragged import Ragged, is_number_list, read_ragged, truncate_rows
+from trl.data.ragged import Ragged, is_number_list, list_lengths, read_ragged, truncate_rows
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
 from trl.data.tokenization import encode, encode_closed, read_chat, read_text, tokenize_split, with_eos
@@ -144,6 +144,11 @@ def _cut(dataset: Any, settings: SFTPreparation) -> Any:
     if settings.max_length is None:
         return dataset
     if not settings.packing:
+        if (
+            isinstance(dataset, Dataset)
+            and list_lengths(dataset, "input_ids").max(initial=0) <= settings.max_length
+        ):
+            return dataset  # without a copy of its columns
         options = _map_options(dataset, settings, "Truncating")
         return truncate_rows(dataset, settings.max_length, options, keep_end=settings.keep_end)
     tokens = [column for column in column_names(dataset) if column in ("input_ids", *MASKS)]

@@ -70,10 +70,7 @@ def main(
             _check_settings(place, settings)
     if not folder.exists():
         staging.mkdir(parents=True, exist_ok=True)
-        if not (staging / SETTINGS_FILE).exists():
-            aside = staging / f".{SETTINGS_FILE}.{args.process_index}"
-            aside.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-            aside.replace(staging / SETTINGS_FILE)
+        (staging / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         _write_shards(staging, rows, policy, script_args, args)
         PartialState().wait_for_everyone()
         if args.process_index == 0:
@@ -87,10 +84,13 @@ def main(
 
 def _check(script_args: TeachScriptArguments, args: Any, dataset_args: Any) -> None:
     """Raise ValueError for what is missing, and for settings that the columns do not support."""
+    from trl.scripts.loading import check_output_dir
+
     script_args.teacher = script_args.teacher or args.teacher_model_name_or_path
     for name in ("teacher", "output"):
         if getattr(script_args, name) is None:
             raise ValueError(f"{name} is missing. Give --{name}.")
+    check_output_dir(str(script_args.output))
     if args.packing:
         raise ValueError(
             "packing=True: rows with a teacher's columns are not packed. Leave packing out; batches are never padded."
@@ -150,7 +150,7 @@ def _settings(script_args: TeachScriptArguments, args: Any, policy: Any, rows: A
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError for a folder that this command did not write, or wrote with other settings."""
     file = folder / SETTINGS_FILE
-    if not folder.exists() or (not any(folder.iterdir()) and folder.suffix == ".incomplete"):
+    if not folder.exists():
         return
     if not file.is_file():
         raise ValueError(f"output={folder} has no {SETTINGS_FILE}, expected a new folder. Name another one.")
