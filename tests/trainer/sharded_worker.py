@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 KINDS = ("fsdp2", "zero3")
-METHODS = ("sft", "kto", "distillation", "self-distillation")
+METHODS = ("sft", "kto", "distillation", "self-distillation", "gkd", "gold")
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": True,
@@ -56,7 +56,7 @@ def use_deepspeed_on_cpu() -> None:
 
 
 def models_of(method: str) -> dict:
-    """A tiny Llama in float32, for KTO a reference from which its KL is above 0, for distillation a teacher, or an adapter."""
+    """A tiny Llama in float32, for KTO a reference from which its KL is above 0, for distillation a teacher or an adapter."""
     from peft import LoraConfig, get_peft_model
 
     from tests.tiny import tiny_model
@@ -71,6 +71,13 @@ def models_of(method: str) -> dict:
         return {"model": tiny_model("llama")}
     if method == "distillation":
         return {"model": tiny_model("llama"), "teacher": tiny_model("llama", seed=1, hidden_size=48)}
+    if method == "gkd":
+        return {"model": tiny_model("llama"), "teacher_model": tiny_model("llama", seed=1, hidden_size=48)}
+    if method == "gold":
+        return {
+            "model": tiny_model("llama", vocab_size=400),
+            "teacher_model": tiny_model("llama", seed=1, hidden_size=48, vocab_size=300),
+        }
     return {"model": tiny_model("llama", seed=1), "ref_model": tiny_model("llama")}
 
 
@@ -85,6 +92,13 @@ def three_steps(method: str, models: dict, **settings):
         return run(
             models["model"], trainer_class=distillation_from(models["teacher"]), **{**STEPS, **settings}
         )[0]
+    if method in ("gkd", "gold"):  # completions of the student and of the teacher
+        from tests.contracts import methods
+
+        trainer = getattr(methods, method)(**models, **{**STEPS, **settings, "lmbda": 0.5, "seq_kd": True})
+        trainer.remove_callback(trainer.keep)
+        trainer.train()
+        return trainer
     # KTO's policy runs twice in each step, the second time behind the keys of the first.
     own = {"beta": 0.1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
     trainer = kto_runs.make(**models, **{**STEPS, **own, **settings})

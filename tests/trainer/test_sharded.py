@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT, KTO and distillation of two processes equal those of one, to 1e-5."""
+"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT, KTO, GKD and GOLD of two processes equal those of one, to 1e-5."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from tests.trainer.sharded_worker import KINDS, models_of, three_steps
+from tests.trainer.sharded_worker import KINDS, METHODS, models_of, three_steps
 from tests.two_processes import launch
 
 LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "kl", "rewards/margins"}
@@ -22,7 +22,7 @@ def test_three_steps_equal_those_of_one_process(how, tmp_path):
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.trainer.sharded_worker", str(tmp_path), how, own=True)
 
-    for method, batch_size in (("sft", 4), ("kto", 8), ("distillation", 4), ("self-distillation", 4)):
+    for method, batch_size in {**dict.fromkeys(METHODS, 4), "kto": 8}.items():
         single = three_steps(method, models_of(method), per_device_train_batch_size=batch_size)
         expected = single.model.state_dict()
         if method == "self-distillation":

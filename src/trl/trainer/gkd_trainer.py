@@ -29,7 +29,7 @@ from trl.data.teacher_columns import (
 )
 from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.teacher_servers import TeacherServers, served_teacher
-from trl.generation.transformers.engine import TransformersEngine, context_length_of
+from trl.generation.transformers.engine import TransformersEngine, context_length_of, without_wrappers
 from trl.generation.transformers.requests import stop_tokens
 from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
 from trl.legacy.interface import NOT_CALLED_OF_GKD
@@ -300,7 +300,7 @@ class GKDTrainer(SFTTrainer):
 
     def _writer(self, model: Any, tokenizer: Any) -> Writer:
         engine = TransformersEngine(model, tokenizer=tokenizer, accelerator=self.accelerator)
-        return Writer(engine, self.sampling(model, tokenizer), self._prompts, completed)
+        return Writer(engine, self.sampling(without_wrappers(model), tokenizer), self._prompts, completed)
 
     def sampling(self, model: Any, tokenizer: Any) -> Sampling:
         """How a model's completions are drawn."""
@@ -316,7 +316,7 @@ class GKDTrainer(SFTTrainer):
 
     def _check_lengths(self) -> None:
         """`check_side` of the training set. Rows of streams are not known before."""
-        dataset, teacher = self.train_dataset, self.teacher.model or self.model
+        dataset, teacher = self.train_dataset, without_wrappers(self.teacher.model or self.model)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
             self.check_side(dataset, [self.model, *([teacher] if self.args.seq_kd else [])], teacher)
 

@@ -18,6 +18,7 @@ from trl.experimental.gold.gold_data import COLUMNS, THEIRS, GOLDDatasets, Paire
 from trl.experimental.gold.gold_method import TOKEN_WEIGHT, GOLDMethod, SpanLoss
 from trl.experimental.gold.methods import print_prompt_completions_sample_uld
 from trl.generation.engine import Generated, Sampling
+from trl.generation.transformers.engine import without_wrappers
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.models.parts import causal_core, share_parameters
@@ -208,7 +209,7 @@ class GOLDTrainer(GKDTrainer):
         if self.pairing is None or not isinstance(dataset, Dataset):
             super()._check_lengths()
             return
-        models = self.model, self.teacher.model
+        models = self.model, without_wrappers(self.teacher.model)
         for name, model, writes in zip(("", THEIRS), models, (True, self.args.seq_kd), strict=True):
             names = {f"{name}{column}": column for column in ("input_ids", "completion_mask")}
             rows = dataset.select_columns(list(names)).rename_columns(names if name else {})
