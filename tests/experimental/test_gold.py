@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+import socket
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from datasets import Dataset
 from tests.contracts.methods import gkd
 from tests.data.test_byte_alignment import KINDS, texts, tokenizer_of
 from tests.experimental.gold_runs import ANSWERS, ROWS, gold, other_tokenizer
+from tests.generation.served_runs import asks
+from tests.generation.stand_in import TOKEN, LocalCopy, StandIn, serving
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.resume_worker import tokenizer
@@ -304,6 +308,7 @@ def test_rows_that_the_teacher_reads_otherwise_are_not_trained(
         ({"assistant_only_loss": True}, "does not support assistant_only_loss"),
         ({"teacher_tokenizer_name_or_path": None}, "Set teacher_tokenizer_name_or_path"),
         ({"teacher_model": None}, "needs a teacher_model"),
+        ({"teacher_model": tiny_model("llama", dtype=torch.float64)}, "teacher's tokenizer has 300 tokens, its model 96"),
         ({"data_collator": lambda rows: rows}, "data_collator was given"),
         ({"train_dataset": Dataset.from_list([{"input_ids": [3, 4, 5]}])}, "rows of tokens"),
         ({"lmbda": 1.0, "train_dataset": Dataset.from_list([{"text": "Look up."}] * 8)}, "8 of 8 rows have no prompt"),
@@ -367,3 +372,23 @@ def test_settings_without_effect_are_named() -> None:
         match="vllm_sync_frequency -> nothing.*wandb_project -> nothing|wandb_project.*vllm_sync",
     ):
         GOLDConfig("out", use_cpu=True, vllm_sync_frequency=4, wandb_project="mine")
+
+
+def test_completions_of_a_vllm_server_are_those_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_VLLM_SERVER_TOKEN", TOKEN)
+    settings = {"lmbda": 1.0, "max_steps": 2, "learning_rate": 0.5}
+    expected = gold(**settings)
+    copy = LocalCopy(expected.model, expected.accelerator)
+    writer = expected._generated.student._replace(engine=copy)
+    expected._generated = dataclasses.replace(expected._generated, student=writer)
+    expected.train()
+    stand_in = StandIn(tiny_model("gpt2", vocab_size=400, dtype=torch.float64, seed=3))
+    with serving(stand_in) as url, socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        held.close()
+        trainer = gold(**settings, **asks(url, port))
+        trainer.train()
+        trainer._generated.student.engine.close()
+    for one, other in zip(trainer.state.log_history[:2], expected.state.log_history[:2], strict=True):
+        assert one["on_policy_loss"] == pytest.approx(other["on_policy_loss"], rel=1e-9)
+    assert stand_in.calls.count("load") == 2

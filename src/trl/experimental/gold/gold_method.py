@@ -12,7 +12,7 @@ from torch import Tensor
 from trl.experimental.gold.gold_config import GOLDConfig
 from trl.experimental.gold.gold_data import Pairing
 from trl.models.packed.layout import IGNORED, TEACHER_BATCH
-from trl.objectives.cross_vocabulary import cross_vocabulary, span_measures
+from trl.objectives.cross_vocabulary import Vocabularies, cross_vocabulary, span_measures
 from trl.tensors import heads
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.statistics import selective_log_softmax
@@ -128,6 +128,8 @@ class SpanLoss:
         device = self.own.first.device
         size = size or heads.default_chunk_size(max(method.sizes), itemsize=4, device=device)
         self.parts = chunks_of_spans(self.own, self.other, size)
+        ids = method.vocabularies
+        self._vocabularies = None if ids is None else Vocabularies(*(each.to(device) for each in ids))
         self._places = {own.start: other for own, other in self.parts}
         self._token_weight = batch.get(TOKEN_WEIGHT, 1.0) * method.args.uld_crossentropy_weight
 
@@ -141,7 +143,7 @@ class SpanLoss:
         matched, distance = cross_vocabulary(
             span_measures(logits / args.uld_student_temperature, *own),
             span_measures(other / args.uld_teacher_temperature, *theirs),
-            method.vocabularies,
+            self._vocabularies,
             beta=args.beta,
         )
         parts = (distance, distance) if matched is None else (matched, distance)

@@ -117,6 +117,12 @@ class GOLDTrainer(GKDTrainer):
         if self.pairing is not None:
             assert isinstance(self.teacher, FrozenTeacher)
             sizes = self.scorer.vocabulary, self.teacher.reference.scorer.vocabulary
+            for name, known, size in zip(("student", "teacher"), self.pairing.known, sizes, strict=True):
+                if len(known) > size:
+                    raise ValueError(
+                        f"the {name}'s tokenizer has {len(known)} tokens, its model {size} logits, expected at least as many. Pass "
+                        "the tokenizer that belongs to the model."
+                    )
             self.method = GOLDMethod(self.args, self.pairing, sizes)
 
     def _sets_class(self, args: Any, policy: Policy, *, formatting_func: Any = None) -> GKDDatasets:  # type: ignore[override]
