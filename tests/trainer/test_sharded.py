@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT, KTO, GKD and GOLD of two processes equal those of one, to 1e-5."""
+"""FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT, KTO and distillation of two processes equal those of one, to 1e-5."""
 
 import importlib.util
 import json
