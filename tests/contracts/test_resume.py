@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.methods import gkd, sft
+from tests.contracts.methods import gkd, gkd_columns, sft
 from tests.experimental import ppo_runs
 from tests.experimental.gold_runs import gold
 from tests.trainer import grpo_runs
@@ -68,6 +68,7 @@ METHODS: dict[str, Any] = {
     "sft": lambda out: of_rows(out, sft, {"neftune_noise_alpha": 5.0}),
     "gold": lambda out: of_rows(out, gold, {"lmbda": 0.5, "seq_kd": True}),
     "gkd": lambda out: of_rows(out, gkd, {"lmbda": 0.5, "seq_kd": True}),
+    "gkd, columns": lambda out: of_rows(out, gkd_columns, {}),
     "gkd, ema": following,
     **{name: lambda out, given=given: of_rows(out, *given) for name, given in RESUMED.items()},
     "dpo, by length": lambda out: of_rows(out, dpo, {"train_sampling_strategy": "group_by_length"}),
