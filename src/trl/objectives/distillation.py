@@ -53,19 +53,20 @@ class _Divergence(torch.autograd.Function):
         exact = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
         log_p, log_q = student.log_softmax(-1, dtype=exact), teacher.log_softmax(-1, dtype=exact)
         p, gap = log_p.exp(), log_q - log_p
+        del log_p
         if beta == 0:
-            q = log_q.exp()
-            values, slopes = _expected(q, gap), p - q
+            q = log_q.exp_()
+            values, slopes = _expected(q, gap), p.sub_(q)
         elif beta == 1:
-            values = _expected(p, -gap)
-            slopes = p * (-gap - values[:, None])
+            values = _expected(p, gap.neg_())
+            slopes = gap.sub_(values[:, None]).mul_(p)
         else:
             p_over_mix, q_over_mix = _over_mix(gap, beta)
             own = _expected(p, p_over_mix)
-            values = beta * _expected(log_q.exp(), q_over_mix) + (1 - beta) * own
-            slopes = (1 - beta) * p * (p_over_mix - own[:, None])
+            values = beta * _expected(log_q.exp_(), q_over_mix) + (1 - beta) * own
+            slopes = p_over_mix.sub_(own[:, None]).mul_(p).mul_(1 - beta)
         ctx.dtype = student.dtype
-        ctx.save_for_backward(torch.where(p > 0, slopes, slopes.new_zeros(())) if beta else slopes)
+        ctx.save_for_backward(slopes.masked_fill_(p == 0, 0.0) if beta else slopes)
         return values
 
     @staticmethod
@@ -78,16 +79,15 @@ class _Divergence(torch.autograd.Function):
 def _over_mix(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """`log(p / m)` and `log(q / m)` of `gap = log(q / p)`, without loss of digits where beta is near 0 or 1.
 
-    A gap beyond `LARGEST_GAP` is cut: what it belongs to has no probability in the mean.
+    A gap beyond `LARGEST_GAP` is cut: what it belongs to has no probability in the mean. `gap` is overwritten.
     """
-    ratios = torch.expm1(gap.clamp(max=LARGEST_GAP)), torch.expm1((-gap).clamp(max=LARGEST_GAP))
-    return -torch.log1p(beta * ratios[0]), -torch.log1p((1 - beta) * ratios[1])
+    p_over_mix = gap.clamp(max=LARGEST_GAP).expm1_().mul_(beta).log1p_().neg_()
+    return p_over_mix, gap.neg_().clamp_(max=LARGEST_GAP).expm1_().mul_(1 - beta).log1p_().neg_()
 
 
 def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
     """The mean of `values` `(N, V)` under `probabilities`, where 0 times anything is 0."""
-    terms = probabilities * values
-    return torch.where(probabilities > 0, terms, terms.new_zeros(())).sum(-1)
+    return (probabilities * values).masked_fill_(probabilities == 0, 0.0).sum(-1)
 
 
 def top_k_divergence(
@@ -138,8 +138,10 @@ class Divergence(TeacherLoss):
     tail: bool = True
 
     def of_logits(self, student: Tensor, teacher: Tensor) -> Tensor:
-        shared = min(student.shape[-1], teacher.shape[-1])
-        return divergence(student[:, :shared], teacher[:, :shared], beta=self.beta)
+        if student.shape != teacher.shape:
+            shared = min(student.shape[-1], teacher.shape[-1])
+            student, teacher = student[:, :shared], teacher[:, :shared]
+        return divergence(student, teacher, beta=self.beta)
 
     def of_top_k(self, student: Tensor, tokens: Tensor, teacher_logps: Tensor) -> Tensor:
         return top_k_divergence(student, tokens, teacher_logps, beta=self.beta, tail=self.tail)

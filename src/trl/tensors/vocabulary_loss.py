@@ -121,5 +121,5 @@ class _VocabularyLoss(torch.autograd.Function):
             )
         slopes, sums, dtypes = ctx.gradients
         ctx.gradients = None  # autograd then takes the sums over instead of copying them
-        parts = [(x * slope).to(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
-        return (None if slopes is None else slopes * slope, None, None, None, *parts)
+        parts = [x.mul_(slope).to(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
+        return (None if slopes is None else slopes.mul_(slope), None, None, None, *parts)
