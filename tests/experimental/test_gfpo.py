@@ -105,7 +105,7 @@ def test_splits_and_layouts(loss_type):
         ({"num_remains_in_group": 4}, "num_remains_in_group=4 must be less than num_generations=4"),
         (
             {"num_remains_in_group": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-            "leaves 3 completions of 1 groups to each process.*of its 2 micro-batches.*Change num_remains_in_group, or",
+            "leaves 3 completions to each process, expected a multiple of its 2 micro-batches. Change it, or",
         ),
     ],
 )
