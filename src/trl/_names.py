@@ -108,6 +108,8 @@ NAMES: dict[str, Row] = {
         "trl.experimental.ppo.ppo_trainer": "PPOTrainer"},
     "trl.experimental.ppo.ppo_trainer": {**_DATA_SET_PPO, "trl.reporting.tables": "print_rich_table",
         "trl.tensors.statistics": "masked_mean masked_var masked_whiten"},
+    "trl.experimental.sdft": {"trl.experimental.sdft.sdft_config": "SDFTConfig",
+        "trl.experimental.sdft.sdft_trainer": "SDFTTrainer"},
     "trl.extras": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.best_of_n_sampler": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.dataset_formatting": {"trl.legacy.text_data": "FORMAT_MAPPING "

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trl.collators.preference import completion_batch
+from trl.models.packed.layout import TEACHER_BATCH
 from trl.tensors.ragged import Ragged
 
 # Names of the columns of an `Experience`, which are absent where nothing fills them. Per completion token:
@@ -39,6 +40,7 @@ LENGTH = "length"  # completion tokens that the policy sampled
 MEAN_LENGTH = "mean_length"  # mean length of the rollout batch
 FILTERED = "filtered"  # bool: not among those that are learned from
 REPLAYED = "replayed"  # bool: sampled for an earlier rollout batch
+SHOWN = "teacher_prompts"  # in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,14 @@ class Experience:
     """B completions of prompts. Immutable: `dataclasses.replace` makes the next one.
 
     `per_token` are tensors `(K,)` over the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)` (rewards,
-    ...).
+    ...). `teacher_prompts` are those that a teacher is shown in place of the prompts.
     """
 
     prompts: Ragged
     completions: Ragged
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     per_row: Mapping[str, Tensor] = field(default_factory=dict)
+    teacher_prompts: Ragged | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.per_token.items():
@@ -79,6 +82,7 @@ class Experience:
             self.completions.take(indices),
             {name: value[positions] for name, value in self.per_token.items()},
             {name: value[indices] for name, value in self.per_row.items()},
+            None if self.teacher_prompts is None else self.teacher_prompts.take(indices),
         )
 
     def ragged(self, name: str) -> Ragged:
@@ -88,10 +92,16 @@ class Experience:
     def as_batch(self, *, prefix_sharing: bool) -> dict[str, Any]:
         """A packed batch that scores the completion tokens, in the order of `per_token`.
 
-        With `prefix_sharing` neighbouring rows of one prompt share it.
+        With `prefix_sharing` neighbouring rows of one prompt share it. With `teacher_prompts` there is a `teacher_batch`.
         """
+        batch = self._batch(self.prompts, prefix_sharing)
+        if self.teacher_prompts is not None:
+            batch[TEACHER_BATCH] = self._batch(self.teacher_prompts, prefix_sharing)
+        return batch
+
+    def _batch(self, prompts: Ragged, prefix_sharing: bool) -> dict[str, Any]:
         rows: list[tuple[Tensor, list[Tensor]]] = []
-        for prompt, completion in zip(self.prompts.split(), self.completions.split(), strict=True):
+        for prompt, completion in zip(prompts.split(), self.completions.split(), strict=True):
             if prefix_sharing and rows and torch.equal(rows[-1][0], prompt):
                 rows[-1][1].append(completion)
             else:
@@ -106,11 +116,15 @@ class Experience:
             self.completions.to(device),
             {name: value.to(device) for name, value in self.per_token.items()},
             {name: value.to(device) for name, value in self.per_row.items()},
+            None if self.teacher_prompts is None else self.teacher_prompts.to(device),
         )
 
     def state(self) -> dict[str, Tensor]:
         """Everything as 1-D tensors by name, for a checkpoint."""
+        shown = self.teacher_prompts
+        of_teacher = {} if shown is None else {SHOWN: shown.values, f"{SHOWN}_lengths": shown.lengths}
         return {
+            **of_teacher,
             "prompts": self.prompts.values,
             "prompt_lengths": self.prompts.lengths,
             "completions": self.completions.values,
@@ -131,6 +145,7 @@ class Experience:
             Ragged(state["completions"], state["completion_lengths"]),
             columns("token."),
             columns("row."),
+            Ragged(state[SHOWN], state[f"{SHOWN}_lengths"]) if SHOWN in state else None,
         )
 
 
@@ -151,6 +166,9 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
         Ragged.joined([part.completions for part in parts]),
         {name: torch.cat([part.per_token[name] for part in parts]) for name in first.per_token},
         {name: torch.cat([part.per_row[name] for part in parts]) for name in first.per_row},
+        None
+        if first.teacher_prompts is None
+        else Ragged.joined([part.teacher_prompts for part in parts if part.teacher_prompts is not None]),
     )
 
 

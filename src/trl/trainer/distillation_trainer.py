@@ -49,13 +49,18 @@ class DistillationMethod(GroupMethod):
     """The divergence of student and teacher at each completion token, without rewards."""
 
     args: DistillationConfig
-    needs_teacher = True
+    needs_teacher, scores_reference = True, False
     divisor = OnlineMethod.divisor  # tokens
 
     @property
     def loss(self) -> TeacherLoss:
         """The divergence of a token."""
         return Divergence(self.args.beta)
+
+    def token_weights(self, experience: Experience) -> Tensor:
+        """What each completion token counts, `(K,)`."""
+        trained = experience.per_token[TRAINED]
+        return trained.to(torch.float32 if trained.device.type == "mps" else torch.float64)
 
     def needs_old(self, experience: Experience) -> bool:
         return False
@@ -158,11 +163,18 @@ class DistillationTrainer(OnlineTrainer):
         """The divergence at the completion tokens of a micro-batch."""
         inputs = dict(batch)
         experience: Experience = inputs.pop("experience").to(self.args.device)
-        loss = WithEntropy(self.method.loss) if self.statistics_due() else self.method.loss
-        temperature, weights = self.sampling.temperature, experience.per_token[TRAINED].float()
-        with self.accelerator.autocast():
-            found = self.teacher.divergence(
-                self.scorer, model, inputs, loss, temperature=temperature, weights=weights
-            )
+        found = self.learn(model, inputs, experience)
         terms = self.method.objective(experience, found, self.context)
         return Outcome(terms, None, None, found.aux_loss, local=found.total)
+
+    def learn(self, model: nn.Module, inputs: dict[str, Any], experience: Experience) -> VocabularyLoss:
+        """The divergence of some rows."""
+        return self.from_teacher(model, inputs, self.method.token_weights(experience))
+
+    def from_teacher(self, model: nn.Module, inputs: dict[str, Any], weights: Tensor) -> VocabularyLoss:
+        """The divergence, times the `weights` `(K,)` of the tokens."""
+        loss = WithEntropy(self.method.loss) if self.statistics_due() else self.method.loss
+        with self.accelerator.autocast():
+            return self.teacher.divergence(
+                self.scorer, model, inputs, loss, temperature=self.sampling.temperature, weights=weights
+            )

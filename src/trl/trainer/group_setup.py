@@ -20,7 +20,7 @@ from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_se
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference, make_reference
-from trl.models.teacher import make_teacher
+from trl.models.teacher import make_teacher, own_teacher
 from trl.options.checks import warn_unread
 from trl.options.generation import TOOL_SETTINGS
 from trl.rewards.source import RewardSources
@@ -220,10 +220,12 @@ def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 
 def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: bool) -> Any:
-    """The teacher that was passed, or that the config names, or the base of the policy's adapter; None where none is needed.
+    """The teacher that was passed, or that the config names, or one made of the policy; None where none is needed.
 
     Raises: ValueError without a teacher, or with one that would have no effect.
     """
+    if kind := getattr(args, "teacher_model_kind", None):
+        return own_teacher(kind, policy.model, policy.scorer)
     names = ("teacher_model_server_url", "teacher_model_name_or_path")
     given = teacher or next(filter(None, (getattr(args, name, None) for name in names)), None)
     if hasattr(args, names[0]):

@@ -53,6 +53,7 @@ class OnlineMethod(Method):
     units: ClassVar[tuple[Unit, ...]] = ("token",)
     repeats_metrics: ClassVar[bool] = False
     needs_values: ClassVar[bool] = False
+    scores_reference: ClassVar[bool] = True
     needs_teacher: bool = False
     scores_teacher: bool = False
     """Whether it needs the teacher's log-probs of the sampled tokens."""

@@ -184,7 +184,7 @@ class OnlineTrainer(BaseTrainer):
             refill=refill,
         )
         self.settle_reference()
-        if self.teacher is not None:
+        if self.teacher is not None and self.reference is not getattr(self.teacher, "reference", self):
             self.teacher.prepare(self.accelerator)
 
     def begin_rollouts(
@@ -333,7 +333,7 @@ class OnlineTrainer(BaseTrainer):
         if is_exact:
             experience = experience.with_tokens(**{OLD: known[SAMPLING_LOGPS]})
         wanted = {
-            REF: self.reference is not None,
+            REF: self.reference is not None and self.method.scores_reference,
             OLD: not is_exact and (self.sizes.steps > 1 or self.method.needs_old(experience)),
             TEACHER: self.method.scores_teacher,
             STUDENT: self.method.scores_teacher and self._teacher_temperature != self.sampling.temperature,

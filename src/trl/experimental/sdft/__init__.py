@@ -1,0 +1,5 @@
+"""SDFT: a student learns from itself, shown more in its prompt. Public names are lazy."""
+
+from trl._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]
