@@ -152,7 +152,7 @@ def test_generating_from_the_teachers_prompts_learns_on_the_students() -> None:
 
 def test_later_steps_on_a_rollout_batch_weigh_tokens_by_their_ratio() -> None:
     """The ratios are 1 in the first step, and where nothing was updated."""
-    stale = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.3}
+    stale = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.3, "temperature": 1.3}
     clipped, plain = (run(**stale, distillation_is_clip=clip)[1].steps for clip in (1.5, None))
     for name, gradient in plain[0].items():
         torch.testing.assert_close(clipped[0][name], gradient, rtol=1e-12, atol=1e-15)

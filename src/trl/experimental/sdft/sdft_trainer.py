@@ -16,6 +16,7 @@ from trl.data.rendering import ProcessingClass
 from trl.experimental.sdft.sdft_config import SDFTConfig, SelfDistillation
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.models.scoring.head import ScoreOptions
+from trl.models.switches import undisturbed, without_ddp
 from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import OLD, TRAINED, Experience
@@ -227,13 +228,15 @@ class SDFTTrainer(DistillationTrainer):
     def learn(self, model: nn.Module, inputs: dict[str, Any], experience: Experience) -> VocabularyLoss:
         """The divergence; tokens that were sampled by an earlier student have importance weights."""
         weights, clip = self.method.token_weights(experience), self.args.distillation_is_clip
+        options = ScoreOptions(temperature=self.sampling.temperature)
         if clip is not None and OLD in experience.per_token and not self.context.is_first:
-            gaps = self.score_again(inputs).logps - experience.per_token[OLD]
+            with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
+                present = self.score(without_ddp(self.model_wrapped), inputs, options).logps  # type: ignore[arg-type]
+            gaps = present - experience.per_token[OLD]
             ratios = gaps.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().clamp(max=clip)
             weights = weights * ratios
         if self.args.distillation_mode != "sampled_token":
             return self.from_teacher(model, inputs, weights)
-        options = ScoreOptions(temperature=self.sampling.temperature)
         theirs = self.teacher.reference.score(
             model, inputs[TEACHER_BATCH], lambda scorer, own, rows: scorer.score(own, rows, options).logps
         )
