@@ -65,6 +65,19 @@ def gkd(out: str | None = None, **settings: Any) -> Any:
     )
 
 
+def gkd_several(out: str | None = None, **settings: Any) -> Any:
+    """GKD from two models, which the rows name."""
+    models = {
+        "a": tiny_model("llama", dtype=torch.float64),
+        "b": tiny_model("gpt2", dtype=torch.float64, seed=1),
+    }
+    rows = [
+        {**row, "completion_mask": [0, *row["completion_mask"][1:]], "teacher": name}
+        for row, name in zip(fixed_rows(), "abbabbbb", strict=True)
+    ]
+    return gkd(out, **{"teacher_model": models, "train_dataset": Dataset.from_list(rows), **settings})
+
+
 def gkd_columns(out: str | None = None, **settings: Any) -> Any:
     """GKD from columns with all of the teacher's tokens."""
     settings.setdefault("model", tiny_model("gpt2", dtype=torch.float64))
@@ -86,6 +99,7 @@ ROWS: dict[str, preference_methods.Method] = {
     "gkd": (gkd, {}),
     "gkd-reverse": (gkd, {"beta": 1.0, "temperature": 2.0, "padding_free": True}),
     "gkd-on-policy": (gkd, {"lmbda": 1.0}),
+    "gkd-several": (gkd_several, {"lmbda": 1.0}),
     "gkd-base": (gkd, {"teacher_model": None, "model": adapted}),
     "gkd-columns": (gkd_columns, {}),
     "gkd-columns-padding-free": (gkd_columns, {"padding_free": True}),
