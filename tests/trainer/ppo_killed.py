@@ -44,7 +44,7 @@ def main(out: str, kill: str = "") -> None:
     Path(out).mkdir(exist_ok=True)
     trainer, user, state = new_trainer(), SimpleNamespace(reward=by_chance), Path(out, "state")
     arm(kill, trainer, user)
-    if state.exists() or step_state._replaced(state).exists():
+    if state.exists() or step_state._beside(state, "replaced").exists():
         trainer.load_state(state)
     with open(Path(out, "steps.jsonl"), "a", buffering=1) as log:
         while trainer.current_step < STEPS:
