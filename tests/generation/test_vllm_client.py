@@ -191,7 +191,8 @@ def test_other_servers_and_addresses_that_are_none():
             VLLMClient(f"http://127.0.0.1:{other.server_port}", connection_timeout=5.0)
         other.shutdown()
     for given in ("localhost:8000", "http://:8000", "ftp://localhost", "http://user:secret@127.0.0.1:1"):
-        with pytest.raises(ValueError, match=re.escape(f"base_url={given!r} is no address")):
+        shown = given.replace("http://user:secret@", "")  # no password in a message
+        with pytest.raises(ValueError, match=re.escape(f"base_url={shown!r} is no address")):
             VLLMClient(given)
 
 

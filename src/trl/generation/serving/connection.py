@@ -114,7 +114,7 @@ class ServerConnection:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise ValueError(
-                f"base_url={base_url!r} is no address of a server such as http://localhost:8000, without a user's name."
+                f"base_url={base_url.rpartition('@')[2]!r} is no address of a server such as http://localhost:8000, without a user's name."
             )
         self.kind, self.variable = kind, variable
         self.base_url, self.token = base_url.rstrip("/"), token
