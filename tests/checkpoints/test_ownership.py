@@ -1,5 +1,6 @@
 """Whose run folder is whose: live, killed, forked, and not to be decided."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def holder(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     yield process, tmp_path / process.stdout.readline().strip().rpartition("/")[2]
-    subprocess.run(["kill", "-KILL", f"-{process.pid}"], check=True)  # its child too
+    os.killpg(process.pid, signal.SIGKILL)  # its child too
     process.wait()
 
 
@@ -67,3 +68,13 @@ def test_ownership_ends_within_a_process(tmp_path):
         clear(tmp_path, "another")
         assert folder.is_dir() and not left.exists()
     assert not folder.exists()
+
+
+def test_without_locks_folders_are_left_alone(tmp_path, monkeypatch, caplog):
+    """As on Windows, where `fcntl` is missing."""
+    monkeypatch.setattr("trl.checkpoints.ownership.fcntl", None)
+    (tmp_path / "_run-other-1-abc").mkdir()
+    with owned(tmp_path / run_folder_name()) as own:
+        clear(tmp_path, own.name)
+        assert own.is_dir()
+    assert "Leaving" in caplog.text and (tmp_path / "_run-other-1-abc").is_dir() and not own.exists()

@@ -7,7 +7,6 @@ directory leave `_*` out.)
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -19,6 +18,11 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from trl.checkpoints.wholeness import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked, and the folders of other runs are left alone
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +39,8 @@ def _release_in_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_release_in_child)
 
 
 def run_folder_name() -> str:
@@ -50,6 +55,12 @@ def owned(folder: Path, *, exclusive: bool = True) -> Iterator[Path]:
     With `exclusive`, other runs of this process are refused meanwhile, as those of other processes always are.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
     new = folder / f"{LOCK}.new"
     with new.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -84,7 +95,9 @@ def clear(output_dir: Path, own: str = "", *, alone: bool = True) -> None:
 
 
 def liveness(folder: Path) -> Literal["alive", "dead", "unknown"]:
-    """Whether the run of a folder is active; unknown without a lock file, or where the file system has no locks."""
+    """Whether the run of a folder is active; unknown without a lock file, or where the system has no locks."""
+    if fcntl is None:
+        return "unknown"
     try:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
