@@ -149,13 +149,13 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTraine
     return wrapped
 
 
-def build_model(tokenizer: Any, *, seed: int) -> LlamaForCausalLM:
-    """A Llama of two layers, its random weights drawn by `seed`."""
+def build_model(tokenizer: Any, *, seed: int, layers: int = 2) -> LlamaForCausalLM:
+    """A small Llama, its random weights drawn by `seed`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=MAX_POSITIONS,
