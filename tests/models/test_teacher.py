@@ -203,9 +203,25 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Any) -> None:
 def test_a_teacher_that_the_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher, state = frozen(student(), ROWS, 1.0)[0], SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
-    accelerator: Any = SimpleNamespace(device=torch.device("cuda", 0), state=state)
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"), state=state)
     with pytest.raises(ValueError, match=r"trl teach.*teacher_model_server_url"):
         teacher.prepare(accelerator)
+
+
+def test_a_teacher_that_is_on_the_device_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, state = frozen(student(), ROWS, 1.0)[0], SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"), state=state)
+    prepared: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(teacher.reference, "prepare", prepared.append)
+    on_device = SimpleNamespace(nbytes=5000, device=torch.device("cuda", 0))
+    monkeypatch.setattr(teacher.reference.module, "parameters", lambda: iter([on_device]))
+    teacher.prepare(accelerator)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    teacher.reference.module.hf_device_map = {"": "cpu"}  # accelerate moves its layers
+    teacher.prepare(accelerator)
+    assert prepared == [accelerator]
 
 
 def test_an_ema_of_an_adapter_shares_the_base_and_saves_the_adapter_alone(tmp_path: Any) -> None:

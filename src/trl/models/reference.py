@@ -85,7 +85,7 @@ class FrozenModel(Reference):
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Shard it under FSDP and ZeRO-3, else move it to the device. A quantised or dispatched model is left alone."""
-        if not _is_movable(self.module):
+        if not is_movable(self.module):
             return
         if accelerator.state.deepspeed_plugin is not None:
             self.model = prepare_deepspeed(self.module, accelerator)
@@ -136,7 +136,7 @@ class InitialPolicy(Reference):
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Move the policy to the device, which DeepSpeed would do later."""
-        if _is_movable(self.policy):
+        if is_movable(self.policy):
             self.policy.to(accelerator.device)
 
     def fingerprint(self, policy: nn.Module) -> str:
@@ -176,7 +176,8 @@ class AdapterReference(Reference):
         return hash_weights(model, settings=settings, left_out=left_out)
 
 
-def _is_movable(model: nn.Module) -> bool:
+def is_movable(model: nn.Module) -> bool:
+    """Whether `Module.to` may move it: it is neither quantised nor dispatched over devices."""
     return not (is_quantized(model) or hasattr(model, "hf_device_map"))
 
 

@@ -26,7 +26,7 @@ from trl.models.packed.layout import IGNORED, TEACHER_BATCH, TEACHER_IDS, TEACHE
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
 from trl.models.policy import make_scorer
-from trl.models.reference import AdapterReference, FrozenModel, InitialPolicy, Reference
+from trl.models.reference import AdapterReference, FrozenModel, InitialPolicy, Reference, is_movable
 from trl.models.scoring.causal import OwnStates, Scorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import load_model
@@ -90,16 +90,12 @@ class FrozenTeacher(Teacher):
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Move it to the device, or shard it like the student. Raises: ValueError where the device has no room for it."""
-        device, size = accelerator.device, sum(p.nbytes for p in self.reference.module.parameters())
-        state = accelerator.state
-        if (
-            state.deepspeed_plugin is None
-            and getattr(state, "fsdp_plugin", None) is None
-            and device.type == "cuda"
-        ):
-            on_device = {p.device for p in self.reference.module.parameters()} == {device}
-            free = torch.cuda.mem_get_info(device)[0]
-            if size > free and not on_device:
+        device, state, module = accelerator.device, accelerator.state, self.reference.module
+        is_sharded_run = state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None) is not None
+        if device.type == "cuda" and is_movable(module) and not is_sharded_run:
+            size = sum(p.nbytes for p in module.parameters() if p.device.type != device.type)
+            free = torch.cuda.mem_get_info(device)[0] if size else 0
+            if size > free:
                 raise ValueError(
                     f"the teacher needs {size / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB left. Shard it (FSDP, ZeRO-3), "
                     "quantise it (teacher_model_init_kwargs), write its answers into columns (`trl teach`), or serve it elsewhere "
