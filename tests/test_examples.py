@@ -40,6 +40,7 @@ SCRIPTS = [
     ("scripts/gspo", "--max_steps 15", "reward", 0.1),
     ("scripts/rloo", "--max_steps 15", "reward", 0.1),
     ("scripts/grpo_vlm", "--max_steps 10", "reward", 0.1),
+    ("scripts/online_dpo_vlm", "--max_steps 10", "objective/scores", 0.1),
     ("scripts/ppo/ppo", "--total_episodes 320", "objective/scores", 2.0),
     ("scripts/ppo/ppo_tldr", "--total_episodes 320", "objective/scores", 1.0),
     ("scripts/ppo", "--steps 20", None, 0.2),

@@ -47,8 +47,8 @@ def make(
     args = config(own.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **own})
     made = trainer(
         given.pop("model", None) or caller(architecture, dtype),
-        reward_funcs,
-        args,
+        reward_funcs=reward_funcs,
+        args=args,
         train_dataset=conversations() if data is None else data,
         callbacks=[keep, *given.pop("callbacks", [])],
         **{"processing_class": call_tokenizer(), "tools": TOOLS, **given},

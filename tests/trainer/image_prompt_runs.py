@@ -46,8 +46,8 @@ def make(
     args = config(folder, **{**SETTINGS, "max_prompt_length": None, **settings})
     made = trainer(
         model,
-        reward_funcs,
-        args,
+        reward_funcs=reward_funcs,
+        args=args,
         train_dataset=Dataset.from_list(rows()) if data is None else data,
         processing_class=processor,
         callbacks=[keep],

@@ -20,10 +20,11 @@ def window(trainer, number=0):
     return trainer.make_rollout_batch(number)
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize("method", ["grpo", "rloo", "online_dpo"])
 def test_what_tools_answer_is_never_trained_on(method):
     """The gradient of the loss with respect to the log-probs is 0 at every tool token, and not at the others."""
-    trainer, _ = make(method, num_iterations=2, per_device_train_batch_size=16)
+    own = {"num_generations": 2, "tie_policy": "both"} if method == "online_dpo" else {}
+    trainer, _ = make(method, num_iterations=2, per_device_train_batch_size=16, **own)
     experience = window(trainer)
     from_tool = experience.per_token[TOOL_OUTPUT]
     assert 10 < from_tool.sum() < len(from_tool) / 2

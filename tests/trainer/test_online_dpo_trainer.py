@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tests.tiny import tiny_model
+from tests.trainer import image_prompt_runs
 from tests.trainer.grpo_runs import even_tokens, make, prompts, run
 from trl import NashMDConfig, OnlineDPOConfig, OnlineDPOTrainer, XPOConfig
 from trl.experimental.judges import BasePairwiseJudge
@@ -314,3 +315,12 @@ def test_wrong_arguments():
         make("online_dpo", **ONE, given={"compute_metrics": lambda found: {}})
     with pytest.raises(ValueError, match="vocabulary"):
         make("nash_md", **ONE, given={"ref_model": tiny_model("gpt2", dtype=torch.float64, vocab_size=90)})
+
+
+def test_prompts_with_images():
+    """A step on rows with images: the pair loss of equal policy and reference, and gradients that reach the projector."""
+    trainer, keep = image_prompt_runs.run(
+        "online_dpo", num_generations=2, num_generations_eval=2, per_device_train_batch_size=4, max_steps=1
+    )
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.6931472, rel=1e-6)
+    assert any("projector" in name and gradient.any() for name, gradient in keep.steps[0].items())
