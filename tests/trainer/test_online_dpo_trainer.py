@@ -246,6 +246,29 @@ def test_all_ties_give_no_gradient():
     assert log["grad_norm"] == 0.0 and log["loss"] == 0.0
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_masked_completions_are_in_no_pair(loss_type):
+    """With `mask_truncated_completions` a pair with a completion without an end token is dropped, from metrics too."""
+    settings = {**ONE, "per_device_train_batch_size": 14, "max_completion_length": 5, "loss_type": loss_type}
+    trainer, _ = run("online_dpo", **settings, mask_truncated_completions=True)
+    rows = trainer._rollout_batch.per_row
+    assert torch.equal(rows["scores"].isnan(), ~rows["stopped"].bool()) and not rows["stopped"].all()
+    both = rows["stopped"].bool().view(-1, 2).all(dim=1)
+    assert trainer.method.divisor(trainer._rollout_batch) <= both.sum()
+    assert (
+        trainer.state.log_history[0]["objective/entropy"] > 2
+    )  # nats of whole completions, not diluted by empty ones
+
+
+def test_xpo_measures_answered_pairs_alone():
+    judge = EvenJudge(a0=-1, a1=-1)
+    trainer, _ = run("xpo", **{**ONE, "temperature": 1.0}, reward_funcs=None, given={"judge": judge})
+    known = ~trainer._rollout_batch.per_row["scores"].isnan().view(-1, 2).any(dim=1)
+    lengths = trainer._rollout_batch.completions.lengths.view(-1, 2).double()
+    per_token = trainer.state.log_history[0]["objective/entropy"] / lengths[known].mean().item()
+    assert not known.all() and 2.5 < per_token < 5  # about the entropy of the tiny model's vocabulary
+
+
 # ---- schedules, names, errors
 
 
@@ -296,6 +319,7 @@ def test_evaluation():
         (OnlineDPOConfig, {"beta": 0.0}, "beta"),
         (OnlineDPOConfig, {"loss_type": "aot"}, "loss_type"),
         (OnlineDPOConfig, {"max_new_tokens": 600}, "max_length"),
+        (OnlineDPOConfig, {"num_generations": 4, "num_generations_eval": 2}, "num_generations_eval"),
         (NashMDConfig, {"mixture_coef": 1.5}, "mixture_coef"),
         (NashMDConfig, {"num_generations": 4}, "num_generations"),
         (XPOConfig, {"alpha": "many"}, "alpha"),
@@ -313,6 +337,10 @@ def test_wrong_arguments():
         make("online_dpo", **ONE, given={"judge": even_tokens})
     with pytest.raises(TypeError, match="compute_metrics"):
         make("online_dpo", **ONE, given={"compute_metrics": lambda found: {}})
+    with pytest.raises(ValueError, match="text alone, got tools"):
+        make("xpo", **ONE, given={"tools": [even_tokens]})
+    with pytest.raises(ValueError, match="per_device_eval_batch_size"):
+        make("online_dpo", **{**ONE, "per_device_eval_batch_size": 3})[0].evaluate(prompts(4))
     with pytest.raises(ValueError, match="vocabulary"):
         make("nash_md", **ONE, given={"ref_model": tiny_model("gpt2", dtype=torch.float64, vocab_size=90)})
 

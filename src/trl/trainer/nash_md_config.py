@@ -31,12 +31,8 @@ class NashMDConfig(OnlineDPOConfig):
 
 def require_pairs(args: OnlineDPOConfig, name: str) -> None:
     """Raise ValueError unless a prompt has two completions, the policy's and its opponent's."""
-    if {args.num_generations, args.num_generations_eval} - {2, None}:
+    if args.num_generations != 2:
         raise ValueError(
-            f"{name} compares one completion of the policy with one of its opponent, got num_generations={args.num_generations} and "
-            f"num_generations_eval={args.num_generations_eval}. Set them to 2."
-        )
-    if args.eval_strategy != "no" and args.per_device_eval_batch_size % 2:
-        raise ValueError(
-            f"per_device_eval_batch_size must be even for {name}, got {args.per_device_eval_batch_size}: it counts completions."
+            f"{name} compares one completion of the policy with one of its opponent, got num_generations={args.num_generations}. Set "
+            "it to 2."
         )

@@ -138,6 +138,7 @@ class NashMDTrainer(OnlineDPOTrainer):
     args: NashMDConfig
     method_type: ClassVar[type[GroupMethod]] = NashMDMethod
     config_type: ClassVar[type[GroupTraining]] = NashMDConfig
+    has_opponent: ClassVar[bool] = True
     returns_scores: ClassVar[bool] = True
 
     @property

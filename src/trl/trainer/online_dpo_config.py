@@ -75,6 +75,11 @@ class OnlineDPOConfig(GroupTraining):
     def check(self) -> None:
         self.beta = read_schedule("beta", self.beta)  # type: ignore[assignment]
         super().check()
+        if self.num_generations_eval not in (None, self.num_generations):
+            raise ValueError(
+                f"num_generations_eval={self.num_generations_eval} must be num_generations={self.num_generations}: pairs are made "
+                "alike in evaluations. Leave it out."
+            )
         require_beta(min(self.beta) if isinstance(self.beta, list) else self.beta, self.loss_type)
         if self.max_completion_length not in (None, self.max_new_tokens):
             if self.max_new_tokens != type(self).max_new_tokens:

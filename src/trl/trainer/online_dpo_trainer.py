@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from trl._lazy import attach
+from trl.data.image_rows import has_images
 from trl.legacy.interface import NOT_CALLED_OF_PROMPTS
 from trl.legacy.online_rows import LegacyPromptRows
 from trl.models.scoring.causal import Scored
@@ -61,9 +63,11 @@ class OnlineDPOMethod(GroupMethod):
     def apply_rewards(
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
     ) -> Experience:
-        """With the penalty on completions without an end token."""
+        """With the penalty on completions without an end token; those that are masked for it are in no pair."""
         if self.args.missing_eos_penalty is not None and not self.is_judged:
             scores = scores - self.args.missing_eos_penalty * (~experience.per_row[STOPPED].bool()).to(scores)
+        if self.args.mask_truncated_completions:
+            scores = torch.where(experience.per_row[STOPPED].bool(), scores, torch.nan)
         return super().apply_rewards(experience, scores, inputs, training=training)
 
     def needs_old(self, experience: Experience) -> bool:
@@ -174,6 +178,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     method_type: ClassVar[type[GroupMethod]] = OnlineDPOMethod
     config_type: ClassVar[type[GroupTraining]] = OnlineDPOConfig
     returns_scores: ClassVar[bool] = False
+    has_opponent: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -205,6 +210,11 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             )
         args = config_or_default(args, self.config_type, self._tag_names[-1])  # type: ignore[assignment]
         assert isinstance(args, OnlineDPOConfig)
+        if self.has_opponent and (tools or has_images(train_dataset, eval_dataset)):
+            raise ValueError(
+                f"{self._name} generates with an opponent on prompts of text alone, got {'tools' if tools else 'images'}. Leave them "
+                "out, or use OnlineDPOTrainer."
+            )
         if judge is None and args.judge is not None:
             judge = resolve_judge(args.judge)
         super().__init__(
@@ -246,6 +256,15 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         soft = self.returns_scores and "return_scores" in inspect.signature(judge.judge).parameters
         options: dict[str, Any] = {"return_scores": True} if soft else {}
         return JudgeSource(judge, group_size=args.num_generations, **options)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Batches of numbered rows of prompts. Raises: ValueError where a process would get parts of groups."""
+        if self.args.eval_batch_size % self.evaluation_group:
+            raise ValueError(
+                f"per_device_eval_batch_size={self.args.per_device_eval_batch_size} counts completions, expected a multiple of "
+                f"num_generations={self.evaluation_group}."
+            )
+        return super().get_eval_dataloader(eval_dataset)
 
     @property
     def scoring_temperature(self) -> float:

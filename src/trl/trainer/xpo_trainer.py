@@ -39,20 +39,20 @@ class XPOMethod(OnlineDPOMethod):
         pairs, rows = self.pairs(scores), experience.per_row
         optimism = self.alpha * policy[torch.maximum(pairs.chosen, pairs.rejected)] * pairs.weights.to(policy)
         own, other = scores.view(-1, 2).unbind(dim=1)
+        known = ~(own + other).isnan()
         stopped, detached = rows[STOPPED].bool(), policy.detach()
         kl, entropy = ((values).view(-1, 2).mean(dim=1) for values in (detached - reference, -detached))
         metrics = {
             **terms.metrics,
             "loss/dpo": weighted(terms.values),
             "loss/xpo": weighted(optimism),
-            "objective/kl": weighted(kl),
-            "objective/entropy": weighted(entropy),
+            "objective/kl": weighted(kl, known),
+            "objective/entropy": weighted(entropy, known),
             "val/model_contain_eos_token": weighted(stopped[::2]),
             "val/ref_contain_eos_token": weighted(stopped[1::2]),
             "alpha": weighted(torch.tensor([self.alpha])),
         }
         if not self.is_judged:
-            known = ~(own + other).isnan()
             metrics |= {
                 "objective/model_scores": weighted(own, known),
                 "objective/ref_scores": weighted(other, known),
@@ -84,6 +84,7 @@ class XPOTrainer(OnlineDPOTrainer):
     method: XPOMethod
     method_type: ClassVar[type[GroupMethod]] = XPOMethod
     config_type: ClassVar[type[GroupTraining]] = XPOConfig
+    has_opponent: ClassVar[bool] = True
 
     @property
     def alpha(self) -> float:

@@ -5,6 +5,7 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 from tests.tiny import tiny_model
+from tests.trainer import grpo_runs
 from tests.trainer.callbacks.runs import PROMPTS, prompt_dataset, trainer
 from trl.experimental.judges import BasePairwiseJudge
 from trl.experimental.winrate_callback import WinRateCallback
@@ -84,6 +85,27 @@ def test_checkpoints_keep_the_completions_before_training(tmp_path):
     run, second = run_of(steps=4)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert second.against == first.against
+
+
+def test_a_run_resumed_elsewhere_keeps_what_it_is_compared_with(tmp_path, caplog):
+    def run_of(folder):
+        trainer, _ = grpo_runs.make(
+            folder=str(folder), max_steps=2, save_strategy="steps", save_steps=1, beta=0.0
+        )
+        trainer.eval_dataset = prompt_dataset()
+        callback = WinRateCallback(Keeps(), trainer, GREEDY)
+        trainer.add_callback(callback)
+        return trainer, callback
+
+    trainer, first = run_of(tmp_path / "a")
+    trainer.train()
+    trainer, second = run_of(tmp_path / "b")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert second.against == first.against
+    (tmp_path / "a" / "checkpoint-1" / "win_rate_reference.json").unlink()
+    trainer, _ = run_of(tmp_path / "c")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert "against the resumed model" in caplog.text
 
 
 def test_wrong_arguments(tmp_path):

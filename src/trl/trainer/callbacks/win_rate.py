@@ -1,6 +1,7 @@
 """How often a judge prefers the model to what it was before, measured at each evaluation."""
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from trl.reporting.trackers import log_table
 from trl.reporting.win_rate import win_rate, win_shares
 from trl.rewards.judge_source import as_text
 from trl.trainer.samples import evaluation_rows, sample_completions, tensorboard_writer
+
+logger = logging.getLogger(__name__)
 
 KEPT = "win_rate_reference.json"
 
@@ -62,11 +65,17 @@ class WinRateCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self.against is not None:
             return
-        kept = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / KEPT
-        if state.global_step and kept.is_file():
-            self.against = json.loads(kept.read_text())
-            return
         reference = getattr(self.trainer, "reference", None)
+        if state.global_step and reference is None:
+            newest = getattr(self.trainer, "newest_checkpoint", None) or "."
+            own = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+            kept = next((file for place in (Path(newest), own) if (file := place / KEPT).is_file()), None)
+            if kept is not None:
+                self.against = json.loads(kept.read_text())
+                return
+            logger.warning(
+                "the checkpoint has no %s: win rates are against the resumed model. Pass against=.", KEPT
+            )
         found = sample_completions(self.trainer, self.rows, self.generation_config, reference=reference)
         self.against = [sample.completion for sample in found]
 
