@@ -111,7 +111,7 @@ BAD: dict[str, Bad] = {
         settings={"sync_ref_model": True, "force_use_ref_model": True},
     ),
     "reference of another width that is to follow": Bad(
-        ("dpo",), ValueError, ("SyncRefModelCallback", "6 differ in name or shape, such as ['model.layers.0.mlp", "leave the"),
+        ("dpo",), ValueError, ("SyncRefModelCallback", "of other name or shape are ['model.layers.0.mlp"),
         of_trainer={"ref_model": lambda: tiny_model("llama", vocab_size=400, intermediate_size=64)},
         settings={"sync_ref_model": True},
     ),

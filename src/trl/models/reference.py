@@ -251,6 +251,11 @@ def make_reference(
             "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
             "frozen copy of the initial model, or load it a second time."
         )
+    kinds = [bool(causal_core(each).config.is_encoder_decoder) for each in (policy, model)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"ref_model has is_encoder_decoder={kinds[1]}, the model {kinds[0]}. Choose a reference of the same kind."
+        )
     ours, theirs = (embedded_tokens(causal_core(each)) for each in (policy, model))
     if ours != theirs:
         raise ValueError(
