@@ -1,6 +1,8 @@
 """Whose run folder is whose: live, killed, forked, and not to be decided."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,3 +80,40 @@ def test_without_locks_folders_are_left_alone(tmp_path, monkeypatch, caplog):
         clear(tmp_path, own.name)
         assert own.is_dir()
     assert "Leaving" in caplog.text and (tmp_path / "_run-other-1-abc").is_dir() and not own.exists()
+
+
+def test_a_file_system_without_locks_is_as_windows(tmp_path, monkeypatch, caplog):
+    fcntl = pytest.importorskip("fcntl")
+
+    def unsupported(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    (tmp_path / "_run-other-1-abc").mkdir()
+    (tmp_path / "_run-other-1-abc" / LOCK).touch()
+    with owned(tmp_path / run_folder_name()) as own:
+        assert list(own.iterdir()) == []
+        clear(tmp_path, own.name)
+    assert "without file locks" in caplog.text and "Leaving" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["_run-other-1-abc"]
+
+
+def test_nfs_locks_files_open_for_writing_and_keeps_open_ones(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    real, removed, opened = fcntl.flock, [], []
+
+    def nfs(file, operation):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        opened.append(file)
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: removed.append([file.closed for file in opened]))
+    left = tmp_path / run_folder_name()
+    left.mkdir()
+    (left / LOCK).touch()
+    assert liveness(left) == "dead"
+    with owned(tmp_path / run_folder_name()) as folder:
+        assert liveness(folder) == "alive"
+    assert removed == [[True] * 3]

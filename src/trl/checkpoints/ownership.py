@@ -7,6 +7,7 @@ directory leave `_*` out.)
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "_run-"
 LOCK = "lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 _held: dict[str, tuple[IO[Any], bool]] = {}
 """The locks of this process by folder, and whether each allows no other run of this process beside it."""
 
@@ -55,22 +57,40 @@ def owned(folder: Path, *, exclusive: bool = True) -> Iterator[Path]:
     With `exclusive`, other runs of this process are refused meanwhile, as those of other processes always are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return
-    new = folder / f"{LOCK}.new"
-    with new.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        new.rename(folder / LOCK)  # others see it locked or not at all
+    lock = _lock(folder)
+    if lock is not None:
         _held[folder.name] = lock, exclusive
-        try:
-            yield folder
-        finally:
-            _held.pop(folder.name, None)
-            shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        _held.pop(folder.name, None)
+        if lock is not None:
+            lock.close()  # NFS keeps a removed file in its folder while it is open
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(folder: Path) -> IO[Any] | None:
+    """The locked file `lock` of a folder; None where the system or the file system has no locks."""
+    if fcntl is None:
+        return None
+    new = folder / f"{LOCK}.new"
+    lock = new.open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        lock.close()
+        new.unlink()
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning(
+            "%s is on a file system without file locks (%s), so other runs cannot see that this one is active. Give each run "
+            "an output_dir of its own.",
+            folder,
+            error.strerror,
+        )
+        return None
+    new.rename(folder / LOCK)  # others see it locked or not at all
+    return lock
 
 
 def clear(output_dir: Path, own: str = "", *, alone: bool = True) -> None:
@@ -99,7 +119,8 @@ def liveness(folder: Path) -> Literal["alive", "dead", "unknown"]:
     if fcntl is None:
         return "unknown"
     try:
-        with (folder / LOCK).open() as lock:
+        # NFS locks only files that are open for writing. Another user's may be readable only.
+        with (folder / LOCK).open("r+" if os.access(folder / LOCK, os.W_OK) else "r") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return "alive"
