@@ -12,7 +12,7 @@ from tests.trainer import grpo_runs
 from tests.trainer.preference_methods import METHODS
 from tests.trainer.sft_runs import logged, make
 from tests.two_processes import launch
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 from trl.checkpoints.wholeness import CheckpointError
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.trainer.inherited import settle_inherited
@@ -49,6 +49,25 @@ def test_the_mean_loss_leaves_out_steps_that_a_checkpoint_does_not_know(tmp_path
     assert output.training_loss == pytest.approx((step_4 + 2 * steps_5_and_6) / 3)
     assert logged(trainer, "train_loss") == [output.training_loss]
     assert f"resume_without: {' and '.join(parts)} of {tmp_path}/checkpoint-3 start anew" in caplog.text
+
+
+def test_an_overridden_log_may_rename_the_summary(monkeypatch):
+    expected = make(rows(), max_steps=2).train()
+    log = SFTTrainer.log
+
+    def prefixed(self, logs, start_time=None):
+        log(self, {f"stage1/{name}": value for name, value in logs.items()}, start_time)
+
+    monkeypatch.setattr(SFTTrainer, "log", prefixed)
+    output = make(rows(), max_steps=2).train()
+    assert output.training_loss == output.metrics["train_loss"] == expected.training_loss
+
+
+def test_a_batch_may_hold_texts_under_the_names_of_log_probs():
+    trainer = make(rows(), max_steps=1)
+    batch = {"ref_text": ["a", "b"], "ref_chosen_logps": torch.ones(2, dtype=torch.float64)}
+    found = trainer._prepare_inputs(batch)
+    assert found["ref_text"] == ["a", "b"] and found["ref_chosen_logps"].dtype == torch.float64
 
 
 METHODS_OF_RUNS = {**METHODS, "grpo": (grpo_runs.make, {}), "rloo": (grpo_runs.make, {"method": "rloo"})}

@@ -183,7 +183,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         known = {
             name: value.to(self.args.device)
             for name, value in inputs.items()
-            if name.startswith(("ref_", "teacher_logps"))
+            if name.startswith(("ref_", "teacher_logps")) and isinstance(value, Tensor)
         }
         return {**found, **known} if known else found
 
@@ -428,14 +428,16 @@ class BaseTrainer(LegacyInterface, Trainer):
             means = self.method.derived(self._sums["train"].drain(self.accelerator))
             logs = {**logs, **means, "num_tokens": self.num_tokens()}
         if "train_loss" in logs:
-            # Of the whole run, also of what was trained before it was resumed, if the checkpoint says what that lost. What was not
-            # logged yet was summed by each process for itself.
-            total: Any = self._total_loss_scalar
-            if self.accelerator.num_processes > 1:
-                total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
-                total = self.accelerator.reduce(total, reduction="mean").item()  # type: ignore[union-attr]
-            logs["train_loss"] = total / max(self.state.global_step - self._uncounted_steps, 1)
+            logs["train_loss"] = self._mean_loss()
         super().log(logs, start_time)
+
+    def _mean_loss(self) -> float:
+        """Of the whole run, also of what was trained before it was resumed, if the checkpoint says what that lost."""
+        total: Any = self._total_loss_scalar  # what was not logged yet was summed by each process for itself
+        if self.accelerator.num_processes > 1:
+            total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
+            total = self.accelerator.reduce(total, reduction="mean").item()  # type: ignore[union-attr]
+        return total / max(self.state.global_step - self._uncounted_steps, 1)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
@@ -449,9 +451,14 @@ class BaseTrainer(LegacyInterface, Trainer):
             stack.callback(setattr, self, "_run", None)
             run = self._enter_run(stack, resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
-        summary = next(logs for logs in reversed(self.state.log_history) if "train_loss" in logs)
+        history = reversed(
+            self.state.log_history
+        )  # without a summary where an overridden `log` renames its metrics
+        summary = next((logs for logs in history if "train_loss" in logs), {})
         metrics = {name: value for name, value in summary.items() if name != "step"}
-        return output._replace(training_loss=summary["train_loss"], metrics={**output.metrics, **metrics})
+        loss = self._mean_loss()
+        metrics = {**output.metrics, "train_loss": loss, **metrics}
+        return output._replace(training_loss=loss, metrics=metrics)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: a trainer is one run."""
