@@ -99,6 +99,9 @@ def test_the_older_collator(older, side):
     assert batch["input_ids_chosen"].shape == (4, 3) and batch["input_ids_rejected"].shape == (4, 4)
     assert batch["attention_mask_chosen"][2].tolist() == ([0, 0, 1] if side == "left" else [1, 0, 0])
     assert batch["return_loss"] is True
+    as_tensors = [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
+    found = RewardDataCollatorWithPadding(padding)(as_tensors)
+    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(batch[name])) for name in batch)
     for sharing in (True, False):
         found, expected = (
             as_reward_batch(batch, prefix_sharing=sharing),

@@ -153,7 +153,10 @@ class RewardDataCollatorWithPadding:
             for row in features:
                 check_columns(row, [name])
             sides = [
-                {"input_ids": row[name], "attention_mask": row.get(mask) or [1] * len(row[name])}
+                {
+                    "input_ids": row[name],
+                    "attention_mask": [1] * len(row[name]) if row.get(mask) is None else row[mask],
+                }
                 for row in features
             ]
             padded: Any = self.tokenizer.pad(
