@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -135,6 +136,14 @@ def rows_of(max_length=None, keep_end=True, encoder_decoder=False, **given):
     names = ("input_ids", "attention_mask", "labels", "texts", "texts_labels")
     rows = read(**{name: given.get(name) for name in names})
     return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
+
+
+def test_rows_of_arrays_and_masks_of_truth_values():
+    ids, mask = [[5, 6, 7], [8, 9, 4]], [[True, True, False], [True, True, True]]
+    expected = rows_of(input_ids=ids, attention_mask=[[1, 1, 0], [1, 1, 1]])
+    of_arrays = rows_of(input_ids=[np.array(row, dtype=np.uint16) for row in ids], attention_mask=mask)
+    of_tensors = rows_of(input_ids=ids, attention_mask=torch.tensor(mask))
+    assert of_arrays == of_tensors == expected
 
 
 def test_labels_of_texts():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
@@ -55,12 +56,16 @@ class TokenLimits:
     start: int | None = None
 
 
-def token_row(name: str, row: Any, device: Any = "cpu", *, vocabulary: int | None = None) -> Tensor:
+def token_row(
+    name: str, row: Any, device: Any = "cpu", *, vocabulary: int | None = None, is_mask: bool = False
+) -> Tensor:
     """One row of token ids or labels as int64 `(T,)`; `(1, T)`, as `generate` returns it, is taken too.
+
+    A mask may hold truth values.
 
     Raises: TypeError or ValueError for what is no row of at least one integer, all of them below `vocabulary`.
     """
-    if not isinstance(row, (Tensor, list, tuple)):
+    if not isinstance(row, (Tensor, np.ndarray, list, tuple)):
         raise TypeError(
             f"{name} must be a tensor of token ids, got {type(row).__name__}. Tokenise texts first."
         )
@@ -72,7 +77,7 @@ def token_row(name: str, row: Any, device: Any = "cpu", *, vocabulary: int | Non
         )
     if not len(ids):
         raise ValueError(f"{name} is empty, expected at least 1 token. Leave the row out.")
-    if ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.is_floating_point() or (ids.dtype == torch.bool and not is_mask):
         raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}. Convert it with .long().")
     if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ValueError(
@@ -240,7 +245,8 @@ class StepRows:
         if count is not None and len(given) != count:
             raise ValueError(f"{name} has {len(given)} rows, expected {count}, one for each input.")
         if not is_text:
-            return [token_row(f"{name}[{number}]", row) for number, row in enumerate(given)]
+            is_mask = name == "attention_mask"
+            return [token_row(f"{name}[{number}]", row, is_mask=is_mask) for number, row in enumerate(given)]
         for number, text in enumerate(given):
             if not isinstance(text, str) or not text:
                 raise TypeError(f"{name}[{number}] must be a text, got {text!r:.40}. Leave the row out.")
