@@ -1,14 +1,18 @@
 """`trl teach`: columns equal the teacher's own top k, a stopped run resumes, and other settings are refused."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from trl.data.sources import load_source
 from trl.scripts import teach
-from trl.scripts.running import run_script
+from trl.scripts.running import CommandError, run_script
 
 ROWS = [
     {"prompt": "Q: How many?", "completion": f" {words}"}
@@ -67,6 +71,19 @@ def test_a_stopped_run_resumes_after_the_last_whole_shard(run, tmp_path, monkeyp
     assert shards == [2, 2, 2, 1]  # the first one was not written again
     assert {path.name: path.read_bytes() for path in (tmp_path / "taught").iterdir()} == whole
     assert run() == 0 and len(shards) == 4
+
+
+def test_two_processes_write_all_shards_though_one_begins_late(tmp_path, monkeypatch):
+    monkeypatch.setattr(teach, "_with_columns", lambda shard, *given: pa.table(shard.to_dict()))
+    rows, settings = Dataset.from_dict({"x": range(9)}), teach.TeachScriptArguments(rows_per_shard=2)
+    for rank in range(2):
+        args = SimpleNamespace(process_index=rank, world_size=2, disable_tqdm=True)
+        files: Any = teach._write_shards(tmp_path, rows, None, settings, args)
+    teach._check_shards(files)
+    assert load_source(str(tmp_path), split="train")["x"] == list(range(9))
+    files[3].unlink()
+    with pytest.raises(CommandError, match="train-00003-of-00005"):
+        teach._check_shards(files)
 
 
 @pytest.mark.parametrize(

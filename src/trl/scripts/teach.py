@@ -11,7 +11,7 @@ from typing import Any
 from trl.options.groups import option
 from trl.scripts.arguments import ColumnMapping, ScriptArguments
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import reporting_input_errors, run_script
+from trl.scripts.running import CommandError, reporting_input_errors, run_script
 
 SETTINGS_FILE = "teacher.json"
 
@@ -68,14 +68,19 @@ def main(
         staging = folder.with_name(f"{folder.name}.incomplete")
         for place in (folder, staging):
             _check_settings(place, settings)
-    if not folder.exists():
-        staging.mkdir(parents=True, exist_ok=True)
-        (staging / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        _write_shards(staging, rows, policy, script_args, args)
+    is_complete, is_first = folder.exists(), args.process_index == 0
+    PartialState().wait_for_everyone()  # until all have looked at the folders
+    if not is_complete:
+        if is_first:
+            staging.mkdir(parents=True, exist_ok=True)
+            (staging / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         PartialState().wait_for_everyone()
-        if args.process_index == 0:
+        files = _write_shards(staging, rows, policy, script_args, args)
+        PartialState().wait_for_everyone()
+        if is_first:
+            _check_shards(files)
             staging.rename(folder)
-    if args.process_index == 0:
+    if is_first:
         print(f"{len(rows)} rows with {' and '.join(settings['columns'])} in {folder}")
         print(
             f"To train: trl gkd --dataset_name {folder} --model_name_or_path STUDENT --lmbda 0 --temperature {args.temperature}"
@@ -160,21 +165,36 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
         raise ValueError(f"{folder} was written with {each}. Use these settings, or name another output.")
 
 
-def _write_shards(folder: Path, rows: Any, policy: Any, script_args: TeachScriptArguments, args: Any) -> None:
-    """Write the shards that are missing, each whole or not at all; of several processes each writes its share."""
+def _write_shards(
+    folder: Path, rows: Any, policy: Any, script_args: TeachScriptArguments, args: Any
+) -> list[Path]:
+    """Write the shards that are missing, each whole or not at all, and return the files of all shards.
+
+    Of several processes each writes its share, which follows from the shards' numbers alone.
+    """
     import pyarrow.parquet as pq
     from tqdm.auto import tqdm
 
     size = script_args.rows_per_shard
     count = -(-len(rows) // size)
     files = [folder / f"train-{number:05d}-of-{count:05d}.parquet" for number in range(count)]
-    missing = [number for number, file in enumerate(files) if not file.is_file()]
-    own = missing[args.process_index :: args.world_size]
-    for number in tqdm(own, desc="Shards", disable=args.disable_tqdm or None):
+    own = range(args.process_index, count, args.world_size)
+    missing = [number for number in own if not files[number].is_file()]
+    for number in tqdm(missing, desc="Shards", disable=args.disable_tqdm or None):
         shard = rows.select(range(number * size, min((number + 1) * size, len(rows))))
         aside = files[number].with_suffix(".incomplete")
         pq.write_table(_with_columns(shard, policy, script_args, args), aside)
         os.replace(aside, files[number])
+    return files
+
+
+def _check_shards(files: list[Path]) -> None:
+    """Raise CommandError where a shard is missing."""
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise CommandError(
+            f"{files[0].parent} has no {missing[0]} ({len(missing)} of {len(files)} files are missing). Use an output that all "
+            "processes share, and run the command again."
+        )
 
 
 def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, args: Any) -> Any:
