@@ -192,6 +192,8 @@ def test_discounted_sums_of_each_sequence() -> None:
     assert means.tolist() == pytest.approx([3 / 1.75, 10.0, 4 / 1.5, 4.0])
     later = discounted_advantages(values, sequence, 2, gamma=1.0, normalize=True, skip=True)
     assert later.tolist() == pytest.approx([3.0, 0.0, 4.0, 0.0])
+    later = discounted_advantages(values, sequence, 2, gamma=0.5, normalize=False, skip=True)
+    assert later.tolist() == [0.5 * 2 + 0.25 * 4, 0.0, 0.5 * 4, 0.0]
     assert discounted_advantages(values, sequence, 2, gamma=0.0, normalize=True).tolist() == values.tolist()
 
 

@@ -192,8 +192,9 @@ def discounted_advantages(
     rows[0, sequence, places], rows[1, sequence, places] = advantages.detach(), 1.0
     sums, rest = torch.zeros_like(rows), rows.new_zeros(2, count)
     for place in reversed(range(width)):
-        own = rows[:, :, place] + gamma * rest
-        sums[:, :, place], rest = (rest if skip else own), own
+        later = gamma * rest
+        rest = rows[:, :, place] + later
+        sums[:, :, place] = later if skip else rest
     values, weights = sums[:, sequence, places]
     return values / weights.clamp(min=torch.finfo(values.dtype).tiny) if normalize else values
 
