@@ -200,6 +200,14 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Any) -> None:
             make_teacher(teacher, None, model, tokenizer)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_a_teacher_may_be_saved_without_a_tokenizer(name: str, tmp_path: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    model = tiny_model("gpt2", vocab_size=len(tokenizer))
+    assert make_teacher(str(tmp_path), None, model, tokenizer).model is not None
+
+
 def test_a_teacher_that_the_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher, state = frozen(student(), ROWS, 1.0)[0], SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
