@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import IA3Config, LoraConfig, PromptTuningConfig
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -105,6 +106,22 @@ def test_value_models_that_cannot_read_the_responses():
         make(value_model=tiny_classifier("gpt2", num_labels=1, vocab_size=40))
     with pytest.raises(TypeError, match="model is a GPT2LMHeadModel, expected a value model"):
         make(value_model=tiny_model("gpt2"))
+
+
+def test_models_with_a_shorter_window_than_the_rollouts():
+    """The longest prompt has 8 tokens, a response 7."""
+    with pytest.raises(ValueError, match=r"value_model has positions for 14 tokens, .* may have 15"):
+        make(value_model=tiny_classifier("gpt2", num_labels=1, max_position_embeddings=14))
+    with pytest.raises(ValueError, match=r"ref_model has positions for 14 tokens, .*response_length is 7\)"):
+        make(ref_model=tiny_model("llama", max_position_embeddings=14))
+    long = Dataset.from_dict({"input_ids": [[5] * 12]})
+    with pytest.raises(ValueError, match="may have 19 "):
+        make(
+            value_model=tiny_classifier("llama", num_labels=1, max_position_embeddings=18),
+            eval_dataset={"long": long},
+        )
+    short = tiny_model("gpt2", max_position_embeddings=14)  # whose responses end there
+    make(short, value_model=tiny_classifier("gpt2", num_labels=1, max_position_embeddings=14))
 
 
 def test_each_source_has_a_mean_of_its_own():

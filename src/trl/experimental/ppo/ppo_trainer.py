@@ -33,6 +33,7 @@ from trl.experimental.ppo.ppo_method import PPOMethod
 from trl.experimental.ppo.setup import (
     all_rewards,
     check_sizes,
+    check_windows,
     end_token,
     fill_in_sizes,
     own_copy,
@@ -157,6 +158,7 @@ class PPOTrainer(OnlineTrainer):
             stop_token_ids=() if self._end is None else (self._end,),
             seed=args.seed,
         )
+        check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
         self.method = PPOMethod(args, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
         self.rows_at_once = at_once
         BaseTrainer.__init__(

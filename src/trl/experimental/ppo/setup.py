@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.generation.transformers.engine import context_length_of
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
@@ -92,6 +94,24 @@ def value_model_of(policy: nn.Module) -> nn.Module:
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
     return made.to(dtype=core.dtype, device=next(core.parameters()).device)
+
+
+def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) -> None:
+    """Raise ValueError where the value model or the reference has fewer positions than a rollout may have tokens.
+
+    `sets` hold tokenised prompts (a data set, several by name, or None), each answered with up to `room` tokens.
+    """
+    every = [part for given in sets for part in (given.values() if isinstance(given, dict) else [given])]
+    longest = max((len(ids) for part in every if part is not None for ids in part["input_ids"]), default=0)
+    needed = min(longest + room, context_length_of(parts.policy.model) or math.inf)
+    readers = {"value_model": parts.model.value_model, "ref_model": getattr(reference, "module", None)}
+    for name, model in readers.items():
+        window = None if model is None else context_length_of(model)
+        if window is not None and window < needed:
+            raise ValueError(
+                f"{name} has positions for {window} tokens, a prompt with its response may have {needed} (the longest prompt has "
+                f"{longest}, response_length is {room}). Shorten either, or pass a {name} with a longer context length."
+            )
 
 
 def check_sizes(args: PPOConfig) -> RolloutSizes:
