@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,17 @@ class MetricSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._extremes: dict[str, float] = {}
+        self._extremes: dict[str, Tensor] = {}
 
     def add_extremes(self, values: Mapping[str, Tensor]) -> None:
-        """Keep the smallest values by names with the word `min` at their end, such as `low_min`, and the largest by others."""
+        """Keep the smallest values by names with the word `min` at their end, such as `low_min`, and the largest by others.
+
+        NaN does not count.
+        """
         for name, value in values.items():
-            if not math.isnan(number := float(value)):
-                self._extremes[name] = _extreme(name)(number, self._extremes.get(name, number))
+            own, known = _scalar(value), self._extremes.get(name)
+            extreme = torch.fmin if _is_smallest(name) else torch.fmax  # which ignore NaN
+            self._extremes[name] = own if known is None else extreme(known.to(own.device), own)
 
     def add(self, name: str, value: Weighted) -> None:
         """Add a total and its count (scalars, on any device)."""
@@ -58,38 +62,49 @@ class MetricSums:
         Every process must call it at the same time.
         """
         sums, self._sums = self._sums, {}
-        every, self._extremes = [self._extremes], {}
+        every, self._extremes = [self.state()["extremes"]], {}
         if accelerator is not None and accelerator.num_processes > 1:
             sums, every = _over_processes(sums, accelerator), gather_object(every)
         means = {name: total / count for name, (total, count) in _as_floats(sums).items() if count}
         names = dict.fromkeys(name for own in every for name in own)
-        return means | {name: _extreme(name)(own[name] for own in every if name in own) for name in names}
+        return means | {
+            name: (min if _is_smallest(name) else max)(own[name] for own in every if name in own)
+            for name in names
+        }
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The sums and extremes of this process, for a checkpoint; floats keep every bit."""
-        return {"sums": _as_floats(self._sums), "extremes": dict(self._extremes)}
+        extremes = {
+            name: value for name, value in _as_floats(self._extremes).items() if not math.isnan(value)
+        }
+        return {"sums": _as_floats(self._sums), "extremes": extremes}
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]], device: torch.device | str = "cpu") -> None:
         """Resume from `state`."""
-        pairs = state["sums"].items()
-        self._sums = {name: torch.tensor(pair, dtype=torch.float64, device=device) for name, pair in pairs}
-        self._extremes = dict(state["extremes"])
+        self._sums, self._extremes = (
+            {
+                name: torch.tensor(given, dtype=torch.float64, device=device)
+                for name, given in state[part].items()
+            }
+            for part in ("sums", "extremes")
+        )
 
 
-def _extreme(name: str) -> Callable[..., float]:
-    return min if "min" in name.rpartition("/")[2].split("_") else max
+def _is_smallest(name: str) -> bool:
+    return "min" in name.rpartition("/")[2].split("_")
 
 
 def _scalar(value: Tensor) -> Tensor:
     return value.detach().reshape(()).to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
-def _as_floats(sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    if not sums:
+def _as_floats(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Scalars as floats, pairs as lists of floats, in one copy from the device."""
+    if not values:
         return {}
-    device = next(iter(sums.values())).device
-    table = torch.stack([pair.to(device) for pair in sums.values()]).tolist()
-    return {name: (total, count) for name, (total, count) in zip(sums, table, strict=True)}
+    device = next(iter(values.values())).device
+    table = torch.stack([value.to(device) for value in values.values()]).tolist()
+    return dict(zip(values, table, strict=True))
 
 
 def _over_processes(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
