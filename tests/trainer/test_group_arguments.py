@@ -153,6 +153,11 @@ def test_what_was_clipped_does_not_count_in_a_second_run():
     assert logs(trainer) == first
 
 
+def test_a_reference_without_effect_is_refused():
+    with pytest.raises(ValueError, match=r"ref_model was given with beta=0\.0"):
+        make("grpo", beta=0.0, given={"ref_model": tiny_model("gpt2", dtype=torch.float64)})
+
+
 def test_settings_of_references_and_tools_that_nobody_reads_say_so():
     with pytest.warns(UserWarning) as said:
         make("rloo", ref_model_sync_steps=3, ref_model_mixup_alpha=0.5, tool_deadline=5.0)

@@ -166,8 +166,17 @@ def engine_of(
 def reference_of(
     args: RolloutTraining, policy: Policy, model: Any, ref_model: Any = None
 ) -> Reference | None:
-    """The reference: `ref_model`, a copy of the policy, or the base of its adapter; None for beta = 0."""
-    if not isinstance(args, GroupTraining) or args.beta == 0:
+    """The reference: `ref_model`, a copy of the policy, or the base of its adapter; None for beta = 0.
+
+    Raises: ValueError for a `ref_model` that would have no effect.
+    """
+    beta = args.beta if isinstance(args, GroupTraining) else 0.0
+    if beta == 0:
+        if ref_model is not None:
+            raise ValueError(
+                f"ref_model was given with beta={beta}, which measures no divergence from it. Set beta (0.04, say), or leave "
+                "ref_model out."
+            )
         return None
     path = model if isinstance(model, str) else None
     return make_reference(policy.model, policy.scorer, ref_model, args=args, path=path)
