@@ -43,6 +43,11 @@ def test_fields_may_be_iterators():
         ({"logprobs": [[-1.0, float("nan")], [-1.0] * 3]}, ValueError, "the log-prob nan, expected finite numbers <= 0"),
         ({"logprobs": [[0.5, 0.9], [0.1] * 3]}, ValueError, "the log-prob 0.5, expected finite"),
         ({"logprobs": [[-1.0], [-1.0] * 3]}, ValueError, "1 logprobs for the 2 tokens of completion 0"),
+        ({"env": 3}, TypeError, "returned int as env, expected a list"),
+        ({"prompt_ids": 5}, TypeError, "returned int as prompt_ids"),
+        ({"completion_ids": torch.tensor(5)}, TypeError, "returned Tensor as completion_ids"),
+        ({"prompt_ids": [[3], 5]}, TypeError, "returned int as row 1 of prompt_ids"),
+        ({"logprobs": [-1.0, -2.0]}, TypeError, "returned float as row 0 of logprobs"),
         ({"fit": [3]}, ValueError, "returned 1 fit, expected .* 2 prompts"),
     ],
 )  # fmt: skip

@@ -63,7 +63,7 @@ def read_rollouts(
     """The result of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, optionally `logprobs` of the
     completions' tokens, and further fields. A completion whose last token is one of `end_tokens` has stopped.
 
-    Raises: TypeError or ValueError for another number of rows or log-probs, token ids that are not below `vocabulary`, more than
+    Raises: TypeError or ValueError for fields that are no lists, another number of rows or log-probs, token ids that are not below `vocabulary`, more than
     `context_length` tokens in a row, and log-probs above 0.
     """
     if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= found.keys():
@@ -71,7 +71,7 @@ def read_rollouts(
         raise TypeError(
             f"rollout_func returned {shown}, expected a dict with 'prompt_ids' and 'completion_ids'."
         )
-    given = {name: list(values) for name, values in found.items() if values is not None}
+    given = {name: _listed(name, values) for name, values in found.items() if values is not None}
     for name, values in given.items():
         if len(values) != count:
             raise ValueError(
@@ -94,8 +94,18 @@ def read_rollouts(
     return Completed(experience, {name: values for name, values in given.items() if name not in _KNOWN})
 
 
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        found = iter(values)
+    except TypeError:
+        raise TypeError(
+            f"rollout_func returned {type(values).__name__} as {name}, expected a list."
+        ) from None
+    return list(found)
+
+
 def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
-    ids = given.tolist() if hasattr(given, "tolist") else list(given)
+    ids = _listed(f"row {row} of {name}", given.tolist() if hasattr(given, "tolist") else given)
     most = math.inf if vocabulary is None else vocabulary - 1
     wrong = [token for token in ids if not (isinstance(token, Integral) and 0 <= int(token) <= most)]
     if wrong or not ids:
@@ -108,9 +118,9 @@ def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
 
 def _logps(rows: Sequence[Any], completions: Sequence[Sequence[int]]) -> torch.Tensor:
     for row, (logps, ids) in enumerate(zip(rows, completions, strict=True)):
-        if len(logps) != len(ids):
+        if (count := len(_listed(f"row {row} of logprobs", logps))) != len(ids):
             raise ValueError(
-                f"rollout_func returned {len(logps)} logprobs for the {len(ids)} tokens of completion {row}."
+                f"rollout_func returned {count} logprobs for the {len(ids)} tokens of completion {row}."
             )
     found = Ragged.of(rows, dtype=torch.float32).values
     wrong = found[~((found <= _ROUNDING) & found.isfinite())]
