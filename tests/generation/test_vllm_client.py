@@ -190,10 +190,20 @@ def test_other_servers_and_addresses_that_are_none():
         with pytest.raises(RuntimeError, match=r"404.* expected a server started with `trl vllm-serve`"):
             VLLMClient(f"http://127.0.0.1:{other.server_port}", connection_timeout=5.0)
         other.shutdown()
-    for given in ("localhost:8000", "http://:8000", "ftp://localhost", "http://user:secret@127.0.0.1:1"):
-        shown = given.replace("http://user:secret@", "")  # no password in a message
-        with pytest.raises(ValueError, match=re.escape(f"base_url={shown!r} is no address")):
+    malformed = (
+        "localhost:8000",
+        "http://:8000",
+        "ftp://localhost",
+        "http://h:port",
+        "http://h:70000",
+        "http://[h",
+    )
+    passwords = ("http://user:secret@127.0.0.1:1", "http://user:se/cret@host:8000", "http://u:secret#x@h")
+    for given in (*malformed, *passwords):
+        shown = given.rpartition("@")[2]  # no password in a message
+        with pytest.raises(ValueError, match=re.escape(f"base_url={shown!r} is no address")) as error:
             VLLMClient(given)
+        assert error.value.__context__ is None  # whose text would be printed
 
 
 def test_another_number_of_completions_than_was_asked_for_is_refused(url, stand_in):

@@ -111,15 +111,19 @@ class ServerConnection:
     def __init__(
         self, base_url: str, token: str | None, *, kind: str = "vLLM server", variable: str = VARIABLE
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        try:
+            parts = urlsplit(base_url)
+            port, host = parts.port, parts.hostname
+        except ValueError:  # whose text may show a password
+            parts = port = host = None
+        if parts is None or parts.scheme not in ("http", "https") or not host or parts.username is not None:
             raise ValueError(
                 f"base_url={base_url.rpartition('@')[2]!r} is no address of a server such as http://localhost:8000, without a user's name."
             )
         self.kind, self.variable = kind, variable
         self.base_url, self.token = base_url.rstrip("/"), token
-        self.host = reachable(parts.hostname)
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.host = reachable(host)
+        self.port = port or (443 if parts.scheme == "https" else 80)
         self._path, self._secure = parts.path.rstrip("/"), parts.scheme == "https"
 
     def get(self, path: str, *, timeout_s: float | None = 60.0) -> dict[str, Any]:
