@@ -181,14 +181,15 @@ def test_names_of_the_command_line(tmp_path, monkeypatch):
     assert found[0] is rewards.accuracy_reward
     assert found[1](completions=[]) == [1.0]
     assert found[2:5] == ["model", "./model", "owner/name"]
-    given, default, by_place = resolve_reward_funcs(
+    given, swapped, default, by_place = resolve_reward_funcs(
         [
             "get_soft_overlong_punishment(max_completion_len=10,soft_punish_cache=4)",
+            "get_soft_overlong_punishment(soft_punish_cache=4, max_completion_len=10)",
             "get_soft_overlong_punishment",
             "get_soft_overlong_punishment(10, 4)",
         ]
     )
-    assert given(completion_ids=[[0] * 8]) == by_place(completion_ids=[[0] * 8]) == [-0.5]
+    assert [punish(completion_ids=[[0] * 8]) for punish in (given, swapped, by_place)] == [[-0.5]] * 3
     assert default(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0]
     for name, message in {
         "acuracy_reward": r"'acuracy_reward' is unknown. Did you mean accuracy_reward\? Known are accuracy_reward, reasoning",

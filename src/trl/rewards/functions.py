@@ -19,6 +19,7 @@ from trl.rewards.result import RewardInputs
 READY_MADE = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 SOFT_OVERLONG = "get_soft_overlong_punishment"
 _LENGTHS = re.compile(r"\((?:max_completion_len=)?(\d+),(?:soft_punish_cache=)?(\d+)\)")
+_SWAPPED = re.compile(r"\((soft_punish_cache=\d+),(max_completion_len=\d+)\)")
 _ON_REQUEST = {"completions_ids": "completion_ids", "prompt_ids": "prompt_ids"}  # argument -> field
 
 
@@ -175,7 +176,7 @@ def _resolve(name: str) -> Callable[..., Any] | str:
         from trl.rewards.ready_made import get_soft_overlong_punishment
 
         lengths = re.sub(r"\s*([(),=])\s*", r"\1", name.removeprefix(SOFT_OVERLONG) or "(1280,256)")
-        given = _LENGTHS.fullmatch(lengths)
+        given = _LENGTHS.fullmatch(_SWAPPED.sub(r"(\2,\1)", lengths))
         if given is None:
             raise ValueError(
                 f"reward function {name!r} cannot be read, expected "
