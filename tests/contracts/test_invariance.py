@@ -16,10 +16,22 @@ from trl.models.scoring import base, causal
 from trl.tensors import heads
 from trl.trainer import online_trainer
 
+
+class SmallChunks:
+    """Rows of a chunk, the fewest and the most, and how often they were read."""
+
+    reads = 0
+
+    def __getitem__(self, place: int) -> int:
+        self.reads += 1
+        return (3, 3)[place]
+
+
+SMALL_CHUNKS = SmallChunks()
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "padded": (base, "packed_unsupported", lambda core: "this test wants padded rows"),
     "own logits": (causal, "head_unsupported", lambda core, rule: "this test wants the model's logits"),
-    "small chunks": (heads, "default_chunk_size", lambda *args, **kwargs: 3),
+    "small chunks": (heads, "CPU_CHUNK_ROWS", SMALL_CHUNKS),
     "scored by the trainer": (online_trainer.OnlineTrainer, "sampler_is_exact", property(lambda self: False)),
     # Back through the head after the objective, as where its gradient is not local to a token.
     "scored first": (online_trainer.OnlineTrainer, "token_losses", lambda self, experience: None),
@@ -67,6 +79,9 @@ ALONE = {
 }  # fmt: skip
 
 
+WITHOUT_CHUNKS = ("reward", "reward-centered", "prm")  # which score rows or steps
+
+
 def applies(family: str, method: str, settings: dict[str, Any]) -> bool:
     """Whether a method has these settings: a row of SFT or PRM has no prompt that others share."""
     if family != "rows":
@@ -107,7 +122,10 @@ def test_cuts(family, method, cut, whole, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))  # precomputed references
     for name in patches:
         monkeypatch.setattr(*PATCHES[name])
+    reads = SMALL_CHUNKS.reads
     assert_same(FAMILIES[family].run(method, **settings), expected, FAMILIES[family].tolerance)
+    has_chunks = "small chunks" in patches and method not in WITHOUT_CHUNKS
+    assert (SMALL_CHUNKS.reads > reads) == has_chunks
 
 
 @pytest.mark.parametrize(
