@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, LargeList, List, Value
 
 from trl.data.packing import pack_dataset
-from trl.data.ragged import truncate_dataset
+from trl.data.ragged import truncate_dataset, truncate_rows
 
 ROWS = {
     "input_ids": [[1, 2, 3, 4], [5], [6, 7]],
@@ -65,6 +66,22 @@ def test_formats_splits_and_streams_of_a_generator():
     assert [row["input_ids"].tolist() for row in cut] == [[1, 2], [5], [6, 7]]
     with pytest.raises(ValueError, match="max_length must be"):
         truncate_dataset(rows, 0)
+
+
+def test_rows_of_a_stream_without_features_need_not_be_alike():
+    image = pytest.importorskip("PIL.Image").new("RGB", (2, 2))
+    rows = [
+        {"input_ids": [1, 2, 3], "image": image, "words": ["a", "b", "c"], "meta": {"a": 1}},
+        {"input_ids": torch.tensor([4, 5, 6]), "mask": np.array([True, False, True]), "meta": {"b": "x"}},
+        {"input_ids": [7], "image": None},
+    ]
+    first, second, third = truncate_rows(IterableDataset.from_generator(lambda: iter(rows)), 2, keep_end=True)
+    assert first == {**rows[0], "input_ids": [2, 3]} and first["image"] is image
+    assert second["input_ids"].tolist() == [5, 6] and second["mask"].tolist() == [False, True]
+    assert second["meta"] == {"b": "x"} and third == rows[2]
+    packed = IterableDataset.from_generator(lambda: iter([{"input_ids": [1, 2], "seq_lengths": [2]}]))
+    with pytest.raises(ValueError, match="a packed row has 2 tokens"):
+        list(truncate_dataset(packed, 1))
 
 
 def test_missing_rows_are_named():

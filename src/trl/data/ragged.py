@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -179,7 +180,7 @@ def truncate_dataset(
     Other columns (text, messages, images, nested lists) stay as they are.
 
     Raises: ValueError for `max_length` < 1, for a packed row (with `seq_lengths`) that would have to be cut, and for a
-    missing row (None) of a column that has to be cut.
+    missing row (None) of a column that has to be cut, unless it is of a stream without features.
 
     >>> rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4]], "text": ["abc", "d"]})
     >>> truncate_dataset(rows, 2)[:]
@@ -201,6 +202,8 @@ def truncate_rows(
     if is_stored and not len(dataset):
         return dataset
     given = {"max_length": max_length, "keep_end": keep_end}
+    if not is_stored and dataset.features is None:  # a stream whose rows need not be alike
+        return restore_streaming_format(dataset.with_format(None).map(_cut_row, fn_kwargs=given), dataset)
     options: dict[str, Any] = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
     options |= {"features": without_list_sizes(dataset.features), "fn_kwargs": given}
     cut: Any = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
@@ -213,16 +216,33 @@ def truncate_table(table: pa.Table, max_length: int, keep_end: bool = False) -> 
         if not is_number_list(field.type):
             continue
         longest = pc.max(pc.list_value_length(table[index])).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
-        if longest > max_length and "seq_lengths" in table.column_names:
-            raise ValueError(
-                f"a packed row has {longest} tokens, more than max_length {max_length}: its sequences would be cut. Truncate "
-                "before packing, or raise max_length."
-            )
+        if longest > max_length:
+            _refuse_packed(table.column_names, longest, max_length)
         if longest > max_length or pa.types.is_fixed_size_list(field.type):
             rows = cut_rows(read_ragged(table[index], field.name), max_length, keep_end=keep_end)
             column = write_ragged(rows, field.type)
             table = table.set_column(index, pa.field(field.name, column.type), column)
     return table
+
+
+def _cut_row(row: dict[str, Any], max_length: int, keep_end: bool) -> dict[str, Any]:
+    """The columns of a row that are cut: lists, arrays and tensors of numbers."""
+    cut = {}
+    for name, items in row.items():
+        if (isinstance(items, list) or getattr(items, "ndim", 0) == 1) and len(items) > max_length:
+            first = items[0].item() if hasattr(items[0], "item") else items[0]
+            if isinstance(first, Number):
+                _refuse_packed(row, len(items), max_length)
+                cut[name] = items[-max_length:] if keep_end else items[:max_length]
+    return cut
+
+
+def _refuse_packed(columns: Container[str], longest: int, max_length: int) -> None:
+    if "seq_lengths" in columns:
+        raise ValueError(
+            f"a packed row has {longest} tokens, more than max_length {max_length}: its sequences would be cut. Truncate before "
+            "packing, or raise max_length."
+        )
 
 
 def truncate_with_protected_tokens(
