@@ -58,6 +58,23 @@ def test_beams_are_refused():
         make_trainer().generate(tensors(QUERIES), num_beams=3, **GREEDY)
 
 
+def test_settings_of_the_models_own_config_that_rollouts_lack_are_left_out_which_is_said_once(caplog):
+    model, queries = value_model("bart"), tensors(QUERIES)
+    trainer = make_trainer(model)
+    expected = trainer.generate(queries, **GREEDY)
+    own = model.pretrained_model.generation_config
+    own.forced_eos_token_id, own.num_beams, own.remove_invalid_values = 2, 4, True
+    with caplog.at_level(logging.WARNING):
+        found = [trainer.generate(queries, **GREEDY) for _ in range(2)]
+    assert all(torch.equal(x, y) for each in found for x, y in zip(each, expected, strict=True))
+    (said,) = [record.getMessage() for record in caplog.records if "rollouts" in record.getMessage()]
+    assert "forced_eos_token_id=2" in said and "num_beams=4" in said
+    own.forced_bos_token_id = 7  # read by the model itself
+    assert all(row[1] == 7 for row in trainer.generate(queries, **GREEDY))
+    with pytest.raises(ValueError, match="forced_eos_token_id"):
+        trainer.generate(queries, forced_eos_token_id=2, **GREEDY)
+
+
 @pytest.mark.parametrize("more", [{}, {"typical_p": 0.9}])
 def test_samples_are_new_in_each_call_and_the_same_for_a_seed(more):
     trainer, queries = make_trainer(), tensors(QUERIES)

@@ -155,16 +155,21 @@ def _sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) ->
         if value is not None and not name.startswith("_")
     }
     fields = {_FIELDS[name][0]: _FIELDS[name][1](given.pop(name)) for name in _FIELDS if name in given}
-    settings = [
-        each for each in given.items() if each[0] not in _WITHOUT_EFFECT and each not in _NEUTRAL.items()
-    ]
-    processors = tuple(each for each in settings if each[0] in _PROCESSED)
-    if refused := [f"{name}={value!r}" for name, value in settings if name not in _PROCESSED]:
+    if refused := [f"{name}={given[name]!r}" for name in unsupported_settings(given)]:
         raise ValueError(
             f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. Supported are "
             f"{', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
         )
+    processors = tuple(
+        each for each in given.items() if each[0] in _PROCESSED and each not in _NEUTRAL.items()
+    )
     return {**fields, "processors": processors} if processors else fields
+
+
+def unsupported_settings(given: Mapping[str, Any]) -> list[str]:
+    """The names of those settings of `generate` that rollouts do not support."""
+    known = _WITHOUT_EFFECT | _PROCESSED | _FIELDS.keys()
+    return [each[0] for each in given.items() if each[0] not in known and each not in _NEUTRAL.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.collators.preference import seq2seq_batch
-from trl.generation.engine import Sampling
+from trl.generation.engine import Sampling, unsupported_settings
 from trl.models.peft import is_peft_model
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_weights import create_reference_model
@@ -216,17 +216,28 @@ def model_card(
 _DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
 
 
-def sampling_of(core: Any, given: Mapping[str, Any]) -> Sampling:
+def sampling_of(core: Any, given: Mapping[str, Any], warn: Callable[..., None]) -> Sampling:
     """The engine's settings for `given` arguments of a transformers model's `generate`, over its generation config.
 
     A length in the arguments replaces that of a `generation_config` among them, and this the model's.
 
-    Raises: ValueError for what the engine does not support, such as beams.
+    What the engine does not support, such as beams, is left out of the model's config, with a warning.
+
+    Raises: ValueError for such settings in the arguments.
     """
+    own = _set_fields(core.generation_config)
+    unsupported = {name: own.pop(name) for name in unsupported_settings(own)}
+    if core.config.is_encoder_decoder:
+        unsupported.pop("forced_bos_token_id", None)  # which the engine itself reads
+    if unsupported:
+        warn(
+            "The model's generation config has %s, which rollouts do not support and leave out.",
+            ", ".join(f"{name}={value!r}" for name, value in unsupported.items()),
+        )
     single = {name: value for name, value in given.items() if name != "generation_config"}
     config = given.get("generation_config")
     found: dict[str, Any] = {}
-    for layer in (_DEFAULTS, _set_fields(core.generation_config), _set_fields(config), single):
+    for layer in (_DEFAULTS, own, _set_fields(config), single):
         if "max_length" in layer:
             found.pop("max_new_tokens", None)
         found |= layer

@@ -205,7 +205,8 @@ class PPOTrainer:
                 limits = [int(length_sampler()) for _ in queries]
                 kwargs = {**kwargs, "max_new_tokens": max(limits)}  # type: ignore[type-var]
             unwrapped: Any = self.accelerator.unwrap_model(model)
-            sampling = sampling_of(causal_core(getattr(unwrapped, "pretrained_model", unwrapped)), kwargs)
+            core = causal_core(getattr(unwrapped, "pretrained_model", unwrapped))
+            sampling = sampling_of(core, kwargs, self._warn_once)
             done = engine.generate(prompts, sampling, streams=streams)
             found = [
                 query.new_tensor(one.ids[:n]) for query, one, n in zip(queries, done, limits, strict=True)
