@@ -137,6 +137,10 @@ def test_minillm_takes_the_discounted_log_ratios_of_later_tokens() -> None:
 def test_what_is_refused_before_the_first_step(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="teacher_model"):
         make("distillation", **ONE)
+    several = {"a": tiny_model("llama"), "b": tiny_model("llama")}
+    for method, settings in {"distillation": {}, "minillm": {}, "grpo": {"teacher_kl_coef": 1.0}}.items():
+        with pytest.raises(ValueError, match=r"\['a', 'b'\].*GKDTrainer"):
+            make(method, **ONE, **settings, given={"teacher_model": several})
     with pytest.raises(ValueError, match="teacher_kl_coef"):
         make("grpo", **ONE, teacher="llama")
     with pytest.raises(ValueError, match="beta"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -237,6 +237,11 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
         return own_teacher(kind, policy.model, policy.scorer)
     names = ("teacher_model_server_url", "teacher_model_name_or_path")
     given = teacher or next(filter(None, (getattr(args, name, None) for name in names)), None)
+    if isinstance(given, Mapping):
+        raise ValueError(
+            f"teacher_model has several teachers, {list(given)}, which prompts do not choose among. Give one teacher, or use "
+            "GKDTrainer, where rows choose."
+        )
     if hasattr(args, names[0]):
         size = embedded_tokens(policy.scorer.core)
         served = served_teacher(given, args, policy.tokenizer, vocabulary=size)
