@@ -258,6 +258,14 @@ def test_completions_are_read_by_both_sides(settings: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.parametrize("settings", [{"lmbda": 1.0}, {"seq_kd": True}])
+def test_completions_have_tokens_of_their_writers_tokenizer(settings: dict[str, Any]) -> None:
+    wide = (tiny_model(name, vocab_size=900, dtype=torch.float64) for name in ("gpt2", "llama"))
+    trainer = gold(model=next(wide), teacher_model=next(wide), **settings)
+    trainer.train()
+    assert math.isfinite(trainer.state.log_history[0]["loss"])
+
+
 def test_metrics_say_whose_completions_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = gold(lmbda=1.0, max_steps=2, **HYBRID, log_completions=True, num_completions_to_print=2)
     trainer.train()

@@ -27,7 +27,8 @@ class Sampling:
     arXiv:1909.05858, section 4.1) counts prompt and completion. `stop_token_ids=None` are the model's own end tokens, `()` none.
     A completion keeps the token that stopped it, also the one that completed a stop string. `seed=None` draws a seed from
     torch's global generator; otherwise results depend on (seed, stream) only. `processors` are further settings of `generate`
-    (`typical_p`, `no_repeat_ngram_size`, ...), which only `TransformersEngine` supports.
+    (`typical_p`, `no_repeat_ngram_size`, ...), which only `TransformersEngine` supports. It never draws token ids
+    at or beyond `vocabulary` (None: draws all that the model has); vLLM may.
 
     Raises: ValueError for a value out of range.
     """
@@ -45,6 +46,7 @@ class Sampling:
     max_length: int | None = None
     min_length: int = 0
     seed: int | None = None
+    vocabulary: int | None = None
     processors: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ from trl.legacy.interface import NOT_CALLED_OF_GKD
 from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
-from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
+from trl.models.teacher import ColumnTeacher, FrozenTeacher, Teacher, TeacherByRow, make_teacher
 from trl.objectives.distillation import Divergence
 from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
@@ -114,6 +114,12 @@ class GeneratedCompletions:
             completions = iter(writer.engine.generate(flat, writer.sampling, streams=streams))
             for turn in turns:
                 own = list(islice(completions, len(prompts[turn])))
+                last = max((token for each in own for token in each.ids), default=0)
+                if writer.sampling.vocabulary is not None and last >= writer.sampling.vocabulary:
+                    raise ValueError(
+                        f"a completion has token id {last}, expected ids below {writer.sampling.vocabulary}, which student and "
+                        "teacher both know. Generate without vLLM (use_vllm=False), which draws no others."
+                    )
                 found[turn] = writer.batch(batches[turn], prompts[turn], own)
         return found
 
@@ -309,7 +315,14 @@ class GKDTrainer(SFTTrainer):
             temperature=self.args.temperature,
             stop_token_ids=tuple(stop_tokens(model, tokenizer)),
             seed=self.order_seed,
+            vocabulary=self.vocabulary_of(tokenizer),
         )
+
+    def vocabulary_of(self, tokenizer: Any) -> int | None:
+        """How many token ids completions may have: those that the student and all models that teach it have."""
+        several = self.teacher.teachers.values() if isinstance(self.teacher, TeacherByRow) else [self.teacher]
+        scorers = [each.reference.scorer for each in several if isinstance(each, FrozenTeacher)]
+        return min(scorer.vocabulary for scorer in (self.scorer, *scorers))
 
     def _prompts(self, batch: Mapping[str, Any]) -> list[list[int]]:
         return prompts_of(self.scorer.padded_inputs(batch))

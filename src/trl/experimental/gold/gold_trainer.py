@@ -168,7 +168,14 @@ class GOLDTrainer(GKDTrainer):
     def sampling(self, model: Any, tokenizer: Any) -> Sampling:
         """How a model's completions are drawn."""
         policy: Any = Policy(model, tokenizer, tokenizer, None)
-        return replace(sampling_of(self.args, policy), seed=self.order_seed)  # type: ignore[arg-type]
+        found = sampling_of(self.args, policy)  # type: ignore[arg-type]
+        return replace(found, seed=self.order_seed, vocabulary=self.vocabulary_of(tokenizer))
+
+    def vocabulary_of(self, tokenizer: Any) -> int | None:
+        """With a teacher of another tokenizer those that the writer's own tokenizer has."""
+        if self.pairing is None:
+            return super().vocabulary_of(tokenizer)
+        return len(self.pairing.known[tokenizer is self.teacher_tokenizer])
 
     def student_writer(self) -> Writer:
         """The student, or vLLM with its weights."""

@@ -150,7 +150,7 @@ class Requests:
 
         Raises: FloatingPointError for logits that are not finite.
         """
-        counts = self.counts[requests]
+        counts, logits = self.counts[requests], logits[:, : self.sampling.vocabulary]
         self._penalise(requests, counts, logits)
         numbers = uniforms(self.keys[requests], counts)
         if self.processors is None:
