@@ -30,4 +30,4 @@ class LegacyPromptRows:
         processor = processing_class or self.processing_class
         made = processor(images=features["images"], text=features["prompt"], add_special_tokens=False)
         names = {"input_ids": "prompt_input_ids", "attention_mask": "prompt_attention_mask"}
-        return {names.get(name, name): value[0] for name, value in made.items()}
+        return {str(names.get(name, name)): value[0] for name, value in made.items()}
