@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -156,15 +156,24 @@ class AdapterReference(Reference):
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
         """The policy with the reference's adapter, in eval mode."""
-        model, adapted = without_ddp(policy), _peft_model_in(policy)
-        with undisturbed(model), same_trainable(model) as put_back, ExitStack() as switched:
-            if self.adapter is None:
-                switched.enter_context(adapted.disable_adapter())
-            else:
-                switched.callback(adapted.set_adapter, self.trained)
-                adapted.set_adapter(self.adapter, inference_mode=True)
+        model = without_ddp(policy)
+        with undisturbed(model), same_trainable(model) as put_back, self.switched(policy):
             put_back()
             yield model
+
+    @contextmanager
+    def switched(self, policy: nn.Module) -> Iterator[None]:
+        """The policy with the reference's adapter and nothing else changed: PEFT may flip `requires_grad`."""
+        adapted = _peft_model_in(policy)
+        if self.adapter is None:
+            with adapted.disable_adapter():
+                yield
+            return
+        adapted.set_adapter(self.adapter, inference_mode=True)
+        try:
+            yield
+        finally:
+            adapted.set_adapter(self.trained)
 
     def fingerprint(self, policy: nn.Module) -> str:
         """Of the base's and the reference adapter's weights and configs."""

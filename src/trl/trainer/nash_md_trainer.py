@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from trl._lazy import attach
-from trl.generation.engine import Engine
-from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf
 from trl.objectives.kl import probability_ratio
@@ -35,6 +33,11 @@ class NashMDMethod(OnlineDPOMethod):
     """
 
     args: NashMDConfig
+
+    @property
+    def reference_share(self) -> float:  # type: ignore[override]
+        """`mixture_coef` of the present epoch."""
+        return by_epoch(self.args.mixture_coef, self.epoch())
 
     def needs_old(self, experience: Experience) -> bool:
         return True
@@ -109,7 +112,7 @@ class NashMDMethod(OnlineDPOMethod):
         }
         if not self.is_judged:
             found |= {"rewards/chosen": rows[SCORES], "rewards/rejected": rows[OPPONENT_SCORE]}
-        settings = {"beta": self.beta, "mixture_coef": by_epoch(self.args.mixture_coef, self.epoch())}
+        settings = {"beta": self.beta, "mixture_coef": self.reference_share}
         return {
             **{name: weighted(values, known) for name, values in found.items()},
             "val/model_contain_eos_token": weighted(rows[STOPPED].bool(), own),
@@ -144,23 +147,13 @@ class NashMDTrainer(OnlineDPOTrainer):
     @property
     def mixture_coef(self) -> float:
         """Share of the reference in the opponent in the present epoch."""
-        return by_epoch(self.args.mixture_coef, self.state.epoch or 0.0)
+        return self.method.reference_share
 
     @property
     def scoring_temperature(self) -> float:
         """That of sampling: a policy gradient is that of the distribution that completions come from."""
         return self.sampling.temperature
 
-    def rollout_engine(self, engine: Engine) -> Engine:
-        return TurnsEngine(engine, opponent_engine(self, lambda: self.mixture_coef))
-
     def rows_of_step(self, step: int, sizes: Any = None) -> list[Tensor]:
         """The policy's completions alone."""
         return [rows[::2] for rows in super().rows_of_step(step, sizes)]
-
-
-def opponent_engine(trainer: OnlineDPOTrainer, coefficient: Any) -> MixtureEngine:
-    """The mixture of a trainer's policy and reference."""
-    assert trainer.model is not None and trainer.reference is not None
-    parts = {"tokenizer": trainer.processing_class, "accelerator": trainer.accelerator}
-    return MixtureEngine(trainer.model, trainer.reference, coefficient=coefficient, **parts)

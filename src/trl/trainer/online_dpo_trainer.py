@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +19,8 @@ from transformers import (
 
 from trl._lazy import attach
 from trl.data.image_rows import has_images
+from trl.generation.engine import Engine
+from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
 from trl.legacy.interface import NOT_CALLED_OF_PROMPTS
 from trl.legacy.online_rows import LegacyPromptRows
 from trl.models.scoring.causal import Scored
@@ -40,8 +41,6 @@ from trl.trainer.online_dpo_config import OnlineDPOConfig
 from trl.trainer.online_method import GroupMethod, StepContext
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
 
-logger = logging.getLogger(__name__)
-
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
@@ -54,6 +53,8 @@ class OnlineDPOMethod(GroupMethod):
     args: OnlineDPOConfig
     is_judged: bool = False
     epoch: Callable[[], float]
+    reference_share: float = 1.0
+    """Of the opponent, where there is one."""
 
     @property
     def beta(self) -> float:
@@ -95,7 +96,8 @@ class OnlineDPOMethod(GroupMethod):
 
     def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
         policy, reference, lengths = self.sums(experience, scored.logps)
-        terms = self.pair_terms(experience, policy, reference, lengths)
+        pairs = self.pairs(experience.per_row[SCORES])
+        terms = self.pair_terms(experience, pairs, policy, reference, lengths)
         return [terms._replace(metrics={**terms.metrics, **self.row_metrics(experience, policy, reference)})]
 
     def sums(self, experience: Experience, logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,11 +110,15 @@ class OnlineDPOMethod(GroupMethod):
         return policy, reference, lengths
 
     def pair_terms(
-        self, experience: Experience, policy: Tensor, reference: Tensor, lengths: Tensor
+        self,
+        experience: Experience,
+        pairs: RankedPairs,
+        policy: Tensor,
+        reference: Tensor,
+        lengths: Tensor,
     ) -> LossTerms:
         """The loss of each pair, with its metrics."""
-        scores = experience.per_row[SCORES]
-        chosen, rejected, weights = self.pairs(scores)
+        scores, (chosen, rejected, weights) = experience.per_row[SCORES], pairs
         found = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
         if self.args.loss_type in PER_TOKEN:
             found = found.per_token(lengths[chosen], lengths[rejected])
@@ -256,6 +262,20 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         soft = self.returns_scores and "return_scores" in inspect.signature(judge.judge).parameters
         options: dict[str, Any] = {"return_scores": True} if soft else {}
         return JudgeSource(judge, group_size=args.num_generations, **options)
+
+    def rollout_engine(self, engine: Engine) -> Engine:
+        """The config's; with an opponent, it takes turns with the mixture of policy and reference."""
+        if not self.has_opponent:
+            return engine
+        assert self.model is not None and self.reference is not None
+        opponent = MixtureEngine(
+            self.model,
+            self.reference,
+            coefficient=lambda: self.method.reference_share,
+            tokenizer=self.processing_class,
+            accelerator=self.accelerator,
+        )
+        return TurnsEngine(engine, opponent)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Batches of numbered rows of prompts. Raises: ValueError where a process would get parts of groups."""

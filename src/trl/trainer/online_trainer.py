@@ -535,12 +535,10 @@ class OnlineTrainer(BaseTrainer):
         self._sums["eval"].add_all(means)
         self._sums["eval"].add_extremes(extremes)
         own = min(self.own_rows(), len(inputs))
-        whole = min(max(own, self.evaluation_group), len(inputs))  # a method may compare the rows of a group
-        experience = experience.take(torch.arange(own or whole))
+        # A process without a row of its own runs a group for the collectives; a method may compare its rows.
+        experience = experience.take(torch.arange(own or min(self.evaluation_group, len(inputs))))
         batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]
-        found = self.outcome(
-            model, batch
-        )  # a process without a row of its own runs a group for the collectives
+        found = self.outcome(model, batch)
         if own:
             self._sums["eval"].add_all(self.method.token_metrics(experience))
             self._record(found, self.method.count(batch))

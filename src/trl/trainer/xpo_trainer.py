@@ -7,14 +7,11 @@ from typing import ClassVar
 import torch
 
 from trl._lazy import attach
-from trl.generation.engine import Engine
-from trl.generation.transformers.mixture import TurnsEngine
 from trl.models.scoring.causal import Scored
 from trl.objectives.online_preference import by_epoch
 from trl.rollouts.experience import SCORES, STOPPED, Experience
 from trl.tensors.reduce import LossTerms, weighted
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.nash_md_trainer import opponent_engine
 from trl.trainer.online_dpo_trainer import OnlineDPOMethod, OnlineDPOTrainer
 from trl.trainer.online_method import GroupMethod, StepContext
 from trl.trainer.xpo_config import XPOConfig
@@ -34,14 +31,14 @@ class XPOMethod(OnlineDPOMethod):
 
     def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
         policy, reference, lengths = self.sums(experience, scored.logps)
-        terms = self.pair_terms(experience, policy, reference, lengths)
-        scores = experience.per_row[SCORES]
-        pairs, rows = self.pairs(scores), experience.per_row
+        rows, scores = experience.per_row, experience.per_row[SCORES]
+        pairs = self.pairs(scores)
+        terms = self.pair_terms(experience, pairs, policy, reference, lengths)
         optimism = self.alpha * policy[torch.maximum(pairs.chosen, pairs.rejected)] * pairs.weights.to(policy)
         own, other = scores.view(-1, 2).unbind(dim=1)
         known = ~(own + other).isnan()
         stopped, detached = rows[STOPPED].bool(), policy.detach()
-        kl, entropy = ((values).view(-1, 2).mean(dim=1) for values in (detached - reference, -detached))
+        kl, entropy = (values.view(-1, 2).mean(dim=1) for values in (detached - reference, -detached))
         metrics = {
             **terms.metrics,
             "loss/dpo": weighted(terms.values),
@@ -90,6 +87,3 @@ class XPOTrainer(OnlineDPOTrainer):
     def alpha(self) -> float:
         """Weight of the optimism in the present epoch."""
         return self.method.alpha
-
-    def rollout_engine(self, engine: Engine) -> Engine:
-        return TurnsEngine(engine, opponent_engine(self, lambda: 1.0))

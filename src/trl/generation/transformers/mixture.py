@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from trl.generation.transformers.model_generate import MoreInputs
 from trl.generation.transformers.requests import Requests
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
 from trl.models.parts import causal_core
-from trl.models.reference import FrozenModel, Reference
+from trl.models.reference import AdapterReference, FrozenModel, Reference
+from trl.models.switches import same_trainable
 
 
 class MixtureEngine(TransformersEngine):
@@ -54,8 +56,10 @@ class MixtureEngine(TransformersEngine):
             if isinstance(self.reference, FrozenModel):
                 gathered = generating(self.reference.model, self.accelerator, gather_zero3=self.gather_zero3)
                 other, switched = stack.enter_context(gathered), nullcontext
-            else:  # the policy with another adapter
-                other, switched = model, lambda: self.reference.active(model)
+            else:  # the policy with another adapter, which is switched at each token
+                assert isinstance(self.reference, AdapterReference)
+                other, switched = model, partial(self.reference.switched, model)
+                stack.enter_context(same_trainable(model))
             rows = self.max_batch or default_rows(config, requests, (dtype or core.dtype).itemsize)
             members = [
                 _Member(each, weight, block, dtype)
