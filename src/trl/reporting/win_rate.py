@@ -23,17 +23,34 @@ class WinRate(NamedTuple):
     unanswered: int
 
 
+class WrongAnswer(ValueError):
+    """A judge gave other answers than it was asked for: `text` says which."""
+
+    def __init__(self, judge: Any, text: str) -> None:
+        super().__init__(f"{type(judge).__name__} {text}.")
+        self.text = text
+
+
 def win_shares(
     judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: Any
 ) -> list[float | None]:
-    """How far the second text of each pair wins, in [0, 1]; None where the judge gives no answer (-1 or None).
+    """How far the second text of each pair wins, in [0, 1]; see `shares_of_first`."""
+    found = shares_of_first(judge, prompts, pairs, **options)
+    return [None if share is None else 1 - share for share in found]
+
+
+def shares_of_first(
+    judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: Any
+) -> list[float | None]:
+    """How far the first text of each pair wins, in [0, 1]; None where the judge gives no answer (-1 or None).
 
     Equal texts are a tie and are not shown to the judge. `options` go to its `judge`; with `return_scores=True` it gives the
     probability that the first wins.
 
-    Raises: TypeError for a judge without `return_scores`, ValueError for another number of answers or for other answers.
+    Raises: TypeError for a judge without `return_scores`, WrongAnswer for another number of answers or for other answers.
     """
-    if options.get("return_scores") and "return_scores" not in inspect.signature(judge.judge).parameters:
+    soft = bool(options.get("return_scores"))
+    if soft and "return_scores" not in inspect.signature(judge.judge).parameters:
         raise TypeError(
             f"{type(judge).__name__} has no return_scores. Use a judge with probabilities, such as PairRMJudge."
         )
@@ -43,18 +60,13 @@ def win_shares(
         return found
     answers = judge.judge([prompts[row] for row in asked], [list(pairs[row]) for row in asked], **options)
     if len(answers) != len(asked):
-        raise ValueError(
-            f"{type(judge).__name__} gave {len(answers)} answers to {len(asked)} pairs, expected one for each."
-        )
+        raise WrongAnswer(judge, f"gave {len(answers)} answers, expected {len(asked)}, one for each question")
     for row, answer in zip(asked, answers, strict=True):
-        if answer is not None and not (
-            isinstance(answer, Real) and (0 <= float(answer) <= 1 or answer == -1)
-        ):
-            raise ValueError(
-                f"{type(judge).__name__} answered {answer!r}, expected 0, 1, -1 or a probability."
-            )
-        share = None if answer in (None, -1) else float(answer)
-        found[row] = 1 - share if share is not None and options.get("return_scores") else share
+        value = -1.0 if answer is None else float(answer) if isinstance(answer, Real) else math.nan
+        if not (value in (0.0, 1.0, -1.0) or (soft and 0 <= value <= 1)):
+            allowed = "a probability, or -1" if soft else "0, 1 or -1"
+            raise WrongAnswer(judge, f"gave {answer!r}, expected {allowed}")
+        found[row] = None if value == -1 else value if soft else 1 - value
     return found
 
 

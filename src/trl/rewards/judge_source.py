@@ -7,6 +7,7 @@ from itertools import combinations
 from numbers import Real
 from typing import Any
 
+from trl.reporting.win_rate import WrongAnswer, shares_of_first
 from trl.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
 from trl.rewards.ready_made import content_of
 from trl.rewards.result import RewardError, RewardInputs, rows_by_prompt
@@ -78,7 +79,7 @@ class JudgeSource:
             gold = inputs.columns.get(self.gold_column or GOLD)
             more = {} if gold is None else {"gold_completions": [content_of(answer) for answer in gold]}
             given = self._answers([as_text(prompt) for prompt in inputs.prompts], texts, **more)
-            return [_number(answer, "1, 0 or -1") for answer in given]
+            return [_number(answer) for answer in given]
         groups = rows_by_prompt(inputs.prompts)
         if (size := self.group_size) is not None:
             groups = [list(range(first, first + size)) for first in range(0, len(inputs), size)]
@@ -95,24 +96,19 @@ class JudgeSource:
     ) -> list[float | None]:
         wins: list[list[float]] = [[] for _ in texts]
         pairs = [pair for group in groups for pair in combinations(group, 2)]
-        compared = [(a, b) for a, b in pairs if texts[a] != texts[b]]
-        prompts = [as_text(inputs.prompts[a]) for a, _ in compared]
-        given = iter(self._answers(prompts, [[texts[a], texts[b]] for a, b in compared]))
-        for a, b in pairs:
-            first = 0.5 if texts[a] == texts[b] else self._share_of_first(next(given))
+        prompts, shown = (
+            [as_text(inputs.prompts[a]) for a, _ in pairs],
+            [[texts[a], texts[b]] for a, b in pairs],
+        )
+        try:
+            shares = shares_of_first(self.judge, prompts, shown, **self.judge_options)
+        except WrongAnswer as error:
+            raise RewardError(error.text) from None
+        for (a, b), first in zip(pairs, shares, strict=True):
             if first is not None:
                 wins[a].append(first)
                 wins[b].append(1 - first)
         return [sum(own) / len(own) if own else None for own in wins]
-
-    def _share_of_first(self, answer: Any) -> float | None:
-        """What the first completion of a comparison scores."""
-        if not self.judge_options.get("return_scores"):
-            second = _number(answer, "0, 1 or -1")
-            return None if second is None else 1 - second
-        if isinstance(answer, Real) and 0 <= float(answer) <= 1:
-            return float(answer)
-        return _number(answer, "a probability, or -1")
 
     def _rank_scores(
         self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]
@@ -140,13 +136,13 @@ class JudgeSource:
         return given
 
 
-def _number(answer: Any, allowed: str) -> float | None:
+def _number(answer: Any) -> float | None:
     """A verdict as a number, None for -1 and None."""
     if answer is None:
         return None
     if isinstance(answer, Real) and float(answer) in (0.0, 1.0, -1.0):
         return None if answer == -1 else float(answer)
-    raise RewardError(f"gave {answer!r}, expected {allowed}")
+    raise RewardError(f"gave {answer!r}, expected 1, 0 or -1")
 
 
 def as_text(prompt: Any) -> str:
