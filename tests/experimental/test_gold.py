@@ -366,8 +366,8 @@ def test_functions_of_trl(capsys: pytest.CaptureFixture[str]) -> None:
     for row, text in enumerate((" is", " blue.")):
         own = labels[row][labels[row] != -100]
         assert reader.decode(own) == f"{text}<|im_end|>" and torch.equal(own, ids[row][labels[row] != -100])
-    print_prompt_completions_sample_uld(["Why?", "How?"], ["So.", "Thus."], 3, 1)
-    assert capsys.readouterr().out.count("?") == 1
+    print_prompt_completions_sample_uld(["[red]Why?", "[red]How?"], ["So.", "Thus."], 3, 1)
+    assert capsys.readouterr().out.count("[red]") == 1  # no markup
     trainer = gold(lmbda=1.0)
     trainer.model_wrapped = other = tiny_model("gpt2", vocab_size=400)
     GOLDVLLMSyncCallback(trainer).on_step_end(trainer.args, trainer.state, trainer.control)

@@ -1,6 +1,7 @@
 """Tables in the terminal: metrics, and samples of what a model said."""
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -41,6 +42,17 @@ def print_prompt_completions_sample(
     value per completion (`None` where it had no opinion). `num_samples` of the rows are drawn at random, from a stream
     of their own; all are printed where it is `None` or larger, none where it is 0.
     """
+    print_samples(prompts, completions, {**rewards, "Advantage": advantages}, step, num_samples)
+
+
+def print_samples(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    values: Mapping[str, Sequence[float | None]],
+    step: int,
+    num_samples: int | None = None,
+) -> None:
+    """`print_prompt_completions_sample` with any columns of numbers."""
     rows = range(len(prompts))
     if num_samples is not None and num_samples < len(rows):
         if num_samples <= 0:
@@ -49,14 +61,14 @@ def print_prompt_completions_sample(
     table = Table(show_lines=True, expand=True)
     for title in ("Prompt", "Completion"):
         table.add_column(title, ratio=1)
-    for title, numbers in (*rewards.items(), ("Advantage", advantages)):
+    for title, numbers in values.items():
         widest = max([len("Advantage"), *(len(_number(numbers[row])) for row in rows)])
         table.add_column(
             title, justify="right", max_width=widest, overflow="fold"
         )  # long names leave room for texts
     for row in rows:
-        values = [*(_number(values[row]) for values in rewards.values()), _number(advantages[row])]
-        table.add_row(_conversation(prompts[row]), _conversation(completions[row]), *values)
+        cells = [_number(numbers[row]) for numbers in values.values()]
+        table.add_row(_conversation(prompts[row]), _conversation(completions[row]), *cells)
     print_beside_bars(Panel(table, title=f"Step {step}"))
 
 

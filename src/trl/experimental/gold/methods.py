@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.panel import Panel
-from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
@@ -19,7 +16,7 @@ from trl.experimental.gold.gold_data import Pairing
 from trl.experimental.gold.gold_method import TOKEN_WEIGHT, GOLDMethod, SpanLoss
 from trl.models.packed.layout import IGNORED, TEACHER_BATCH
 from trl.models.setup import pad_token_id
-from trl.reporting.tables import print_beside_bars
+from trl.reporting.tables import print_samples
 
 
 class ULDLoss(nn.Module):
@@ -119,11 +116,5 @@ def build_teacher_inputs_from_texts(
 def print_prompt_completions_sample_uld(
     prompts: list[str], completions: list[str], step: int, num_samples: int | None = None
 ) -> None:
-    """Print prompts and completions side by side, under the training step; `num_samples` of them, drawn at random, None: all."""
-    rows = range(len(prompts))
-    if num_samples is not None and num_samples < len(rows):
-        rows = sorted(random.Random(step).sample(rows, max(num_samples, 0)))
-    table = Table("Prompt", "Completion", show_lines=True, expand=True)
-    for row in rows:
-        table.add_row(prompts[row], completions[row])
-    print_beside_bars(Panel(table, title=f"Step {step}"))
+    """`print_prompt_completions_sample` without rewards and advantages."""
+    print_samples(prompts, completions, {}, step, num_samples)
