@@ -99,6 +99,8 @@ def test_requests_say_what_the_sampling_says(stand_in):
     }  # fmt: skip
     engine.generate([[8] * 10], sampling, streams=[9])
     assert stand_in[-1][2][0]["seed"] == settings[1]["seed"]  # by the stream, whoever else is asked for
+    with pytest.raises(ValueError, match=r"token id 8.*below 8.*use_vllm=False"):
+        engine.generate([[5, 6], [8]], Sampling(9, vocabulary=8))
 
 
 def test_weights_are_sent_when_they_changed(stand_in):

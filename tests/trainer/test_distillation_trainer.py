@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from tests.tiny import tiny_model
@@ -55,6 +57,33 @@ def test_a_student_like_its_teacher_learns_nothing() -> None:
     trainer, keep = of("distillation", architecture="llama", beta=0.5)
     assert abs(trainer.state.log_history[0]["loss"]) < 1e-14
     assert max(gradient.abs().max() for gradient in keep.steps[0].values()) < 1e-12
+
+
+@pytest.mark.parametrize("sizes", [(96, 80), (80, 96)])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("distillation", {}), ("grpo", {"teacher_kl_coef": 0.5}), ("minillm", {"gamma": 1.0})],
+)
+def test_models_may_have_other_numbers_of_unused_embeddings(
+    method: str, settings: Any, sizes: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    student, teacher = (
+        tiny_model(name, vocab_size=size, dtype=torch.float64)
+        for name, size in zip(("gpt2", "llama"), sizes, strict=True)
+    )
+    given = {"model": student, "teacher_model": teacher}
+    trainer, _ = run(method, **ONE, beta=0.0, **settings, given=dict(given))
+    assert caplog.text.count(f"{sizes[0]} and {sizes[1]} tokens") == 1
+    rows = batch_of(trainer)
+    assert rows.completions.values.max() < 80
+    assert trainer.sampler_is_exact == (
+        sizes[0] == 80
+    )  # others are drawn without the tokens that the teacher lacks
+    assert all(math.isfinite(each["loss"]) for each in logs(trainer))
+    if sizes[0] == 96:
+        tokens = Dataset.from_list([{"input_ids": [5, 90]}] * 4)
+        with pytest.raises(ValueError, match="90"):
+            make(method, **ONE, **settings, data=tokens, given=dict(given))
 
 
 def test_an_adapter_learns_from_its_base() -> None:

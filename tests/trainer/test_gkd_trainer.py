@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.one_step import fixed_rows, trainer_of
 from trl import GKDConfig, GKDTrainer
-from trl.generation.transformers.engine import TransformersEngine
 from trl.objectives.distillation import divergence
 
 CHATS = [
@@ -157,22 +155,6 @@ def test_unused_embeddings_are_cut_and_a_smaller_vocabulary_is_refused(
     assert math.isfinite(trainer.state.log_history[0]["loss"])
     with pytest.raises(ValueError, match="GOLDTrainer"):
         gkd(teacher_model=tiny_model("llama", vocab_size=8, dtype=torch.float64))
-
-
-def test_tokens_that_the_teacher_lacks_are_an_error_where_the_engine_draws_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trainer = gkd(lmbda=1.0, teacher_model=tiny_model("llama", vocab_size=80, dtype=torch.float64))
-    generate = TransformersEngine.generate
-    monkeypatch.setattr(
-        TransformersEngine,
-        "generate",
-        lambda own, prompts, sampling, **more: generate(
-            own, prompts, replace(sampling, vocabulary=None), **more
-        ),
-    )
-    with pytest.raises(ValueError, match=r"below 80.*use_vllm=False"):
-        trainer.train()
 
 
 @pytest.mark.parametrize(("settings", "sizes"), [({"lmbda": 1.0}, (96, 80)), ({"seq_kd": True}, (80, 96))])

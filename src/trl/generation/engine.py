@@ -28,7 +28,7 @@ class Sampling:
     A completion keeps the token that stopped it, also the one that completed a stop string. `seed=None` draws a seed from
     torch's global generator; otherwise results depend on (seed, stream) only. `processors` are further settings of `generate`
     (`typical_p`, `no_repeat_ngram_size`, ...), which only `TransformersEngine` supports. It never draws token ids
-    at or beyond `vocabulary` (None: draws all that the model has); vLLM may.
+    at or beyond `vocabulary` (None: draws all that the model has); with vLLM they are an error.
 
     Raises: ValueError for a value out of range.
     """
@@ -81,7 +81,8 @@ class Sampling:
         """Whether tokens are drawn from another distribution than the policy's at this temperature."""
         bans_ends = self.stop_token_ids != () and max(self.min_new_tokens, self.min_length) > 0
         is_penalised = self.repetition_penalty != 1 or bool(self.processors)
-        return self.truncates_distribution or self.greedy or is_penalised or bans_ends
+        is_cut = self.vocabulary is not None
+        return self.truncates_distribution or self.greedy or is_penalised or bans_ends or is_cut
 
     def refuse_processors(self, engine: str) -> None:
         """Raise ValueError if there are settings that only transformers' logits processors apply."""

@@ -44,6 +44,8 @@ class Teacher(Protocol):
 
     model: Any = None
     """A model of its own, which can also generate; None where there is none."""
+    vocabulary: int | None = None
+    """How many token ids it can read; None: all of the student's."""
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Move a separate model to the device, or shard it like the student."""
@@ -87,6 +89,10 @@ class FrozenTeacher(Teacher):
     @property
     def model(self) -> Any:  # type: ignore[override]
         return self.reference.model
+
+    @property
+    def vocabulary(self) -> int | None:  # type: ignore[override]
+        return self.reference.scorer.vocabulary
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Move it to the device, or shard it like the student. Raises: ValueError where the device has no room for it."""
@@ -144,6 +150,8 @@ class TeacherByRow(Teacher):
 
     def __init__(self, teachers: Mapping[str, Teacher]) -> None:
         self.teachers = dict(teachers)
+        known = [teacher.vocabulary for teacher in self.teachers.values()]
+        self.vocabulary = min((size for size in known if size is not None), default=None)
 
     def prepare(self, accelerator: Accelerator) -> None:
         for teacher in self.teachers.values():

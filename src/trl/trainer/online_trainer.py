@@ -23,7 +23,7 @@ from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.engine import PolicyCopy
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
-from trl.models.parts import causal_core, check_decoder_only
+from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.policy import set_up_policy
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
@@ -150,6 +150,10 @@ class OnlineTrainer(BaseTrainer):
         self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
         self.method, self.rows_at_once = self.method_type(args), args.per_device_train_batch_size
         self.teacher = group_setup.teacher_of(teacher_model, args, policy, needed=self.method.needs_teacher)
+        known = getattr(self.teacher, "vocabulary", None)
+        if known is not None and known < embedded_tokens(self.scorer.core):
+            sampling = replace(sampling, vocabulary=known)
+            self._sets.settings = replace(self._sets.settings, vocabulary=known)
         super().__init__(
             model=policy.model,
             args=args,

@@ -73,7 +73,8 @@ class PolicyCopy(ABC):
 
         Each request has its own seed, derived from the seed and its stream; rounding may depend on the batch.
 
-        Raises: ValueError for invalid prompts, in all processes that generate together. RuntimeError for aborted completions.
+        Raises: ValueError for invalid prompts, in all processes that generate together, and for token ids beyond
+        `sampling.vocabulary`. RuntimeError for aborted completions.
         """
         own, failure = [], None
         try:
@@ -81,7 +82,14 @@ class PolicyCopy(ABC):
         except Exception as error:
             failure = error
         self._agree(failure)
-        return [_generated(**answer) for answer in self._completed(own)]
+        found = [_generated(**answer) for answer in self._completed(own)]
+        last = max((token for each in found for token in each.ids), default=0)
+        if sampling.vocabulary is not None and last >= sampling.vocabulary:
+            raise ValueError(
+                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and teacher both have. "
+                "Generate without vLLM (use_vllm=False), which draws no others."
+            )
+        return found
 
     def _requests(
         self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers
