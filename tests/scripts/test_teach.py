@@ -92,7 +92,6 @@ def test_two_processes_write_all_shards_though_one_begins_late(tmp_path, monkeyp
         ("--top_k 2", "top_k=3 (now 2)"),
         ("--temperature 1.0", "temperature=0.9 (now 1.0)"),
         ("--max_length 4", "max_length"),
-        ("--packing", "packing=True"),
         ("--dataset_streaming true", "dataset_streaming=True"),
         ("--output {folder}", "teacher.json"),
         ("--output {folder}/rows.jsonl/new", "rows.jsonl' is a file"),

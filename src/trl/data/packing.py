@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, List, Value
 
 from trl.data.formats import DatasetType
@@ -26,6 +27,7 @@ from trl.data.ragged import (
 
 logger = logging.getLogger(__name__)
 
+ROWS = ""  # the rows that each packed row consists of
 ROWS_AT_ONCE = 100_000  # bounds memory; a streaming data set takes `map`'s own 1000
 
 
@@ -33,6 +35,8 @@ def pack_dataset(
     dataset: DatasetType, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
 ) -> DatasetType:
     """Rows of up to `seq_length` tokens, each made of several rows of `dataset`; all columns are lists per token.
+
+    Lists of lists (a teacher's columns) may have fewer entries than tokens; `bfd` joins them.
 
     `bfd` (best-fit decreasing) keeps sequences whole: longest first, each goes where the least space is left that
     still holds it. Rows longer than `seq_length` are cut to it, rows without tokens are left out with a warning.
@@ -69,6 +73,8 @@ def pack_dataset(
         features["seq_lengths"] = List(Value("int64"))
     given = {"seq_length": seq_length, "strategy": strategy}
     options = {name: value for name, value in (map_kwargs or {}).items() if name != "num_proc"}
+    if any(isinstance(getattr(kind, "feature", None), List) for kind in (features or {}).values()):
+        options.setdefault("batch_size", 1000)  # of large rows
     if not isinstance(dataset, Dataset):
         size = options.get("batch_size", 1000)
         rows: Any = as_arrow.map(
@@ -86,12 +92,28 @@ def pack_dataset(
 
 def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     """`pack_dataset` on an arrow table."""
+    nested = [
+        field.name
+        for field in table.schema
+        if pa.types.is_list(field.type) and is_number_list(field.type.value_type)
+    ]
+    lists, table = table.select(nested), table.drop_columns(nested)
     _check_columns(table)
     columns = {name: read_ragged(table[name], name) for name in table.column_names}
     _check_lengths(columns)
     packed, kinds = STRATEGIES[strategy](columns, seq_length), {"seq_lengths": pa.list_(pa.int64())}
     kinds |= {name: table.schema.field(name).type for name in table.column_names}
-    return pa.table({name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()})
+    rows = packed.pop(ROWS, None)
+    found: dict[str, Any] = {name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()}
+    for name in nested:
+        if rows is None:
+            raise ValueError(
+                f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'."
+            )
+        joined = lists[name].combine_chunks().take(pa.array(rows.values))
+        ends = np.append(0, pc.list_value_length(joined).to_numpy().cumsum())[rows.offsets]  # type: ignore[attr-defined]
+        found[name] = pa.ListArray.from_arrays(ends.astype(np.int32), joined.flatten())
+    return pa.table(found)
 
 
 class Bins(NamedTuple):
@@ -149,7 +171,7 @@ def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> dict[str, Ragged]:
     packed = {
         name: Ragged(gather_rows(ragged, rows_list, sizes_list), ends) for name, ragged in columns.items()
     }
-    return {**packed, "seq_lengths": Ragged(sizes, bins.offsets)}
+    return {**packed, "seq_lengths": Ragged(sizes, bins.offsets), ROWS: Ragged(rows, bins.offsets)}
 
 
 def _pack_wrapped(columns: dict[str, Ragged], seq_length: int) -> dict[str, Ragged]:

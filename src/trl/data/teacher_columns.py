@@ -37,20 +37,8 @@ def has_teacher_columns(dataset: Any) -> bool:
     return hasattr(dataset, "column_names") and set(TEACHER_COLUMNS) <= set(column_names(dataset))
 
 
-def check_length(given: Any, max_length: int | None) -> None:
-    """Raise ValueError if tokenised rows, as they were given, would be truncated: their teacher read all of their tokens."""
-    if max_length is None or not isinstance(given, Dataset) or "input_ids" not in given.column_names:
-        return
-    longest = int(list_lengths(given, "input_ids").max())
-    if longest > max_length:
-        raise ValueError(
-            f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens. Set max_length="
-            f"{longest}, or run `trl teach` again with --max_length {max_length}."
-        )
-
-
 def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndarray:
-    """How many tokens of each prepared row are trained, without its first, which nothing predicts: `(rows,)`.
+    """How many tokens of each prepared row are trained, without the first of a sequence, which nothing predicts: `(rows,)`.
 
     >>> trained_tokens(Dataset.from_dict({"input_ids": [[5, 6, 7], [8]], "completion_mask": [[0, 1, 1], [1]]})).tolist()
     [2, 0]
@@ -63,21 +51,25 @@ def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndar
         trained = np.ones(offsets[-1], dtype=bool)
         for name in set(masks) & set(table.column_names):
             trained &= read_ragged(table[name], name).values != masks[name]
-        trained[offsets[:-1][np.diff(offsets) > 0]] = False
+        is_packed = "seq_lengths" in table.column_names
+        lengths = read_ragged(table["seq_lengths"], "seq_lengths").values if is_packed else np.diff(offsets)
+        trained[(lengths.cumsum() - lengths)[lengths > 0]] = False
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(trained)])
         counts.append(sums[offsets[1:]] - sums[offsets[:-1]])
     return np.concatenate(counts)
 
 
 def check_teacher_columns(
+    given: Any,
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
     temperature: float,
+    max_length: int | None,
     completion_only: bool = True,
     name: str = "train",
 ) -> None:
-    """Raise ValueError unless the columns of prepared rows belong to this tokenizer, temperature and preparation.
+    """Raise ValueError unless the columns of rows, as they were `given` and prepared (`dataset`), belong to these settings.
 
     Of a stream only the columns' names are checked here.
     """
@@ -86,9 +78,9 @@ def check_teacher_columns(
             f"{name} dataset: no columns {' and '.join(TEACHER_COLUMNS)}, which the training rows have in place of a teacher. "
             "Write them with `trl teach`, or pass teacher_model."
         )
-    if not isinstance(dataset, Dataset):
+    if not isinstance(dataset, Dataset) or not isinstance(given, Dataset):
         return
-    texts = dataset.unique(TEACHER_SETTINGS) if TEACHER_SETTINGS in dataset.column_names else []
+    texts = given.unique(TEACHER_SETTINGS) if TEACHER_SETTINGS in given.column_names else []
     for settings in (json.loads(text) for text in texts if text is not None):
         if settings["tokenizer"] != vocabulary_hash(tokenizer):
             raise ValueError(
@@ -100,6 +92,17 @@ def check_teacher_columns(
             raise ValueError(
                 f"temperature={temperature}, but the teacher columns of the {name} dataset are at temperature "
                 f"{settings['temperature']}. Set that temperature, or run `trl teach` again with --temperature {temperature}."
+            )
+    if (
+        max_length is not None
+        and "input_ids" in given.column_names
+        and "seq_lengths" not in given.column_names
+    ):
+        longest = int(list_lengths(given, "input_ids").max())
+        if longest > max_length:
+            raise ValueError(
+                f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens. Set max_length="
+                f"{longest}, or run `trl teach` again with --max_length {max_length}."
             )
     trained = trained_tokens(dataset, completion_only=completion_only)
     for column in TEACHER_COLUMNS:

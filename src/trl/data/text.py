@@ -151,7 +151,8 @@ def _cut(dataset: Any, settings: SFTPreparation) -> Any:
             return dataset  # without a copy of its columns
         options = _map_options(dataset, settings, "Truncating")
         return truncate_rows(dataset, settings.max_length, options, keep_end=settings.keep_end)
-    tokens = [column for column in column_names(dataset) if column in ("input_ids", *MASKS)]
+    wanted = ("input_ids", *MASKS, *settings.keep_columns)
+    tokens = [column for column in column_names(dataset) if column in wanted]
     options = _map_options(dataset, settings, "Packing")
     return pack_dataset(
         dataset.select_columns(tokens), settings.max_length, settings.packing_strategy, options

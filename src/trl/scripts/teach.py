@@ -96,10 +96,7 @@ def _check(script_args: TeachScriptArguments, args: Any, dataset_args: Any) -> N
         if getattr(script_args, name) is None:
             raise ValueError(f"{name} is missing. Give --{name}.")
     check_output_dir(str(script_args.output))
-    if args.packing:
-        raise ValueError(
-            "packing=True: rows with a teacher's columns are not packed. Leave packing out; batches are never padded."
-        )
+    args.packing = False  # training packs
     if script_args.dataset_streaming or dataset_args.streaming:
         raise ValueError("dataset_streaming=True: shards are made of stored rows. Leave it out.")
 

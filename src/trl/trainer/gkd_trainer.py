@@ -21,9 +21,7 @@ from trl.data.rendering import text_tokenizer
 from trl.data.teacher_columns import (
     TEACHER,
     TEACHER_COLUMNS,
-    TEACHER_SETTINGS,
     WithTeacherColumns,
-    check_length,
     check_teacher_columns,
     has_teacher_columns,
 )
@@ -36,7 +34,7 @@ from trl.legacy.interface import NOT_CALLED_OF_GKD
 from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
-from trl.models.teacher import ColumnTeacher, FrozenTeacher, Teacher, TeacherByRow, make_teacher
+from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
 from trl.objectives.distillation import Divergence
 from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
@@ -114,12 +112,6 @@ class GeneratedCompletions:
             completions = iter(writer.engine.generate(flat, writer.sampling, streams=streams))
             for turn in turns:
                 own = list(islice(completions, len(prompts[turn])))
-                last = max((token for each in own for token in each.ids), default=0)
-                if writer.sampling.vocabulary is not None and last >= writer.sampling.vocabulary:
-                    raise ValueError(
-                        f"a completion has token id {last}, expected ids below {writer.sampling.vocabulary}, which student and "
-                        "teacher both know. Generate without vLLM (use_vllm=False), which draws no others."
-                    )
                 found[turn] = writer.batch(batches[turn], prompts[turn], own)
         return found
 
@@ -160,10 +152,15 @@ class GKDDatasets(SFTDatasets):
     """The last turn of a conversation is its completion; long rows lose the beginning of their prompt."""
 
     keep_end = True
-    keep_columns = (*TEACHER_COLUMNS, TEACHER_SETTINGS, TEACHER)
+    keep_columns = (*TEACHER_COLUMNS, TEACHER)
 
     def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return dataset if self.formatting_func is not None else last_turn_as_completion(dataset)
+
+
+def _sets(train: Any, evaluation: Any) -> dict[str, Any]:
+    """The data sets of a trainer by name."""
+    return {"train": train, **(evaluation if isinstance(evaluation, Mapping) else {"eval": evaluation})}
 
 
 class GKDTrainer(SFTTrainer):
@@ -263,21 +260,18 @@ class GKDTrainer(SFTTrainer):
         teacher: Teacher = ColumnTeacher()
         if (served := served_teacher(given, args, tokenizer, vocabulary=size)) is not None:
             teacher, names = served, served.names
-        elif given is None and any(map(has_teacher_columns, rows)):
-            for dataset in rows:
-                check_length(dataset, args.max_length)
-            for name, setting in {"packing": args.packing, "lmbda": args.lmbda}.items():
-                if setting:
-                    raise ValueError(
-                        f"{name}={setting}: the rows' teacher columns belong to whole rows of the dataset. Leave {name} out "
-                        f"({name}={type(setting)(0)}), or pass teacher_model."
-                    )
-            sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-            for name, dataset in {"train": self.train_dataset, **sets}.items():
+        elif given is None and any(map(has_teacher_columns, _sets(*rows).values())):
+            if args.lmbda:
+                raise ValueError(
+                    f"lmbda={args.lmbda}: the rows' teacher columns belong to completions of the dataset. Set lmbda=0.0, or pass "
+                    "teacher_model."
+                )
+            prepared = _sets(self.train_dataset, self.eval_dataset)
+            for name, dataset in _sets(*rows).items():
                 if dataset is not None:
                     check_teacher_columns(
-                        dataset, tokenizer, temperature=args.temperature, name=name,
-                        completion_only=args.completion_only_loss is not False,
+                        dataset, prepared[name], tokenizer, temperature=args.temperature, max_length=args.max_length,
+                        completion_only=args.completion_only_loss is not False, name=name,
                     )  # fmt: skip
         else:
             kwargs: Any = args.teacher_model_init_kwargs
@@ -320,9 +314,7 @@ class GKDTrainer(SFTTrainer):
 
     def vocabulary_of(self, tokenizer: Any) -> int | None:
         """How many token ids completions may have: those that the student and all models that teach it have."""
-        several = self.teacher.teachers.values() if isinstance(self.teacher, TeacherByRow) else [self.teacher]
-        scorers = [each.reference.scorer for each in several if isinstance(each, FrozenTeacher)]
-        return min(scorer.vocabulary for scorer in (self.scorer, *scorers))
+        return min(self.scorer.vocabulary, self.teacher.vocabulary or self.scorer.vocabulary)
 
     def _prompts(self, batch: Mapping[str, Any]) -> list[list[int]]:
         return prompts_of(self.scorer.padded_inputs(batch))
