@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from trl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from trl.trainer.callbacks.bema import BEMACallback as BEMACallback
     from trl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
+    from trl.trainer.callbacks.merge_model import MergeModelCallback as MergeModelCallback
     from trl.trainer.callbacks.rich_progress import RichProgressCallback as RichProgressCallback
     from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback as SyncRefModelCallback
     from trl.trainer.callbacks.weave import WeaveCallback as WeaveCallback

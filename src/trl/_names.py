@@ -12,6 +12,7 @@ _JUDGES: Row = {"trl.rewards.judges": "AllTrueJudge BaseBinaryJudge BaseJudge Ba
 _JUDGE_PATHS: Row = {"trl.rewards.judges": _JUDGES["trl.rewards.judges"] + " DEFAULT_PAIRWISE_SYSTEM_PROMPT=QUESTION"}
 _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.log_completions": "LogCompletionsCallback",
+    "trl.trainer.callbacks.merge_model": "MergeModelCallback",
     "trl.trainer.callbacks.rich_progress": "RichProgressCallback",
     "trl.trainer.callbacks.sync_ref_model": "SyncRefModelCallback",
     "trl.trainer.callbacks.weave": "WeaveCallback",
@@ -101,6 +102,9 @@ NAMES: dict[str, Row] = {
     "trl.experimental.judges.judges": _JUDGE_PATHS,
     "trl.experimental.minillm": {"trl.experimental.minillm.minillm_config": "MiniLLMConfig",
         "trl.experimental.minillm.minillm_trainer": "MiniLLMTrainer"},
+    "trl.experimental.merge_model_callback": {"trl.trainer.callbacks.merge_model": "MergeConfig MergeModelCallback "
+        "merge_models upload_model_to_hf"},
+    "trl.mergekit_utils": {"trl.trainer.callbacks.merge_model": "MergeConfig merge_models upload_model_to_hf"},
     "trl.experimental.winrate_callback": {"trl.trainer.callbacks.win_rate": "WinRateCallback"},
     "trl.experimental.papo": {"trl.experimental.papo.papo_config": "PAPOConfig",
         "trl.experimental.papo.papo_trainer": "PAPOTrainer"},
@@ -233,7 +237,6 @@ NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMomen
 
 # Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
 NOT_YET: dict[str, str] = {
-    "merging checkpoints": "MergeConfig MergeModelCallback merge_model_callback merge_models mergekit_utils upload_model_to_hf",
     "training diffusion models": "AestheticScorer AlignPropConfig AlignPropTrainer DDPOConfig DDPOPipelineOutput "
     "DDPOSchedulerOutput DDPOStableDiffusionPipeline DDPOTrainer DefaultDDPOStableDiffusionPipeline PerPromptStatTracker "
     "alignprop_config alignprop_trainer auxiliary_modules ddpo_config ddpo_trainer modeling_sd_base sd_utils",

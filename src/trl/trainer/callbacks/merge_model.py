@@ -1,0 +1,231 @@
+"""Merging the policy's checkpoints with another model, by mergekit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
+from trl.models.step_state import rng_states, set_rng_states
+from trl.options.packages import is_mergekit_available
+
+logger = logging.getLogger(__name__)
+
+_METHODS = ("linear", "ties", "dare_ties", "slerp")
+
+
+def _require_mergekit() -> None:
+    if not is_mergekit_available():
+        raise ImportError(
+            "Merging models needs the mergekit package. Install it with `pip install trl[merge]`."
+        )
+
+
+class MergeConfig:
+    """Settings of a merge of two models: attributes that may be changed before `create` is called.
+
+    Attributes:
+        method: "linear", "ties", "dare_ties" or "slerp".
+        policy_model_path, target_model_path: folders or names of the two models, or of adapters. The callback sets the first,
+            and the second where it is None.
+        dtype: of the merged weights ("float16").
+        policy_model_weight, target_model_weight: 0.5 each for "linear", else 1.0.
+        policy_model_density, target_model_density: of ties and dare_ties: the shares of changed weights that are kept, from
+            the first layer to the last ([1.0, 0.7, 0.1] and [1.0]).
+        normalize: of ties and dare_ties: divide by the sum of the weights (1.0).
+        t_values: of slerp: 0 is the policy, 1 the target (0.5); a list goes from the first layer to the last.
+
+    The base of ties, dare_ties and slerp is the policy, so changes are those of the target: ties with
+    `target_model_density=[1.0]` gives the target itself.
+    """
+
+    def __init__(self, method: str = "linear") -> None:
+        if method not in _METHODS:
+            raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}.")
+        self.method = method
+        self.policy_model_path: str | None = None
+        self.target_model_path: str | None = None
+        self.dtype = "float16"
+        self.policy_model_weight: Any = 0.5 if method == "linear" else 1.0
+        self.target_model_weight: Any = self.policy_model_weight
+        self.policy_model_density: Any = [1.0, 0.7, 0.1]
+        self.target_model_density: Any = [1.0]
+        self.normalize = 1.0
+        self.t_values: Any = 0.5
+
+    def create(self) -> Any:
+        """The `mergekit.config.MergeConfiguration` of `method`."""
+        return getattr(self, f"create_merge_config_{self.method}")()
+
+    def create_merge_config_linear(self) -> Any:
+        """Weighted mean (Wortsman et al. 2022, arXiv:2203.05482)."""
+        models = [
+            _source(self.policy_model_path, weight=self.policy_model_weight),
+            _source(self.target_model_path, weight=self.target_model_weight),
+        ]
+        return self._configuration("linear", models)
+
+    def create_merge_config_ties(self) -> Any:
+        """Large changes whose signs agree (Yadav et al. 2023, arXiv:2306.01708)."""
+        return self._of_changes("ties")
+
+    def create_merge_config_dare_ties(self) -> Any:
+        """Ties on a random part of the changes (Yu et al. 2023, arXiv:2311.03099)."""
+        return self._of_changes("dare_ties")
+
+    def create_merge_config_slerp(self) -> Any:
+        """Interpolation on the sphere, tensor by tensor."""
+        models = [_source(self.target_model_path)]
+        return self._configuration("slerp", models, has_base=True, parameters={"t": self.t_values})
+
+    def _of_changes(self, method: str) -> Any:
+        policy = {"weight": self.policy_model_weight, "density": self.policy_model_density}
+        target = {"weight": self.target_model_weight, "density": self.target_model_density}
+        models = [_source(self.policy_model_path, **policy), _source(self.target_model_path, **target)]
+        return self._configuration(method, models, has_base=True, parameters={"normalize": self.normalize})
+
+    def _configuration(
+        self, method: str, models: list[Any], *, has_base: bool = False, **settings: Any
+    ) -> Any:
+        _require_mergekit()
+        from mergekit.config import MergeConfiguration  # pyright: ignore[reportMissingImports]
+
+        if has_base:
+            settings["base_model"] = _source(self.policy_model_path)["model"]
+        return MergeConfiguration.model_validate(
+            {"merge_method": method, "models": models, "dtype": self.dtype, **settings}
+        )
+
+
+def _source(path: str | None, **parameters: Any) -> dict[str, Any]:
+    """A model of mergekit's configuration; the folder of an adapter is one with its base."""
+    if path is None:
+        raise ValueError(
+            "A merge needs two models. Set policy_model_path and target_model_path of the MergeConfig."
+        )
+    if not Path(path).is_dir():
+        return {"model": path, "parameters": parameters}
+    adapter, model = Path(path) / "adapter_config.json", {"model": {"path": path}}
+    if adapter.is_file():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not base:
+            raise ValueError(f"{adapter} does not name its base model. Load the base by its name or path.")
+        model = {"model": {"path": base}, "lora": {"path": path}}
+    elif not [*Path(path).glob("model*.safetensors"), *Path(path).glob("pytorch_model*.bin")]:
+        raise ValueError(
+            f"{path} has no weights of a whole model to merge. Save checkpoints with full state dicts."
+        )
+    return {"model": model, "parameters": parameters}
+
+
+def merge_models(config: Any, out_path: str) -> None:
+    """Write the merged model and its tokenizer into `out_path`, on the CPU; `config` is that of `MergeConfig.create`.
+
+    The same models give the same merge, and the random number generators are left as they are.
+    """
+    _require_mergekit()
+    from mergekit.merge import MergeOptions, run_merge  # pyright: ignore[reportMissingImports]
+
+    streams = rng_states()
+    try:
+        with tempfile.TemporaryDirectory() as adapters:
+            run_merge(config, out_path, MergeOptions(random_seed=0, quiet=True, lora_merge_cache=adapters))
+    finally:
+        set_rng_states(streams)
+
+
+def upload_model_to_hf(
+    folder_path: str, repo_id: str, *, private: bool | None = None, token: str | None = None
+) -> None:
+    """Push the files of a folder to a model repository of the Hub, which is created if it does not exist."""
+    api = HfApi(token=token)
+    api.create_repo(repo_id, repo_type="model", private=private, exist_ok=True)
+    api.upload_folder(folder_path=folder_path, repo_id=repo_id, repo_type="model")
+
+
+class MergeModelCallback(TrainerCallback):
+    """Merges checkpoints of the policy with another model, by mergekit, into `checkpoint-<step>/merged`.
+
+    Args:
+        merge_config: a `MergeConfig`; None for the mean of both models. Without `target_model_path` the other model is the one
+            that the policy was loaded from.
+        merge_at_every_checkpoint: merge after each save, instead of once at the end of training, where the last checkpoint is
+            merged (`save_strategy="no"` and `"best"` write one for it).
+        push_to_hub: upload each merged model to the repository `<hub_model_id or output_dir>_checkpoint-<step>_merged`.
+
+    The process with rank 0 merges; the training run is not changed.
+
+    Raises: ImportError without mergekit.
+
+    Example:
+        >>> trainer.add_callback(MergeModelCallback(MergeConfig("slerp")))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        merge_config: MergeConfig | None = None,
+        merge_at_every_checkpoint: bool = False,
+        push_to_hub: bool = False,
+    ) -> None:
+        _require_mergekit()
+        self.merge_config = merge_config or MergeConfig()
+        self.merge_at_every_checkpoint = merge_at_every_checkpoint
+        self.push_to_hub = push_to_hub
+        self._newest: Path | None = None
+
+    def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
+        self._newest = None
+        if not self._target(model):
+            raise ValueError(
+                "MergeModelCallback got a model without a name or path. Set merge_config.target_model_path to the model to merge "
+                "with."
+            )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        is_saved = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
+        if state.global_step >= state.max_steps and not (is_saved or self.merge_at_every_checkpoint):
+            control.should_save = True
+
+    def on_save(self, args, state, control, model=None, **kwargs):
+        self._newest = _checkpoint(args, state)
+        if self.merge_at_every_checkpoint:
+            self._merge(args, state, self._newest, model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if self.merge_at_every_checkpoint:
+            return
+        newest = self._newest or _checkpoint(args, state)  # resumed at the end
+        if newest.is_dir():
+            self._merge(args, state, newest, model)
+        else:
+            logger.warning("%s does not exist: nothing was merged. Save a checkpoint before the end.", newest)
+
+    def _target(self, model: Any) -> str | None:
+        return self.merge_config.target_model_path or getattr(model, "name_or_path", None)
+
+    def _merge(self, args: Any, state: Any, checkpoint: Path, model: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        config = copy.copy(self.merge_config)
+        config.policy_model_path, config.target_model_path = str(checkpoint), self._target(model)
+        merged = checkpoint / "merged"
+        merge_models(config.create(), str(merged))
+        if self.push_to_hub:
+            name = args.hub_model_id or Path(args.output_dir).name
+            upload_model_to_hf(
+                str(merged),
+                f"{name}_{checkpoint.name}_merged",
+                private=args.hub_private_repo,
+                token=args.hub_token,
+            )
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
