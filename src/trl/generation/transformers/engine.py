@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,11 +15,13 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests
+from trl.generation.live import Live, LiveCalls
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.choosing import Processors
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
+from trl.generation.transformers.live import LiveRequests
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
-from trl.generation.transformers.requests import Requests, StopStrings, end_tokens, fresh_seed
+from trl.generation.transformers.requests import Requests, Rules, StopStrings, end_tokens, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.attention import packed_unsupported
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Route = Literal["auto", "fused", "forward", "generate"]
+LIVE_ROWS = 256  # that are decoded at once, where requests come and go
 
 
 class TransformersEngine:
@@ -109,14 +113,39 @@ class TransformersEngine:
                     "The model has no end token and there are no stop tokens or strings, so every completion has its maximum "
                     "length. Set eos_token_id in its generation config, or Sampling.stop_token_ids."
                 )
-            requests = Requests(
-                found, names, replace(sampling, seed=seed), context_length=length, ends=ends,
-                strings=self._stop_strings(sampling, vocabulary), device=core.device, begin=begin, limits=limits,
-                processors=Processors(core, sampling, ends) if sampling.processors else None, listener=listener,
-            )  # fmt: skip
+            requests = Requests(context_length=length, device=core.device, begin=begin, listener=listener)
+            rules = self._rules(sampling, core, ends)
+            requests.add(found, names, replace(sampling, seed=seed), rules, limits=limits)
             with nullcontext() if dtype is None else torch.autocast(core.device.type, dtype=dtype):
                 self._run(model, core, requests, dtype, more_inputs)
         return requests.results()
+
+    @contextmanager
+    def live(self) -> Iterator[Live]:
+        """Inside the block, requests come and go, with the weights at its beginning."""
+        dtype = self._autocast_dtype()
+        with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as model:
+            core = causal_core(model)
+            route = "generate" if _is_encoder_decoder(core) else self._route(model, core)
+            if route == "generate":
+                yield LiveCalls(self)
+                return
+            config = core.config.get_text_config()
+            length, vocabulary = context_length_of(model), embedded_tokens(core)
+            requests, cache = (
+                Requests(context_length=length, device=core.device),
+                RolloutCache(config.num_hidden_layers),
+            )
+            decoder = self._decoder(route, core, cache, dtype)
+            rows = self.max_batch or LIVE_ROWS
+            yield LiveRequests(
+                requests, RolloutLoop(decoder, cache, requests, max_rows=rows), vocabulary=vocabulary,
+                rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
+                step_context=(
+                    torch.no_grad, partial(rollout_attention_of, core, cache),
+                    partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None),
+                ),
+            )  # fmt: skip
 
     @property
     def together(self) -> bool:
@@ -167,8 +196,16 @@ class TransformersEngine:
             return
         cache = RolloutCache(config.num_hidden_layers)
         with rollout_attention_of(core, cache):
-            decoder = FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
+            decoder = self._decoder(route, core, cache, dtype)
             RolloutLoop(decoder, cache, requests, max_rows=rows).run()
+
+    def _decoder(self, route: Route, core: Any, cache: RolloutCache, dtype: torch.dtype | None) -> OwnForward:
+        return FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
+
+    def _rules(self, sampling: Sampling, core: Any, ends: Sequence[int]) -> Rules:
+        processors = Processors(core, sampling, ends) if sampling.processors else None
+        strings = self._stop_strings(sampling, embedded_tokens(core))
+        return Rules(sampling, ends=ends, strings=strings, processors=processors, device=core.device)
 
     def _route(self, model: Any, core: Any) -> Route:
         """The first route that this model supports, or the requested one.

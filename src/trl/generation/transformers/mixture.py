@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.generation.engine import Engine, Generated, Sampling
+from trl.generation.live import LiveCalls
 from trl.generation.transformers.cache import Moves, RolloutCache, Step, rollout_attention_of
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.engine import TransformersEngine, forward_unsupported, generating
@@ -42,6 +43,11 @@ class MixtureEngine(TransformersEngine):
                 "OnlineDPOTrainer, whose completions are all the policy's."
             )
         self.reference, self.coefficient = reference, coefficient
+
+    @contextmanager
+    def live(self) -> Any:
+        """Requests by `generate`: a mixture has no steps of its own."""
+        yield LiveCalls(self)
 
     def _run(
         self,

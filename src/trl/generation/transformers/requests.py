@@ -1,15 +1,16 @@
-"""The requests of one call as tensors: their limits, stop strings, random streams and results."""
+"""Requests as tensors: their limits, stop strings, random streams and results."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trl.generation.engine import Generated, Sampling, completion_limits
+from trl.generation.transformers.cache import fitted
 from trl.generation.transformers.choosing import Processors, choose, penalise_
 from trl.models.parts import causal_core
 
@@ -87,49 +88,118 @@ class StopStrings:
         )
 
 
-class Requests:
-    """The requests of one call and their completions so far.
+class Rules:
+    """How the tokens of some requests are drawn, and which tokens and strings end them.
 
-    `prompts` are the distinct prompts in order of first appearance, `prompt_of[i]` the index of request i's prompt. `begin` are
-    the tokens that an encoder-decoder's completions begin with, None for a decoder. `limits` are further maxima of new tokens of
-    each request. `processors` replace the distribution settings of `sampling`. `listener(requests, ids)`, both `(R,)`, is called
-    with the newest tokens.
+    `processors` replace the distribution settings of `sampling`.
     """
 
     def __init__(
         self,
-        prompts: Sequence[tuple[int, ...]],
-        streams: Sequence[int],
         sampling: Sampling,
         *,
-        context_length: int | None,
         ends: Sequence[int],
         strings: StopStrings | None,
+        processors: Processors | None,
+        device: torch.device,
+    ) -> None:
+        self.sampling, self.strings, self.processors = sampling, strings, processors
+        self.ends = torch.tensor(list(ends), dtype=torch.int64, device=device)
+        self.may_end = None if strings is None else strings.may_end.to(device)
+        self.keeps = False  # whether draws have a kept mass
+
+
+class Requests:
+    """Requests and their completions so far, in tables with a row for each; more may be added while others run.
+
+    `prompts` are distinct prompts by number, `prompt_of` the number of each request's prompt, `limits` each request's maximum of new
+    tokens. `begin` are the tokens that an encoder-decoder's completions begin with, None for a decoder. `listener(requests, ids)`,
+    both `(R,)`, is called with the newest tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        context_length: int | None,
         device: torch.device,
         begin: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        processors: Processors | None = None,
         listener: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        self.sampling, self.processors, self.listener, self.device = sampling, processors, listener, device
-        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        self.prompts, self.begin = list(numbers), begin
-        self.prompt_of = [numbers[prompt] for prompt in prompts]
-        starts = [len(prompt if begin is None else begin) for prompt in prompts]
-        self.limits = completion_limits(starts, sampling, context_length, limits)
-        self.longest, self._limits = max(self.limits), self._tensor(self.limits)
-        self.ends, self.strings = self._tensor(ends), strings
-        self._may_end = None if strings is None else strings.may_end.to(device)
-        assert sampling.seed is not None
-        self.keys = rng_stream_keys(sampling.seed, streams).to(device)
-        minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
-        self.minima = self._tensor(minima) if max(minima) > 0 and len(self.ends) else None
-        self.ids = torch.zeros(len(prompts), self.longest, dtype=torch.int64, device=device)
+        self.context_length, self.device, self.begin, self.listener = context_length, device, begin, listener
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.prompt_of: dict[int, int] = {}
+        self.limits: dict[int, int] = {}
+        self.longest = 0  # of the limits
+        self._rules: list[Rules] = []
+        self._free: list[int] = []
+        self._prompts_so_far = 0
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self.counts = self.keys = self._limits = self._minima = self._rule_of = none
+        self.stopped = none.bool()
+        self.ids = none.view(0, 0)
         self.logps: Tensor | None = None
         self.kept: Tensor | None = None
         self._seen: Tensor | None = None  # bool `(N, V)`: tokens of each request's prompt and completion
-        self.counts = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-        self.stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self._has_minima = False
+
+    def add(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        streams: Sequence[int],
+        sampling: Sampling,
+        rules: Rules,
+        *,
+        limits: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Add requests, and return their numbers; `limits` are further maxima of new tokens.
+
+        Equal prompts of one call have one number. Raises: ValueError for a prompt that leaves no room for a completion.
+        """
+        assert sampling.seed is not None
+        starts = [len(prompt if self.begin is None else self.begin) for prompt in prompts]
+        limits = completion_limits(starts, sampling, self.context_length, limits)
+        minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
+        numbers = {
+            prompt: self._prompts_so_far + index for index, prompt in enumerate(dict.fromkeys(prompts))
+        }
+        self._prompts_so_far += len(numbers)
+        self.prompts |= {number: prompt for prompt, number in numbers.items()}
+        found = self._rows(len(prompts), max(limits))
+        self.prompt_of |= {row: numbers[prompt] for row, prompt in zip(found, prompts, strict=True)}
+        self.limits |= dict(zip(found, limits, strict=True))
+        if rules not in self._rules:
+            self._rules.append(rules)
+        rows = self._tensor(found)
+        self.counts[rows], self.stopped[rows] = 0, False
+        self.keys[rows] = rng_stream_keys(sampling.seed, streams).to(self.device)
+        self._limits[rows], self._minima[rows] = self._tensor(limits), self._tensor(minima)
+        self._rule_of[rows] = self._rules.index(rules)
+        self._has_minima = self._has_minima or (max(minima) > 0 and len(rules.ends) > 0)
+        return found
+
+    def _rows(self, count: int, longest: int) -> list[int]:
+        """Free rows of the tables, which grow where there are too few."""
+        if (more := count - len(self._free)) > 0:
+            have = len(self.counts)
+            size = have + more if have == 0 else max(have + more, 2 * have)
+            self._free += range(have, size)
+            for name in ("counts", "keys", "_limits", "_minima", "_rule_of", "stopped"):
+                setattr(self, name, fitted(getattr(self, name), [size], getattr(self, name)))
+        self.longest = max(self.longest, longest)
+        shape = [len(self.counts), self.longest]
+        self.ids = fitted(self.ids, shape, self.ids)
+        if self.logps is not None:
+            self.logps = fitted(self.logps, shape, self.logps)
+        found, self._free = self._free[:count], self._free[count:]
+        return found
+
+    def release(self, request: int) -> None:
+        """Forget a request."""
+        number = self.prompt_of.pop(request)
+        del self.limits[request]
+        self._free.append(request)
+        if number not in self.prompt_of.values():
+            del self.prompts[number]
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
@@ -138,9 +208,9 @@ class Requests:
         """The number of tokens of a request's prompt."""
         return len(self.prompts[self.prompt_of[request]])
 
-    def queue(self) -> deque[int]:
-        """Request indices: long prompts first, copies of a prompt together."""
-        order = range(len(self.prompt_of))
+    def queue(self, requests: Iterable[int] | None = None) -> deque[int]:
+        """Requests (by default all): long prompts first, copies of a prompt together."""
+        order = self.prompt_of if requests is None else requests
         return deque(sorted(order, key=lambda each: (-self.prompt_length(each), self.prompt_of[each])))
 
     def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,14 +220,24 @@ class Requests:
 
         Raises: FloatingPointError for logits that are not finite.
         """
-        counts, logits = self.counts[requests], logits[:, : self.sampling.vocabulary]
-        self._penalise(requests, counts, logits)
+        if len(self._rules) == 1:
+            return self._extend(self._rules[0], requests, logits)
+        rule_of = self._rule_of[requests]
+        ids, done = torch.zeros_like(requests), torch.zeros_like(requests, dtype=torch.bool)
+        for number in rule_of.unique().tolist():
+            rows = (rule_of == number).nonzero()[:, 0]
+            ids[rows], done[rows] = self._extend(self._rules[number], requests[rows], logits[rows])
+        return ids, done
+
+    def _extend(self, rules: Rules, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        counts, logits = self.counts[requests], logits[:, : rules.sampling.vocabulary]
+        self._penalise(rules, requests, counts, logits)
         numbers = uniforms(self.keys[requests], counts)
-        if self.processors is None:
-            drawn = choose(logits, numbers, self.sampling)
+        if rules.processors is None:
+            drawn = choose(logits, numbers, rules.sampling)
         else:
             starts = [self.prompts[self.prompt_of[request]] for request in requests.tolist()]
-            drawn = self.processors.choose(logits, numbers, starts, self.begin, self.ids[requests], counts)
+            drawn = rules.processors.choose(logits, numbers, starts, self.begin, self.ids[requests], counts)
         if not bool((finite := torch.isfinite(drawn.logps)).all()):
             row = int((~finite).nonzero()[0, 0])
             raise FloatingPointError(
@@ -166,46 +246,50 @@ class Requests:
             )
         if self.logps is None:
             self.logps = torch.zeros(self.ids.shape, dtype=drawn.logps.dtype, device=self.device)
-            self.kept = None if drawn.kept is None else torch.zeros_like(self.logps)
         self.ids[requests, counts], self.logps[requests, counts] = drawn.ids, drawn.logps
-        if self.kept is not None and drawn.kept is not None:
+        if drawn.kept is not None:
+            self.kept, rules.keeps = fitted(self.kept, self.logps.shape, self.logps), True
             self.kept[requests, counts] = drawn.kept
         if self._seen is not None:
             self._seen[requests, drawn.ids] = True
         if self.listener is not None:
             self.listener(requests, drawn.ids)
         self.counts[requests] = counts = counts + 1
-        self.stopped[requests] = stopped = self._stopped(requests, drawn.ids, counts)
+        self.stopped[requests] = stopped = self._stopped(rules, requests, drawn.ids, counts)
         return drawn.ids, stopped | (counts >= self._limits[requests])
 
-    def _penalise(self, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
+    def _penalise(self, rules: Rules, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
         """Apply the repetition penalty and the minimum length, in place."""
-        if self.sampling.repetition_penalty != 1.0 and self.processors is None:
-            if self._seen is None:
-                self._seen = self.stopped.new_zeros(len(self.keys), logits.shape[1])
-                for request, prompt in enumerate(self.prompt_of):
-                    self._seen[request, self._tensor(self.begin or self.prompts[prompt])] = True
-            penalise_(logits, self._seen[requests], self.sampling.repetition_penalty)
-        if self.minima is not None:
-            early = (counts < self.minima[requests]).nonzero()[:, 0]
-            logits[early[:, None], self.ends[self.ends < logits.shape[1]]] = -torch.inf
+        if rules.sampling.repetition_penalty != 1.0 and rules.processors is None:
+            shape = [len(self.counts), logits.shape[1]]
+            self._seen = fitted(self._seen, shape, self.stopped)
+            for request in requests[counts == 0].tolist():
+                begin = self.begin or self.prompts[self.prompt_of[request]]
+                self._seen[request] = False
+                self._seen[request, self._tensor(begin)] = True
+            penalise_(logits, self._seen[requests, : logits.shape[1]], rules.sampling.repetition_penalty)
+        if self._has_minima:
+            early = (counts < self._minima[requests]).nonzero()[:, 0]
+            logits[early[:, None], rules.ends[rules.ends < logits.shape[1]]] = -torch.inf
 
-    def _stopped(self, requests: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+    def _stopped(self, rules: Rules, requests: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
         """Bool `(R,)`: requests that end by a stop token or string with their newest tokens `ids`."""
-        stopped = torch.isin(ids, self.ends)
-        if self.strings is not None and self._may_end is not None:
-            for row in (self._may_end[ids] & ~stopped).nonzero()[:, 0].tolist():
-                stopped[row] = self.strings.ended(self.ids[requests[row], : int(counts[row])].tolist())
+        stopped = torch.isin(ids, rules.ends)
+        if rules.strings is not None and rules.may_end is not None:
+            for row in (rules.may_end[ids] & ~stopped).nonzero()[:, 0].tolist():
+                stopped[row] = rules.strings.ended(self.ids[requests[row], : int(counts[row])].tolist())
         return stopped
 
-    def results(self) -> list[Generated]:
-        """The completions, in the order of the requests."""
+    def results(self, requests: Sequence[int] | None = None) -> list[Generated]:
+        """The completions of requests (by default all), in their order."""
         assert self.logps is not None
-        ids, logps = self.ids.tolist(), self.logps.cpu()
-        kept = None if self.kept is None else self.kept.cpu()
+        rows = self._tensor(list(self.prompt_of) if requests is None else requests)
+        ids, logps = self.ids[rows].tolist(), self.logps[rows].cpu()
+        kept = None if self.kept is None else self.kept[rows].cpu()
+        parts = (self.counts[rows], self.stopped[rows], self._rule_of[rows])
         found = []
-        for row, (count, stopped) in enumerate(zip(self.counts.tolist(), self.stopped.tolist(), strict=True)):
-            own = None if kept is None else kept[row, :count].clone()
+        for row, (count, stopped, rule) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
+            own = kept[row, :count].clone() if kept is not None and self._rules[rule].keeps else None
             reason: Any = "stop" if stopped else "length"
             found.append(Generated(ids[row][:count], logps[row, :count].clone(), own, reason))
         return found

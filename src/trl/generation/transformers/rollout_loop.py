@@ -23,23 +23,43 @@ class RolloutLoop:
         self, decoder: OwnForward, cache: RolloutCache, requests: Requests, *, max_rows: int
     ) -> None:
         self.decoder, self.cache, self.requests = decoder, cache, requests
-        self.max_rows = min(max_rows, len(requests.prompt_of))
+        self.max_rows = max_rows
         self.queue: deque[int] = requests.queue()
+        self.ended: list[int] = []  # requests that ended since this was last emptied
         empty = torch.zeros(0, dtype=torch.int64, device=requests.device)
         self.request = self.prompt = self.token = empty  # by place of the row
         self.lengths = empty  # by place of the prompt
         self.place_of: dict[int | None, int] = {}  # prompt -> its place
         self.firsts: dict[int, Tensor] = {}  # prompt -> logits after its last token
-        cache.capacity, cache.most_columns = self.max_rows, requests.longest
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self.queue) or len(self.request) > 0
 
     def run(self) -> None:
         """Run until every request is done."""
-        while self.queue or len(self.request):
-            free = self.max_rows - len(self.request)
-            if self.queue and free >= min(len(self.queue), max(1, self.max_rows // _REFILL_SHARE)):
-                self._admit()
-            if len(self.request):
-                self._advance()
+        while self.busy:
+            self.advance()
+
+    def advance(self) -> None:
+        """Admit waiting requests where there is room, and draw a token for every row."""
+        running = len(self.request)
+        free = self.max_rows - running
+        if self.queue and free >= min(len(self.queue), max(1, self.max_rows // _REFILL_SHARE)):
+            wanted = running + len(self.queue)
+            self.cache.capacity = min(2 * wanted if running else wanted, self.max_rows)
+            self.cache.most_columns = self.requests.longest
+            self._admit()
+        if len(self.request):
+            self._advance()
+
+    def cancel(self, request: int) -> None:
+        """Take a request out, whether it waits or runs."""
+        if request in self.queue:
+            self.queue.remove(request)
+        else:
+            self._finish(self.request == request)
 
     def _admit(self) -> None:
         """Prefill the next requests' prompts, a packed row of them at a time, and draw their first tokens."""
@@ -105,6 +125,7 @@ class RolloutLoop:
         if not bool(done.any()):
             return
         width = int(self.requests.counts[self.request].max())
+        self.ended += self.request[done].tolist()
         moves = Moves(~done)
         self.cache.drop_rows(moves, width)
         self.request, self.prompt, self.token = (
@@ -135,7 +156,7 @@ def default_rows(config: Any, requests: Requests, itemsize: int, most: int = 512
     query_heads = getattr(config, "num_attention_heads", 1)
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // query_heads
-    held = requests.longest + sum(map(len, requests.prompts)) // len(requests.prompt_of)
+    held = requests.longest + sum(map(len, requests.prompts.values())) // len(requests.prompt_of)
     cached = 2 * getattr(config, "num_hidden_layers", 1) * heads * size * itemsize * held
     device = requests.device
     budget = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30

@@ -1,0 +1,211 @@
+"""Requests that come and go: an engine draws tokens for whatever runs, and requests join and leave between its steps."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from trl.generation.engine import Engine, Generated, Sampling
+
+Listener = Callable[[Sequence[int]], None]
+"""Is given the newest tokens of a request, in the thread that runs the engine."""
+
+
+class Live(Protocol):
+    """An engine whose weights do not change while it is open. One thread calls its methods."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait or run."""
+        ...
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: int = 0,
+        limit: int | None = None,
+        listener: Listener | None = None,
+    ) -> int:
+        """Begin a completion, and return the request's number. Its tokens depend on its prompt, the seed and the stream.
+
+        Raises: ValueError for an invalid prompt, or one that leaves no room for a completion.
+        """
+        ...
+
+    def cancel(self, request: int) -> None:
+        """Give a request up; nothing happens for one that has ended."""
+        ...
+
+    def step(self) -> dict[int, Generated]:
+        """Draw at least one token for a request that runs; the completions that ended, by request."""
+        ...
+
+
+class LiveCalls:
+    """Requests over `engine.generate`, for engines without steps: all that wait with equal settings are completed by one call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[list[int], Sampling, int, int | None, Listener | None]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: int = 0,
+        limit: int | None = None,
+        listener: Listener | None = None,
+    ) -> int:
+        number = next(self._numbers)
+        self._waiting[number] = list(prompt), sampling, stream, limit, listener
+        return number
+
+    def cancel(self, request: int) -> None:
+        self._waiting.pop(request, None)
+
+    def step(self) -> dict[int, Generated]:
+        (_, sampling, _, first, _) = next(iter(self._waiting.values()))
+        together = {
+            number: each
+            for number, each in self._waiting.items()
+            if each[1] == sampling and (each[3] is None) == (first is None)
+        }
+        for number in together:
+            del self._waiting[number]
+        prompts, _, streams, limits, listeners = zip(*together.values(), strict=True)
+        found = self.engine.generate(
+            prompts, sampling, streams=streams, limits=None if first is None else limits
+        )
+        for listener, one in zip(listeners, found, strict=True):
+            if listener is not None:
+                listener(one.ids)
+        return dict(zip(together, found, strict=True))
+
+
+@contextmanager
+def opened(engine: Engine) -> Iterator[Live]:
+    """Inside the block, the engine's own `live`, or its `generate` behind the same interface."""
+    own: Any = getattr(engine, "live", None)
+    if own is None:
+        yield LiveCalls(engine)
+        return
+    with own() as live:
+        yield live
+
+
+class Asked(NamedTuple):
+    """A request of another thread; `future` gets its completion."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    stream: int
+    limit: int | None
+    listener: Listener | None
+    future: Future[Generated]
+
+
+class Broker:
+    """Lets several threads use a `Live` engine that one thread runs.
+
+    `busy_s` and `idle_s` are the seconds in which the engine worked and in which it waited for requests.
+    """
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self.busy_s = self.idle_s = 0.0
+        self._arriving: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._running: dict[int, Asked] = {}
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: int = 0,
+        limit: int | None = None,
+        listener: Listener | None = None,
+    ) -> Future[Generated]:
+        """Begin a completion, from any thread. Cancelling the future takes the request out of the engine.
+
+        The future raises ValueError for an invalid prompt, and what the engine raises.
+        """
+        asked = Asked(prompt, sampling, stream, limit, listener, Future())
+        self._arriving.put(asked)
+        return asked.future
+
+    def wake(self) -> None:
+        """Let `run` look at its condition, from any thread."""
+        self._arriving.put(None)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Run the engine in this thread until a condition holds, which is looked at after each step and `wake`.
+
+        Raises: what the engine raises, after all requests were given it.
+        """
+        while not until():
+            started = time.monotonic()
+            arrived = self._take(wait=not self._running)
+            self.idle_s += time.monotonic() - started
+            started = time.monotonic()
+            for asked in arrived:
+                self._begin(asked)
+            self._drop_cancelled()
+            if self._running:
+                self._step()
+            self.busy_s += time.monotonic() - started
+
+    def _take(self, *, wait: bool) -> list[Asked]:
+        """What arrived; without a running request at least one, or a `wake`."""
+        found: list[Any] = [self._arriving.get()] if wait else []
+        while not self._arriving.empty():
+            found.append(self._arriving.get())
+        return [asked for asked in found if asked is not None]
+
+    def _begin(self, asked: Asked) -> None:
+        if asked.future.cancelled():
+            return
+        try:
+            number = self.live.submit(
+                *asked[:2], stream=asked.stream, limit=asked.limit, listener=asked.listener
+            )
+        except ValueError as error:
+            asked.future.set_exception(error)
+        else:
+            self._running[number] = asked
+
+    def _drop_cancelled(self) -> None:
+        for number in [number for number, asked in self._running.items() if asked.future.cancelled()]:
+            self.live.cancel(number)
+            del self._running[number]
+
+    def _step(self) -> None:
+        try:
+            ended = self.live.step()
+        except Exception as error:
+            self.fail(error)
+            raise
+        for number, generated in ended.items():
+            future = self._running.pop(number).future
+            if future.set_running_or_notify_cancel():
+                future.set_result(generated)
+
+    def fail(self, error: Exception) -> None:
+        """End all requests, those that wait too, with an error."""
+        waiting = self._take(wait=False)
+        for asked in [*self._running.values(), *waiting]:
+            if asked.future.set_running_or_notify_cancel():
+                asked.future.set_exception(error)
+        self._running.clear()

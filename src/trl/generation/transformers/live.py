@@ -1,0 +1,126 @@
+"""Requests of a `TransformersEngine` that come and go between the steps of one running decode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
+from trl.generation.live import Listener
+from trl.generation.transformers.requests import Requests, Rules, fresh_seed
+from trl.generation.transformers.rollout_loop import RolloutLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that has not begun."""
+
+    number: int
+    prompt: tuple[int, ...]
+    stream: int
+    sampling: Sampling
+    rules: Rules
+    limit: int | None
+    listener: Listener | None
+
+
+class LiveRequests:
+    """A `Live` engine over a `RolloutLoop`; see there. `step_context` is entered around each step."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        loop: RolloutLoop,
+        *,
+        vocabulary: int,
+        rules_of: Callable[[Sampling], Rules],
+        step_context: Sequence[Callable[[], AbstractContextManager[Any]]],
+    ) -> None:
+        self.requests, self.loop, self.vocabulary = requests, loop, vocabulary
+        self.rules_of, self.step_context = rules_of, step_context
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Waiting] = {}
+        self._row_of: dict[int, int] = {}
+        self._running: dict[int, Waiting] = {}  # by row
+        self._rules: dict[Sampling, Rules] = {}
+        requests.listener = self._newest
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or self.loop.busy
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: int = 0,
+        limit: int | None = None,
+        listener: Listener | None = None,
+    ) -> int:
+        length = self.requests.context_length
+        (found,), (stream,) = check_requests(
+            [prompt], [stream], context_length=length, vocabulary=self.vocabulary
+        )
+        completion_limits([len(found)], sampling, length, None if limit is None else [limit])
+        # What is given to each request alone does not tell apart how tokens are drawn.
+        shared = replace(
+            sampling, seed=None, max_new_tokens=None, max_length=None, min_new_tokens=0, min_length=0
+        )
+        if shared not in self._rules:
+            self._rules[shared] = self.rules_of(shared)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=fresh_seed())
+        number = next(self._numbers)
+        self._waiting[number] = Waiting(number, found, stream, sampling, self._rules[shared], limit, listener)
+        return number
+
+    def cancel(self, request: int) -> None:
+        if self._waiting.pop(request, None) is None and (row := self._row_of.get(request)) is not None:
+            self.loop.cancel(row)
+            self._release(row)
+            self.loop.ended.clear()
+
+    def step(self) -> dict[int, Generated]:
+        with ExitStack() as stack:
+            for context in self.step_context:
+                stack.enter_context(context())
+            self._begin()
+            self.loop.advance()
+        ended = self.loop.ended[:]
+        self.loop.ended.clear()
+        found = self.requests.results(ended) if ended else []
+        return {self._release(row): one for row, one in zip(ended, found, strict=True)}
+
+    def _begin(self) -> None:
+        """Add what waits; equal prompts of one step are run once."""
+        alike: dict[tuple[Rules, Sampling, bool], list[Waiting]] = {}
+        for each in self._waiting.values():
+            alike.setdefault((each.rules, each.sampling, each.limit is None), []).append(each)
+        self._waiting = {}
+        for (rules, sampling, unlimited), several in alike.items():
+            limits = None if unlimited else [each.limit for each in several if each.limit is not None]
+            rows = self.requests.add(
+                [each.prompt for each in several], [each.stream for each in several], sampling, rules, limits=limits
+            )  # fmt: skip
+            for row, each in zip(rows, several, strict=True):
+                self._row_of[each.number], self._running[row] = row, each
+            self.loop.queue += self.requests.queue(rows)
+
+    def _release(self, row: int) -> int:
+        """Forget a request in a row of the tables; its number."""
+        number = self._running.pop(row).number
+        del self._row_of[number]
+        self.requests.release(row)
+        return number
+
+    def _newest(self, rows: Tensor, ids: Tensor) -> None:
+        if any(each.listener is not None for each in self._running.values()):
+            for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
+                if (listener := self._running[row].listener) is not None:
+                    listener([token])

@@ -1,0 +1,158 @@
+"""Requests that come and go get the same tokens as by one call, whatever runs beside them."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from trl.generation.engine import Sampling
+from trl.generation.live import Broker, LiveCalls, opened
+from trl.generation.transformers.engine import TransformersEngine
+
+PROMPTS = [[5, 6, 7], [5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8], [9], [8, 9]]
+LIMITS = [3, 12, 5, 12, 7, 2]
+SAMPLING = Sampling(max_new_tokens=12, seed=3, top_p=0.9, stop_token_ids=())
+
+
+def engine(architecture="llama", **options):
+    return TransformersEngine(tiny_model(architecture, dtype=torch.float64), **options)
+
+
+def same(found, expected):
+    assert (found.ids, found.finish_reason) == (expected.ids, expected.finish_reason)
+    torch.testing.assert_close(found.logps, expected.logps, rtol=0, atol=1e-12)
+    assert (found.kept is None) == (expected.kept is None)
+    if found.kept is not None:
+        torch.testing.assert_close(found.kept, expected.kept, rtol=0, atol=1e-12)
+
+
+@contextmanager
+def by_calls(engine):
+    yield LiveCalls(engine)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "how"),
+    [
+        ("llama", {}, opened),
+        ("llama", {"max_batch": 2}, opened),
+        ("gpt2", {}, opened),
+        ("llama", {"route": "generate"}, opened),
+        ("llama", {}, by_calls),
+    ],
+)
+def test_the_tokens_are_those_of_one_call(architecture, options, how):
+    own = engine(architecture, **options)
+    expected = own.generate(PROMPTS, SAMPLING, limits=LIMITS)
+    with how(own) as live:
+        numbers, found = [], {}
+        for stream, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
+            numbers.append(live.submit(prompt, SAMPLING, stream=stream, limit=limit))
+            if stream % 2:
+                found |= live.step()
+        while live.busy:
+            found |= live.step()
+    for number, one in zip(numbers, expected, strict=True):
+        same(found[number], one)
+
+
+def test_each_request_has_its_own_settings():
+    kinds = [
+        SAMPLING,
+        Sampling(max_new_tokens=6, seed=4, temperature=0.5, stop_token_ids=(7,), repetition_penalty=1.3),
+        Sampling(max_new_tokens=9, seed=5, do_sample=False, min_new_tokens=4, stop_token_ids=(5, 6, 7, 8)),
+    ]
+    own = engine()
+    expected = [own.generate([PROMPTS[number]], kind)[0] for number, kind in enumerate(kinds)]
+    with own.live() as live:
+        numbers = [live.submit(PROMPTS[number], kind) for number, kind in enumerate(kinds)]
+        found = live.step()
+        late = live.submit(PROMPTS[0], kinds[1], stream=9)
+        while live.busy:
+            found |= live.step()
+    for number, one in zip(numbers, expected, strict=True):
+        same(found[number], one)
+    same(found[late], own.generate([PROMPTS[0]], kinds[1], streams=[9])[0])
+
+
+def test_cancelled_requests_leave_the_others_alone():
+    own, heard = engine(), []
+    (expected,) = own.generate([PROMPTS[3]], SAMPLING, streams=[3])
+    with own.live() as live:
+        running = live.submit(PROMPTS[0], SAMPLING)
+        number = live.submit(PROMPTS[3], SAMPLING, stream=3, listener=heard.extend)
+        waiting = live.submit(PROMPTS[1], SAMPLING)
+        live.cancel(waiting)
+        found = live.step()
+        live.cancel(running)
+        while live.busy:
+            found |= live.step()
+        live.cancel(number)
+        assert not live.requests.prompts and not live.requests.prompt_of
+    assert list(found) == [number] and heard == expected.ids
+    same(found[number], expected)
+
+
+def test_rows_of_the_tables_are_used_again():
+    with engine().live() as live:
+        for round_ in range(20):
+            for stream in range(3):
+                live.submit(PROMPTS[stream], SAMPLING, stream=round_, limit=2)
+            while live.busy:
+                live.step()
+        assert len(live.requests.counts) <= 4
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [10**6], [5] * 4096])
+def test_an_invalid_prompt_is_refused_at_once(prompt):
+    with engine().live() as live:
+        with pytest.raises(ValueError, match="prompts"):
+            live.submit(prompt, SAMPLING)
+        assert not live.busy
+
+
+class Breaks:
+    """Gives one error, then stops."""
+
+    busy = True
+
+    def submit(self, prompt, sampling, **given):
+        return prompt[0]
+
+    def step(self):
+        raise FloatingPointError("logits")
+
+
+def test_threads_share_an_engine():
+    own, found = engine(), {}
+    expected = own.generate(PROMPTS, SAMPLING, limits=LIMITS)
+    with own.live() as live:
+        broker = Broker(live)
+
+        def ask(stream):
+            found[stream] = broker.submit(
+                PROMPTS[stream], SAMPLING, stream=stream, limit=LIMITS[stream]
+            ).result(60)
+            broker.wake()
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        broker.run(lambda: len(found) == len(PROMPTS))
+        refused, dropped = broker.submit([], SAMPLING), broker.submit([5], SAMPLING)
+        dropped.cancel()
+        broker.run(refused.done)
+    for stream, one in enumerate(expected):
+        same(found[stream], one)
+    with pytest.raises(ValueError, match="empty"):
+        refused.result(0)
+
+
+def test_an_error_of_the_engine_ends_all_requests():
+    broker = Broker(Breaks())
+    futures = [broker.submit([number], SAMPLING) for number in range(2)]
+    with pytest.raises(FloatingPointError):
+        broker.run(lambda: False)
+    assert all(isinstance(future.exception(0), FloatingPointError) for future in futures)
