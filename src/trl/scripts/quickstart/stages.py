@@ -38,7 +38,7 @@ PROBED = 100  # training rows that this share is taken of
 
 @dataclass
 class Run:
-    """What the stages share; `model` is the policy of the latest stage."""
+    """What the stages share; `model` is the policy of the latest stage, `teacher` and `reward_model` are others."""
 
     output_dir: Path
     seed: int
@@ -48,6 +48,7 @@ class Run:
     tokenizer: Any
     model: Any
     reward_model: Any = None
+    teacher: Any = None
     pairs: dict[str, Dataset] = field(default_factory=dict)
     curves: dict[str, Curves] = field(default_factory=dict)
 
@@ -124,6 +125,20 @@ def reward_inputs(run: Run) -> dict[str, Any]:
     return {"model": run.reward_model, **run.pairs}
 
 
+def teacher_inputs(run: Run) -> dict[str, Any]:
+    """A model with twice the layers, and right answers."""
+    run.teacher = build_model(run.tokenizer, seed=run.seed, layers=4)
+    return {"model": run.teacher, "train_dataset": Dataset.from_list(run.task.train)}
+
+
+def distillation_inputs(run: Run) -> dict[str, Any]:
+    """Prompts, and the teacher."""
+    return {
+        "teacher_model": run.teacher,
+        "train_dataset": Dataset.from_list(run.task.train).select_columns("prompt"),
+    }
+
+
 def ppo_inputs(run: Run) -> dict[str, Any]:
     """Prompts, rewarded by the reward model."""
     prompts = Dataset.from_list(run.task.train).select_columns("prompt")
@@ -194,6 +209,17 @@ STAGES = {
     ),
     "grpo": Stage(_of("grpo"), "GRPO", _RIGHT, 200, group_inputs, _GROUPS),
     "rloo": Stage(_of("rloo"), "RLOO", _RIGHT, 200, group_inputs, _GROUPS),
+    "teacher": Stage(
+        _of("sft"), "SFT", {"loss": "loss"}, 120, teacher_inputs,
+        {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "linear"},
+    ),
+    "distillation": Stage(
+        _of("distillation"), "Distillation", {"loss": "KL from teacher"}, 80, distillation_inputs,
+        {
+            "per_device_train_batch_size": 128, "learning_rate": 1e-3, "lr_scheduler_type": "linear",
+            "max_completion_length": MAX_ANSWER_TOKENS,
+        },
+    ),
 }  # fmt: skip
 
 NEXT = """
@@ -235,7 +261,7 @@ def run_stages(
         begun = time.perf_counter()
         result = {"stage": name, "exact_match": None, **run.train(name)}
         if name != "reward":
-            answers[name] = replies(run.model, tokenizer, task.held_out)
+            answers[name] = replies(run.teacher if name == "teacher" else run.model, tokenizer, task.held_out)
             result["exact_match"] = share_right(answers[name], task.held_out)
         results.append({**result, "seconds": time.perf_counter() - begun})
     torch.set_num_threads(threads)

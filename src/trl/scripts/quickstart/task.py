@@ -53,13 +53,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_model(tokenizer: Any, *, seed: int) -> LlamaForCausalLM:
-    """A Llama of two layers, its random weights drawn by `seed`."""
+def build_model(tokenizer: Any, *, seed: int, layers: int = 2) -> LlamaForCausalLM:
+    """A Llama of a few layers, its random weights drawn by `seed`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=True,
