@@ -170,6 +170,9 @@ def test_what_is_refused_before_the_first_step(tmp_path: Any) -> None:
     for method, settings in {"distillation": {}, "minillm": {}, "grpo": {"teacher_kl_coef": 1.0}}.items():
         with pytest.raises(ValueError, match=r"\['a', 'b'\].*GKDTrainer"):
             make(method, **ONE, **settings, given={"teacher_model": several})
+    for method, settings in {"minillm": {}, "grpo": {"teacher_kl_coef": 1.0}}.items():
+        with pytest.raises(ValueError, match="is an address"):
+            make(method, **ONE, **settings, given={"teacher_model": "http://127.0.0.1:9"})
     with pytest.raises(ValueError, match="teacher_kl_coef"):
         make("grpo", **ONE, teacher="llama")
     with pytest.raises(ValueError, match="beta"):

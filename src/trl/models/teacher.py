@@ -235,6 +235,11 @@ def make_teacher(
         )
         return TeacherByRow(dict(zip(teacher, each, strict=True)))
     is_path = isinstance(teacher, (str, os.PathLike))
+    if is_path and os.fspath(teacher).startswith(("http://", "https://")):
+        raise ValueError(
+            f"teacher_model={teacher!r} is an address, expected a model, or its name or path. GKDTrainer and DistillationTrainer "
+            "take servers, GKDTrainer also several by name, but not servers beside models."
+        )
     if init_kwargs and not is_path:
         given = "none" if teacher is None else f"a {type(teacher).__name__} that is loaded already"
         raise ValueError(
