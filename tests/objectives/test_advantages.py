@@ -116,6 +116,8 @@ def test_scores_without_a_spread_are_not_divided_by_rounding():
         torch.testing.assert_close(scaled, scores)
         centred = scale_scores(scores, mean=running.mean, std=running.std)
         torch.testing.assert_close(centred, torch.zeros(7), atol=1e-6, rtol=0)
+    large = torch.tensor([1000.0, 1000.0])
+    assert scale_scores(large, std=1e-5).tolist() == [1000.0, 1000.0]  # float32 has no smaller steps here
 
 
 def test_metrics_are_sums_per_response():

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from trl.objectives.advantages import token_rewards
+from trl.objectives.cross_vocabulary import measure_divergence
+from trl.objectives.distillation import discounted_advantages, prefix_weights, sorted_l1
 from trl.objectives.group_policy import GroupOptions, group_policy_loss, sequence_policy_loss
 from trl.objectives.group_ratios import GroupTokens
+from trl.objectives.online_preference import nash_advantages
 from trl.objectives.pairs import PairScores, step_statistics
 from trl.objectives.ppo import clipped_surrogate, clipped_value_loss
 from trl.objectives.unpaired import UnpairedScores, bco_terms
@@ -35,6 +38,8 @@ LOSSES = {
             UnpairedScores(x, 0 * x.detach(), torch.tensor([True, False])), beta=0.3, delta=a.mean()
         ).values
     ),
+    "measures": lambda x, a, b, c: measure_divergence(x[None], b[None], beta=0.3),
+    "sorted": lambda x, a, b, c: sorted_l1(x[None], a[None]),
 }
 
 
@@ -53,3 +58,10 @@ def test_statistics_and_rewards_are_detached():
     assert not any(value.requires_grad for value in (pair.delta, pair.margin_partner, pair.chosen_partner))
     found = token_rewards(torch.tensor([1.0]), leaf(0.2, 0.1)[None], torch.ones(1, 2), kl_coef=0.1)
     assert not found.rewards.requires_grad and not found.non_score.requires_grad
+    values, one = leaf(0.3, -0.2), torch.zeros(2, dtype=torch.int64)
+    for advantages in (
+        discounted_advantages(values, one, 1, gamma=0.5, normalize=False),
+        prefix_weights(values, one, 1, gamma=0.5, epsilon=1e-6),
+        nash_advantages(leaf(0.7), values, one, beta=0.1),
+    ):
+        assert not advantages.requires_grad

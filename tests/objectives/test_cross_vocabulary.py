@@ -16,11 +16,13 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_a_span_is_its_first_distribution_times_the_tokens_that_follow() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]).log()
-    targets = torch.tensor([1, 2, 0, 2])
-    first, inside = torch.tensor([True, False, False, True]), torch.tensor([True, True, False, True])
+    logits = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.2, 0.2, 0.6]])
+    logits = torch.cat([logits, torch.tensor([[0.5, 0.3, 0.2]])]).log()
+    targets = torch.tensor([1, 2, 0, 2, 0])
+    first, inside = torch.tensor([1, 0, 0, 1, 0]) == 1, torch.tensor([1, 1, 0, 1, 1]) == 1
     found = span_measures(logits, targets, first, inside).exp()
-    torch.testing.assert_close(found, torch.tensor([[0.35, 0.175, 0.175], [0.2, 0.2, 0.6]]))
+    torch.testing.assert_close(found, torch.tensor([[0.35, 0.175, 0.175], [0.1, 0.1, 0.3]]))
+    assert span_measures(logits.bfloat16(), targets, first, inside).dtype == torch.float32
 
 
 def test_spans_add_up_to_the_sequence() -> None:
@@ -56,11 +58,16 @@ def test_values_by_hand() -> None:
     assert measure_divergence(p, q, beta=0.0).item() == pytest.approx(0.5 * math.log(2))
     jsd = 0.5 * 0.5 * math.log(0.5 / 0.375) + 0.5 * (0.25 * math.log(0.25 / 0.375) + 0.25 * math.log(2))
     assert measure_divergence(p, q, beta=0.5).item() == pytest.approx(jsd)
+    excluded = torch.tensor([[0.5, 0.0]]).log().requires_grad_()
+    measure_divergence(excluded, torch.tensor([[0.5, 0.25]]).log(), beta=0.5).sum().backward()
+    assert excluded.grad is not None and excluded.grad.isfinite().all()
     parts = Vocabularies(*(torch.tensor(ids) for ids in ([0, 2], [1, 0], [1], [2, 3])))
     log_p, log_q = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.2, 0.5, 0.1, 0.2]]).log()
     matched, rest = cross_vocabulary(log_p, log_q, parts, beta=0.5)
     assert matched is not None and matched.abs().item() < 1e-7
     assert rest.item() == pytest.approx(0.1 + 0.1)
+    no_rest = parts._replace(own_rest=torch.tensor([], dtype=torch.int64))
+    assert cross_vocabulary(log_p, log_q, no_rest, beta=0.5)[1].item() == 0.0
     assert cross_vocabulary(log_p, log_q, None, beta=0.5)[0] is None
     torch.testing.assert_close(
         cross_vocabulary(log_p, log_q, None, beta=0.5)[1], sorted_l1(log_p.exp(), log_q.exp())

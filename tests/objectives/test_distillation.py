@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trl.objectives.distillation import (
+    Divergence,
     discounted_advantages,
     divergence,
     prefix_weights,
@@ -97,6 +98,11 @@ def test_tokens_that_one_of_them_excludes() -> None:
     assert values.item() == pytest.approx(math.log(1.5))
     values.sum().backward()
     assert student.grad is not None and torch.equal(student.grad, torch.zeros(1, 3))
+    far, teacher = torch.tensor([[0.0, -95.0]], requires_grad=True), torch.tensor([[-95.0, 0.0]])
+    values = divergence(far, teacher, beta=0.5)  # exp(95) is infinite in float32, exp(-95) is not 0
+    values.sum().backward()
+    assert far.grad is not None and far.grad.isfinite().all()
+    assert values.item() == pytest.approx(math.log(2))
 
 
 def test_half_precision_is_summed_in_float32() -> None:
@@ -107,6 +113,11 @@ def test_half_precision_is_summed_in_float32() -> None:
     torch.testing.assert_close(
         values, divergence(student.float(), teacher.float(), beta=0.5), rtol=1e-6, atol=0
     )
+    best = teacher.float().log_softmax(-1).topk(4)
+    found, wide = (
+        top_k_divergence(x, best.indices, best.values, beta=0.5) for x in (student, student.float())
+    )
+    torch.testing.assert_close(found, wide, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
@@ -164,11 +175,23 @@ def test_vocabularies_of_unlike_size_are_refused() -> None:
         divergence(torch.zeros(1, 2), torch.zeros(1, 3), beta=0.5)
 
 
+def test_only_the_common_vocabulary_is_compared() -> None:
+    student, teacher = logits(3, 6), logits(3, 8, seed=1)
+    loss, expected = Divergence(0.5, tail=False), divergence(student, teacher[:, :6], beta=0.5)
+    assert torch.equal(loss.of_logits(student, teacher), expected)
+    padded = torch.cat([student, student], dim=1)
+    assert torch.equal(loss.of_logits(padded, teacher[:, :6]), expected)
+    best = teacher[:, :6].log_softmax(-1).topk(2)
+    expected = divergence(student.gather(1, best.indices), best.values, beta=0.5)
+    torch.testing.assert_close(loss.of_top_k(student, best.indices, best.values), expected)
+
+
 def test_sorted_distances() -> None:
     student = torch.tensor([[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=torch.float64)
     found = sorted_l1(student, teacher)
     torch.testing.assert_close(found, torch.tensor([0.1 + 0.2 + 0.1, 0.0], dtype=torch.float64))
+    assert torch.equal(sorted_l1(teacher, student.detach()), found.detach())
     found[0].backward()
     assert student.grad is not None and student.grad[0].tolist() == [1.0, 1.0, -1.0]
 

@@ -14,6 +14,7 @@ from trl.objectives.group_policy import (
     entropy_threshold,
     group_policy_loss,
     sequence_policy_loss,
+    token_losses,
 )
 from trl.objectives.group_ratios import RATIOS, GroupTokens, RatioLevel
 from trl.tensors.reduce import reduce_terms
@@ -235,6 +236,17 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss_type, level):
         cut = step_loss(logps, tokens, options, [list(part) for part in parts])
         torch.testing.assert_close(cut, whole, **TOLERANCE)
         torch.testing.assert_close(gradient(cut, logps), gradient(whole, logps), **TOLERANCE)
+
+
+@pytest.mark.parametrize("loss_type", [name for name, kind in LOSS_TYPES.items() if kind.ratios is None])
+def test_losses_of_single_tokens_add_up_to_the_terms(loss_type):
+    logps, tokens = batch(masked=[3])
+    options = GroupOptions(loss_type, beta=0.1, delta=1.5)
+    losses, terms = token_losses(tokens, options), group_policy_loss(logps, tokens, options)
+    found = sum(losses(logps[part], part).sum() for part in (slice(0, 7), slice(7, 18)))
+    expected = reduce_terms(terms, 1)
+    torch.testing.assert_close(found.to(expected), expected, **TOLERANCE)
+    torch.testing.assert_close(gradient(found, logps), gradient(expected, logps), **TOLERANCE)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"])

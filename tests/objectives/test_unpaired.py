@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.objectives.pair_cases import s, tensor
-from trl.objectives.unpaired import UnpairedScores, bco_terms, kl_estimate, kto_terms, udm_weights
+from trl.objectives.unpaired import (
+    UnpairedScores,
+    apo_zero_unpaired,
+    bco_terms,
+    kl_estimate,
+    kto_terms,
+    udm_weights,
+)
 from trl.tensors.reduce import count_units, reduce_terms, weighted
 
 BETA = 0.5
@@ -28,6 +35,9 @@ def test_apo_zero_ignores_the_kl():
     terms = kto_terms(scores_of(), loss_type="apo_zero_unpaired", beta=BETA, kl=KL)
     assert terms.values.tolist() == pytest.approx([1 - s(1), s(-0.5), s(1.5)])
     assert terms.metrics["kl"].mean.item() == 0.0
+    scores = scores_of()
+    alone = apo_zero_unpaired(scores.ratios, scores.desirable, beta=BETA, kl=KL)
+    assert torch.equal(alone, terms.values)
 
 
 def test_bco_by_hand():
