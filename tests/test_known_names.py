@@ -247,7 +247,7 @@ def test_the_template_of_qwen3():
 def test_protected_tokens_stay():
     from trl.trainer.utils import truncate_with_protected_tokens
 
-    assert truncate_with_protected_tokens([9, 1, 8, 2, 3], 3, [9, 8]) == [9, 8, 3]
+    assert truncate_with_protected_tokens([9, 1, 9, 2, 3], 3, [9, 8]) == [9, 9, 3]
     assert truncate_with_protected_tokens([1, 2], 5, []) == [1, 2]
     with pytest.raises(
         ValueError, match="target_length 1 must be at least the number of protected tokens, 2"

@@ -72,7 +72,7 @@ def test_pad_may_be_a_real_token():
 
 
 def test_packed_rows_are_packed_with_restarting_positions():
-    rows = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6, 7], "seq_lengths": [2]}]
+    rows = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6, 7]}]
     assert as_lists(DataCollatorForLanguageModeling(0)(rows)) == {
         "input_ids": [[1, 2, 3, 4, 5, 6, 7]],
         "position_ids": [[0, 1, 2, 0, 1, 0, 1]],
@@ -80,7 +80,7 @@ def test_packed_rows_are_packed_with_restarting_positions():
     }
 
 
-def test_multiples_packed():
+def test_multiples():
     collate = DataCollatorForLanguageModeling(0, padding_free=True, pad_to_multiple_of=4)
     assert as_lists(collate([{"input_ids": [1, 2, 3, 4]}, {"input_ids": [6]}])) == {
         "input_ids": [[1, 2, 3, 4, 6, 0, 0, 0]],
@@ -89,6 +89,8 @@ def test_multiples_packed():
         "filler": [3],
     }
     assert collate([{"input_ids": [1, 2, 3, 4]}])["position_ids"].tolist() == [[0, 1, 2, 3]]
+    padded = DataCollatorForLanguageModeling(0, pad_to_multiple_of=4)(ROWS)
+    assert {value.shape for value in padded.values()} == {(2, 4)}
 
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor, lambda ids: np.array(ids, dtype=np.int32)])
@@ -100,11 +102,11 @@ def test_lists_arrays_and_tensors(make, padding_free: bool):
 
 
 def test_other_columns_are_left_out_and_hidden_tokens_removed():
-    rows = [{"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1], "text": "x", "labels": [7, 7, 5, 6]}]
+    rows = [{"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1], "text": "x", "labels": [7, 7, 5, 9]}]
     assert as_lists(DataCollatorForLanguageModeling(0)(rows)) == {
         "input_ids": [[5, 6]],
         "attention_mask": [[1, 1]],
-        "labels": [[5, 6]],
+        "labels": [[5, 9]],
     }
 
 

@@ -114,7 +114,7 @@ def test_the_older_collator(older, side):
 def test_batches_of_other_collators():
     ids = torch.tensor([[5, 6], [5, 7], [3, 4], [4, 4]])
     batch = as_reward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=True)
-    assert batch["rows"].tolist() == [0, 1]
+    assert batch["rows"].tolist() == [0, 1] and batch["input_ids"].tolist() == ids[[0, 2, 1, 3]].tolist()
     whole = as_reward_batch(
         {"chosen_input_ids": ids[:2], "rejected_input_ids": ids[2:]}, prefix_sharing=False
     )
@@ -125,3 +125,5 @@ def test_batches_of_other_collators():
         as_reward_batch({"tokens": ids}, prefix_sharing=True)
     with pytest.raises(ValueError, match="chosen_input_ids"):
         RewardDataCollatorWithPadding(tokenizer())([{"text": "Look up."}])
+    hidden = {"input_ids_chosen": [5, 6], "attention_mask_chosen": [0, 1], "input_ids_rejected": [7]}
+    assert RewardDataCollatorWithPadding(tokenizer())([hidden])["attention_mask_chosen"].tolist() == [[0, 1]]

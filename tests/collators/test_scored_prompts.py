@@ -19,6 +19,9 @@ def test_a_prefix_group_scores_the_prompt_in_front_of_the_chosen_branch():
     assert found["scored_target"].tolist() == [5, 6, 7, 8, 9, 2, 1]
     assert found["scored_sequence"].tolist() == [0, 0, 0, 1, 1, 2, 3]
     assert found["prompt_tokens"].tolist() == [2, 0]
+    apart = {"prompt_input_ids": [4, 5], "rejected_prompt_input_ids": [5], "chosen_input_ids": [7], "rejected_input_ids": [8]}
+    found = with_prompts_scored(PairCollator()([apart]))
+    assert found["scored_target"].tolist() == [5, 7, 8] and found["prompt_tokens"].tolist() == [1]
 
 
 @pytest.mark.parametrize("prefix_sharing", [True, False])
@@ -37,8 +40,8 @@ def test_rows_cut_from_a_packed_row_are_labelled_alike(prefix_sharing):
 
 def test_rows_padded_on_the_left_and_rows_without_labels():
     batch = {
-        "input_ids": torch.tensor([[0, 4, 5, 6], [0, 4, 5, 7], [3, 4, 0, 0], [3, 5, 0, 0]]),
-        "attention_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]),
+        "input_ids": torch.tensor([[0, 4, 5, 6], [0, 4, 5, 7], [3, 4, 9, 0], [3, 5, 0, 0]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]),
         "labels": torch.tensor([[-100, -100, -100, 6], [-100, -100, -100, 7], [-100, 4, -100, -100], [-100, 5, -100, -100]]),
     }  # fmt: skip
     found = with_prompts_scored(batch)

@@ -39,6 +39,8 @@ def test_each_completion_alone(sharing, own_prompts):
             expected.append((prompt + row[column], [-100] * len(prompt) + row[column]))
         assert sequences(single_completions(batch, number, of=2)) == expected
     assert batch["label"].tolist() == [row["label"] for row in given]
+    padded = {name: torch.arange(8).view(4, 2) for name in ("input_ids", "attention_mask", "labels")}
+    assert single_completions(padded, 1, of=2)["labels"].tolist() == [[2, 3], [6, 7]]
 
 
 def test_numbers_of_the_rows():
