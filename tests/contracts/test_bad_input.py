@@ -3,6 +3,7 @@
 What is refused of each kind of row is tested with the data preparation (`tests/data`), settings with their method.
 """
 
+import dataclasses
 import math
 import tempfile
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from trl import (
     CPOTrainer,
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     ORPOConfig,
@@ -30,9 +33,12 @@ from trl import (
     PRMTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 
 class Kind(NamedTuple):
@@ -124,6 +130,52 @@ def test_no_rows_and_no_data_set(method):
     refuse(method, Dataset.from_dict({name: [] for name in row}), ValueError, "train dataset", "no rows")
     if method not in ("grpo", "rloo", "ppo"):  # these take lists of rows
         refuse(method, [row], TypeError, "train_dataset must be", "got a list")
+
+
+ONLINE = {
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
+    "ppo": (PPOTrainer, PPOConfig),
+}
+SETTINGS = {
+    "learning_rate": -1.0, "per_device_train_batch_size": 0, "max_length": 0, "max_prompt_length": 0, "beta": math.nan,
+    "temperature": 0, "loss_type": "other", "num_generations": 1, "no_such_setting": 1,
+}  # fmt: skip
+ARGUMENTS = (
+    "args",
+    "processing_class",
+    "train_dataset",
+    "eval_dataset",
+    "peft_config",
+    "no_such_argument",
+    "model",
+)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_the_types_of_errors(method):
+    """A value that is not allowed is a ValueError, one of another type and an unknown name are TypeErrors."""
+    trainer, config, *_ = ONLINE.get(method) or TRAINERS[method]
+    fields = {field.name for field in dataclasses.fields(config)}
+    for name, value in SETTINGS.items():
+        with pytest.raises(ValueError if name in fields else TypeError, match=name):
+            config(tempfile.mkdtemp(), use_cpu=True, **{name: value})
+    args = config(tempfile.mkdtemp(), use_cpu=True, report_to="none", max_steps=2)
+    data = Dataset.from_list([KINDS[method].row] * 8)
+    given = {
+        "model": model_of(method),
+        "args": args,
+        "processing_class": tiny_tokenizer(),
+        "train_dataset": data,
+    }
+    given |= {"reward_funcs": grpo_runs.even_tokens} if method in ONLINE else {}
+    given |= (
+        {"value_model": tiny_classifier("llama", vocab_size=400, num_labels=1)} if method == "ppo" else {}
+    )
+    for name, value, error in [*((name, 3, TypeError) for name in ARGUMENTS), ("model", None, ValueError)]:
+        with pytest.raises(error, match=name.replace("_", "[ _]")) as caught:
+            trainer(**{**given, name: value})
+        assert type(caught.value) is error, name
 
 
 MESSAGES = {

@@ -239,7 +239,7 @@ def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: Classif
 
 def adapter_of_classifier(peft_config: Any, kind: ClassifierKind) -> Any:
     """The settings of a new adapter, with the task type with which PEFT trains and saves the classification head."""
-    if peft_config is None or peft_config.task_type == kind.task_type:
+    if getattr(peft_config, "task_type", kind.task_type) == kind.task_type:  # no config: refused later
         return peft_config
     if peft_config.task_type is not None:
         logger.warning(
