@@ -12,6 +12,7 @@ from trl.objectives.online_preference import nash_advantages
 from trl.objectives.pairs import PairScores, step_statistics
 from trl.objectives.ppo import clipped_surrogate, clipped_value_loss
 from trl.objectives.unpaired import UnpairedScores, bco_terms
+from trl.tensors.sequences import wpo_weights
 
 MASK = torch.ones(2)
 
@@ -59,9 +60,10 @@ def test_statistics_and_rewards_are_detached():
     found = token_rewards(torch.tensor([1.0]), leaf(0.2, 0.1)[None], torch.ones(1, 2), kl_coef=0.1)
     assert not found.rewards.requires_grad and not found.non_score.requires_grad
     values, one = leaf(0.3, -0.2), torch.zeros(2, dtype=torch.int64)
-    for advantages in (
+    for constants in (
         discounted_advantages(values, one, 1, gamma=0.5, normalize=False),
         prefix_weights(values, one, 1, gamma=0.5, epsilon=1e-6),
         nash_advantages(leaf(0.7), values, one, beta=0.1),
+        wpo_weights(leaf(-0.5), leaf(-0.2)),
     ):
-        assert not advantages.requires_grad
+        assert not constants.requires_grad

@@ -112,6 +112,8 @@ def test_statistics_by_scale():
     assert reward_statistics(equal, 2, scale="batch")["frac_reward_zero_std"].mean == 0.0
     by_batch = reward_statistics(REWARDS, 3, scale="batch")["reward_std"].mean.item()
     assert by_batch == pytest.approx(math.sqrt(26 / 5))
+    known = reward_statistics(torch.tensor([0.0, 2.0, NAN, NAN]), 2)
+    assert known["reward_std"].mean.item() == pytest.approx(math.sqrt(2))
 
 
 def test_bad_input_is_named():

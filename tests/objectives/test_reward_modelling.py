@@ -20,11 +20,10 @@ def test_bradley_terry_by_hand():
 def test_centering_by_hand():
     """0.1 (2 + 1)^2 = 0.9 on top; (-1 + 1)^2 adds nothing."""
     chosen, rejected = tensor([2.0, -1.0]), tensor([1.0, 1.0])
-    added = (
-        bradley_terry(chosen, rejected, center_coefficient=0.1).values
-        - bradley_terry(chosen, rejected).values
-    )
-    assert added.tolist() == pytest.approx([0.9, 0.0])
+    for margin in (None, tensor([0.5, 1.0])):
+        plain = bradley_terry(chosen, rejected, margin=margin).values
+        centred = bradley_terry(chosen, rejected, margin=margin, center_coefficient=0.1).values
+        assert (centred - plain).tolist() == pytest.approx([0.9, 0.0])
 
 
 def test_chosen_goes_up_and_rejected_goes_down():
