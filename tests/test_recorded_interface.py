@@ -18,14 +18,12 @@ from transformers import TrainingArguments
 
 from tests.test_public_names import default_of
 from tests.trainer import (
-    bco_runs,
     cpo_runs,
     dpo_runs,
     grpo_runs,
     iterative_runs,
     kto_runs,
     one_step,
-    orpo_runs,
     prm_runs,
     reward_runs,
 )
@@ -154,9 +152,9 @@ RUNS: dict[str, Callable[[], str]] = {
     "dpo": of_pairs(dpo_runs.make, dpo_runs.pairs()),
     "dpo-mixed": of_pairs(dpo_runs.make, dpo_runs.pairs(), loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]),
     "cpo": of_pairs(cpo_runs.make, dpo_runs.pairs()),
-    "orpo": of_pairs(orpo_runs.make, dpo_runs.pairs()),
+    "orpo": of_pairs(cpo_runs.make_orpo, dpo_runs.pairs()),
     "kto": of_pairs(kto_runs.make, kto_runs.rows()),
-    "bco": of_pairs(bco_runs.make, bco_runs.embedded_rows(), **bco_runs.MATCHED),
+    "bco": of_pairs(kto_runs.make_bco, kto_runs.embedded_rows(), **kto_runs.MATCHED),
     "reward": of_pairs(reward_runs.make, reward_runs.rows()),
     "prm": of_pairs(prm_runs.make, prm_runs.rows()),
     "grpo": group("grpo"),

@@ -19,7 +19,12 @@ def test_a_prefix_group_scores_the_prompt_in_front_of_the_chosen_branch():
     assert found["scored_target"].tolist() == [5, 6, 7, 8, 9, 2, 1]
     assert found["scored_sequence"].tolist() == [0, 0, 0, 1, 1, 2, 3]
     assert found["prompt_tokens"].tolist() == [2, 0]
-    apart = {"prompt_input_ids": [4, 5], "rejected_prompt_input_ids": [5], "chosen_input_ids": [7], "rejected_input_ids": [8]}
+    apart = {
+        "prompt_input_ids": [4, 5],
+        "rejected_prompt_input_ids": [5],
+        "chosen_input_ids": [7],
+        "rejected_input_ids": [8],
+    }
     found = with_prompts_scored(PairCollator()([apart]))
     assert found["scored_target"].tolist() == [5, 7, 8] and found["prompt_tokens"].tolist() == [1]
 

@@ -1,5 +1,6 @@
 """Small runs of GRPO's variants; as a program under torchrun: `-m tests.experimental.group_runs OUT.pt SETTINGS`."""
 
+import functools
 import json
 import sys
 from typing import Any
@@ -35,21 +36,7 @@ def make(method: str, **settings: Any) -> tuple[Any, KeepGradients]:
     return grpo_runs.make(method, **settings)
 
 
-def run(method: str, **settings: Any) -> tuple[Any, KeepGradients]:
-    """The same, trained."""
-    trainer, keep = make(method, **settings)
-    trainer.train()
-    return trainer, keep
-
-
-def assert_same_steps(found: list[Any], expected: list[Any], tolerance: float = 1e-10) -> None:
-    """The gradients of all steps agree, to a part of the largest of the step."""
-    assert len(found) == len(expected)
-    for own, other in zip(found, expected, strict=True):
-        scale = max(float(value.abs().max()) for value in other.values())
-        assert scale > 0
-        for name, value in other.items():
-            torch.testing.assert_close(own[name], value, rtol=0, atol=tolerance * max(scale, 1), msg=name)
+run = functools.partial(grpo_runs.run, make=make)
 
 
 def main(out: str, settings: str) -> None:

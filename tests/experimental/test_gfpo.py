@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tests.experimental.group_runs import assert_same_steps, make, run
+from tests.experimental.group_runs import make, run
 from tests.trainer import grpo_runs
 from tests.trainer.grpo_runs import logs, prompts
+from tests.trainer.one_step import assert_same_steps
 from trl.experimental.gfpo import GFPOConfig
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SAMPLING_LOGPS, SCORES
 

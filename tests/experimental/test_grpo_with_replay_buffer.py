@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from tests.experimental.group_runs import assert_same_steps, make, run
+from tests.experimental.group_runs import make, run
 from tests.trainer.grpo_runs import logs
+from tests.trainer.one_step import assert_same_steps
 from tests.two_processes import launch
 from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, OLD, REPLAYED, SCORES, Experience
 from trl.rollouts.replay import GroupBuffer

@@ -2,9 +2,9 @@
 
 import torch
 
-from tests.experimental.group_runs import assert_same_steps
 from tests.trainer import grpo_runs
 from tests.trainer.grpo_runs import run
+from tests.trainer.one_step import assert_same_steps
 from trl.experimental.gspo_token import GRPOTrainer
 from trl.rollouts.experience import ADVANTAGE
 

@@ -4,20 +4,21 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.experimental.group_runs import assert_same_steps
 from tests.tiny_vision import tiny_processor
-from tests.trainer.grpo_runs import logs
+from tests.trainer.grpo_runs import TRAINERS, logs
 from tests.trainer.image_prompt_runs import make as make_run
 from tests.trainer.image_prompt_runs import rows
+from tests.trainer.one_step import assert_same_steps
 from trl.experimental.papo import PAPOConfig, PAPOTrainer
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.kl import k3
 
+TRAINERS["papo"] = (PAPOConfig, PAPOTrainer)
 SETTINGS = {"mask_type": "patch", "mask_ratio": 0.5, "max_completion_length": 4}
 
 
 def make(**settings):
-    return make_run(classes=(PAPOConfig, PAPOTrainer), **{**SETTINGS, **settings})
+    return make_run("papo", **{**SETTINGS, **settings})
 
 
 def run(**settings):

@@ -1,17 +1,22 @@
-"""CPO on the eight fixed pairs of `dpo_runs`, and their log-probs from plain calls of the model."""
+"""CPO and ORPO on the eight fixed pairs of `dpo_runs`, and their log-probs from plain calls of the model."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import pre_tokenizers
 
 from tests.tiny import tiny_model
 from tests.trainer.dpo_runs import pairs
-from tests.trainer.one_step import trainer_of
+from tests.trainer.one_step import assert_same_gradient, plain_gradient, step, trainer_of
 from tests.trainer.resume_worker import tokenizer
 from trl.trainer.cpo_config import CPOConfig
 from trl.trainer.cpo_trainer import CPOTrainer
+from trl.trainer.orpo_config import ORPOConfig
+from trl.trainer.orpo_trainer import ORPOTrainer
 
 TEXT = [
     {"prompt": "w3 w4 w5", "chosen": " w6 w7", "rejected": " w8"},
@@ -25,6 +30,9 @@ def make(out: str | None = None, *, kinds: tuple[Any, Any] = (CPOTrainer, CPOCon
         settings["model"] = tiny_model("gpt2", dtype=torch.float64)
     given = {"train_dataset": Dataset.from_list(pairs()), "processing_class": words()}
     return trainer_of(*kinds, out, settings, **given)
+
+
+make_orpo = functools.partial(make, kinds=(ORPOTrainer, ORPOConfig))
 
 
 def words() -> Any:
@@ -70,23 +78,20 @@ def plain(model: Any, rows: list[dict[str, list[int]]]) -> Plain:
     return Plain(**found, **{f"{side}_logits": torch.cat(values) for side, values in logits.items()})
 
 
-def step(make_trainer: Any, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The gradient and the log of one step."""
-    trainer = make_trainer(**settings)
-    trainer.train()
-    (gradients,) = trainer.keep.steps
-    return gradients, trainer.state.log_history[0]
+OF_THE_RUN = {"grad_norm", "learning_rate", "num_tokens", "epoch", "step"}
 
 
-def gradients_of(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradient of a plain loss by parameter."""
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of two gradients, over the largest entry of the second."""
-    assert found.keys() == expected.keys()
-    size = max(gradient.abs().max().item() for gradient in expected.values())
-    return max((found[name] - expected[name]).abs().max().item() for name in expected) / size
+def assert_step(
+    make_trainer: Any, formula: Callable, settings: dict[str, Any], names: set[str], expected: Any = None
+) -> None:
+    """A trainer's step is the formula's (or the `expected` one), and logs `names`."""
+    gradients, log = step(make_trainer(**settings))
+    if expected is None:
+        model = tiny_model("gpt2", dtype=torch.float64)
+        loss, metrics = formula(plain(model, pairs()), **settings)
+        expected = plain_gradient(model, loss), {"loss": loss.item(), **metrics}
+    assert_same_gradient(gradients, expected[0])
+    assert log.keys() == names | OF_THE_RUN
+    for name in names - {"loss"}:
+        assert log[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-12), name
+    assert log["loss"] == pytest.approx(expected[1]["loss"], rel=1e-6)  # summed in float32 by transformers

@@ -38,11 +38,16 @@ def policy_and_reference(architecture: str = "gpt2", **options: Any) -> tuple[An
     return policy, reference
 
 
-def make(out: str | None = None, **settings: Any) -> DPOTrainer:
+def make_any(kinds: tuple[Any, Any], rows: list[Any], out: str | None, settings: dict[str, Any]) -> Any:
     """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
     copied = settings.pop("copied_reference", False)
     if settings.get("model") is None:
         settings["model"], reference = policy_and_reference()
         if not copied:
             settings.setdefault("ref_model", reference)
-    return trainer_of(DPOTrainer, DPOConfig, out, settings, train_dataset=Dataset.from_list(pairs()))
+    return trainer_of(*kinds, out, settings, train_dataset=Dataset.from_list(rows))
+
+
+def make(out: str | None = None, **settings: Any) -> DPOTrainer:
+    """A DPO trainer; `settings` as in `make_any`."""
+    return make_any((DPOTrainer, DPOConfig), pairs(), out, settings)

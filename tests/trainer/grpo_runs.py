@@ -80,10 +80,13 @@ def make(
     if "teacher" in settings:
         given["teacher_model"] = tiny_model(settings.pop("teacher"), dtype=dtype)
     args = config(settings.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **settings})
-    if method in COMPARED and "peft_config" not in given:  # equal models have log-ratios of rounding errors
+    if method in COMPARED and not {"model", "peft_config"} & set(
+        given
+    ):  # equal models have log-ratios of rounding errors
         given = {"ref_model": tiny_model(architecture, dtype=dtype, seed=1), **given}
-    words = given.pop("processing_class", None) or tokenizer()
-    words.eos_token = END
+    if (words := given.pop("processing_class", None)) is None:
+        words = tokenizer()
+        words.eos_token = END
     made = trainer(
         given.pop("model", None) or tiny_model(architecture, dtype=dtype),
         args=args,
@@ -95,7 +98,7 @@ def make(
     return made, keep
 
 
-def run(method: str = "grpo", **settings: Any) -> tuple[Any, KeepGradients]:
+def run(method: str = "grpo", *, make: Any = make, **settings: Any) -> tuple[Any, KeepGradients]:
     """The same, trained."""
     trainer, keep = make(method, **settings)
     trainer.train()
@@ -111,10 +114,10 @@ def logs(trainer: Any) -> list[dict[str, float]]:
     ]
 
 
-def main(out: str, settings: str) -> None:
+def main(out: str, settings: str, *, make: Any = make, rows: Dataset | None = None) -> None:
     torch.set_num_threads(1)
-    trainer, keep = run(**json.loads(settings))
-    metrics = trainer.evaluate(prompts(4))  # seven prompts: the last batch has repeats
+    trainer, keep = run(make=make, **json.loads(settings))
+    metrics = trainer.evaluate(prompts(4) if rows is None else rows)  # seven: the last batch has repeats
     if trainer.is_world_process_zero():
         found = {name: value for name, value in metrics.items() if not any(word in name for word in CLOCKS)}
         torch.save({"gradients": keep.steps, "logs": logs(trainer), "eval": found}, out)

@@ -1,8 +1,7 @@
 """Small runs of GRPO and RLOO with tools; as a program under torchrun: `-m tests.trainer.grpo_tool_runs OUT.pt SETTINGS`."""
 
-import json
+import functools
 import sys
-import tempfile
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ from datasets import Dataset
 
 from tests.rollouts.tool_words import TOOLS, call_tokenizer
 from tests.tiny import tiny_model
-from tests.trainer.grpo_runs import CLOCKS, SETTINGS, TRAINERS, logs
-from tests.trainer.one_step import KeepGradients
+from tests.trainer import grpo_runs
 
 QUESTIONS = ["What is one ?", "hi", "yes no", "two three ? hi no", "is no"]
 
@@ -36,42 +34,17 @@ def caller(architecture: str = "gpt2", dtype: torch.dtype = torch.float64) -> An
     return model
 
 
-def make(
-    method: str = "grpo", *, reward_funcs: Any = many_tools, **settings: Any
-) -> tuple[Any, KeepGradients]:
+def make(method: str = "grpo", *, reward_funcs: Any = many_tools, **settings: Any) -> tuple[Any, Any]:
     """A trainer whose policy is a `caller`; and what will hold the gradients of its steps."""
-    keep, (config, trainer) = KeepGradients(), TRAINERS[method]
-    dtype, given = getattr(torch, settings.pop("dtype", "float64")), settings.pop("given", {})
-    data, architecture = settings.pop("data", None), settings.pop("architecture", "gpt2")
-    own = {"max_completion_length": 24, "max_tool_calling_iterations": 3, **settings}
-    args = config(own.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **own})
-    made = trainer(
-        given.pop("model", None) or caller(architecture, dtype),
-        reward_funcs=reward_funcs,
-        args=args,
-        train_dataset=conversations() if data is None else data,
-        callbacks=[keep, *given.pop("callbacks", [])],
-        **{"processing_class": call_tokenizer(), "tools": TOOLS, **given},
-    )
-    return made, keep
+    dtype = getattr(torch, settings.get("dtype", "float64"))
+    given = {"processing_class": call_tokenizer(), "tools": TOOLS, **settings.pop("given", {})}
+    if given.get("model") is None:
+        given["model"] = caller(settings.get("architecture", "gpt2"), dtype)
+    own = {"max_completion_length": 24, "max_tool_calling_iterations": 3, "data": conversations(), **settings}
+    return grpo_runs.make(method, reward_funcs=reward_funcs, given=given, **own)
 
 
-def run(method: str = "grpo", **settings: Any) -> tuple[Any, KeepGradients]:
-    """The same, trained."""
-    trainer, keep = make(method, **settings)
-    trainer.train()
-    return trainer, keep
-
-
-def main(out: str, settings: str) -> None:
-    torch.set_num_threads(1)
-    trainer, keep = run(**json.loads(settings))
-    metrics = trainer.evaluate(conversations(3))
-    if trainer.is_world_process_zero():
-        found = {name: value for name, value in metrics.items() if not any(word in name for word in CLOCKS)}
-        torch.save({"gradients": keep.steps, "logs": logs(trainer), "eval": found}, out)
-    trainer.accelerator.end_training()
-
+run = functools.partial(grpo_runs.run, make=make)
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    grpo_runs.main(*sys.argv[1:], make=make, rows=conversations(3))

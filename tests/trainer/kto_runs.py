@@ -1,4 +1,4 @@
-"""KTO on eight fixed rows, with a reference that is not the policy."""
+"""KTO and BCO on eight fixed rows, with a reference that is not the policy."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import tiny_model
-from tests.trainer.dpo_runs import policy_and_reference
-from tests.trainer.one_step import trainer_of
+from tests.trainer.dpo_runs import make_any
+from tests.trainer.resume_worker import tokenizer
+from trl.trainer.bco_config import BCOConfig
+from trl.trainer.bco_trainer import BCOTrainer
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
@@ -29,19 +31,36 @@ def rows(seed: int = 2, count: int = len(LENGTHS)) -> list[dict[str, Any]]:
     return found
 
 
-def make_any(trainer_class: type, config_class: type, out: str | None, settings: dict[str, Any]) -> Any:
-    """A trainer with `settings`, those of its config and its arguments by name, over the defaults."""
-    copied = settings.pop("copied_reference", False)
-    if "model" not in settings:
-        settings["model"], reference = policy_and_reference()
-        if not copied:
-            settings.setdefault("ref_model", reference)
-    return trainer_of(trainer_class, config_class, out, settings, train_dataset=Dataset.from_list(rows()))
-
-
 def make(out: str | None = None, **settings: Any) -> KTOTrainer:
     """A KTO trainer; `settings` are those of its config, and its arguments by name."""
-    return make_any(KTOTrainer, KTOConfig, out, settings)
+    return make_any((KTOTrainer, KTOConfig), rows(), out, settings)
+
+
+PROMPTS = ((5, 9), (50, 51, 52), (7,), (6, 40), (55, 44), (8, 9, 10), (20, 30), (58,))  # for the embedding
+
+
+def embed(*, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Two numbers for each prompt: the mean token id, and the mean of its square, scaled."""
+    mask = attention_mask.double()
+    scaled = input_ids.double() / 60
+    return torch.stack([(scaled**power * mask).sum(1) / mask.sum(1) for power in (1, 2)], dim=1)
+
+
+def embedded_rows() -> list[dict[str, Any]]:
+    """The rows with prompts under the embedding tokenizer; desirable ones have lower token ids, mostly."""
+    return [{**row, "embedding_input_ids": list(ids)} for row, ids in zip(rows(), PROMPTS, strict=True)]
+
+
+def make_bco(out: str | None = None, *, matched: bool = False, **settings: Any) -> BCOTrainer:
+    """A BCO trainer, on request with underlying-distribution matching."""
+    settings.pop("prefix_sharing", None)  # one completion behind its prompt has nothing to share
+    if matched:
+        settings = {"embedding_func": embed, "embedding_tokenizer": tokenizer(), **settings}
+        settings.setdefault("train_dataset", Dataset.from_list(embedded_rows()))
+    return make_any((BCOTrainer, BCOConfig), rows(), out, settings)
+
+
+MATCHED = {"matched": True, "beta": 0.3}
 
 
 def logps(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -58,33 +77,6 @@ def log_ratios(model: Any, reference: Any, given: list[dict[str, Any]], shift: i
     each = list(zip(prompts, completions, strict=True))
     policy = torch.stack([logps(model, *pair) for pair in each])
     return policy - torch.stack([logps(reference, *pair).detach() for pair in each])
-
-
-def step(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The gradient and the log of a trainer's one step."""
-    trainer.train()
-    (gradients,) = trainer.keep.steps
-    return gradients, trainer.state.log_history[0]
-
-
-def assert_same_gradient(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10
-) -> None:
-    """Gradients agree to `tolerance` of the largest entry."""
-    assert found.keys() == expected.keys()
-    size = max(gradient.abs().max().item() for gradient in expected.values())
-    assert size > 1e-6
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max().item() <= tolerance * size, name
-
-
-def plain_gradient(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradient of a plain loss by parameter."""
-    model.zero_grad()
-    loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
 
 
 SPLITS = {

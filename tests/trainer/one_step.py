@@ -72,6 +72,43 @@ def trainer_of(
     return trainer
 
 
+def step(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The gradient and the log of a trainer's one step."""
+    trainer.train()
+    (gradients,) = trainer.keep.steps
+    return gradients, trainer.state.log_history[0]
+
+
+def plain_gradient(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of a plain loss by parameter."""
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same_gradient(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10
+) -> None:
+    """Gradients agree to `tolerance` of the largest entry."""
+    assert found.keys() == expected.keys()
+    size = max(gradient.abs().max().item() for gradient in expected.values())
+    assert size > 1e-6
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max().item() <= tolerance * size, name
+
+
+def assert_same_steps(found: list[Any], expected: list[Any], tolerance: float = 1e-10) -> None:
+    """The gradients of all steps agree, to a part of the largest of the step, or of 1."""
+    assert len(found) == len(expected)
+    for own, other in zip(found, expected, strict=True):
+        size = max(float(value.abs().max()) for value in other.values())
+        assert size > 0
+        for name, value in other.items():
+            torch.testing.assert_close(own[name], value, rtol=0, atol=tolerance * max(size, 1), msg=name)
+
+
 def run(
     model: Any = None, data: Any = None, *, trainer_class: type[SFTTrainer] = SFTTrainer, **settings: Any
 ) -> tuple[SFTTrainer, KeepGradients]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.trainer import bco_runs, cpo_runs, dpo_runs, kto_runs, orpo_runs, prm_runs, reward_runs
+from tests.trainer import cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
 
 Method = tuple[Callable[..., Any], dict[str, Any]]
 
@@ -29,12 +29,12 @@ METHODS: dict[str, Method] = {
     "cpo-ipo": (cpo_runs.make, {"loss_type": "ipo", "beta": 0.3}),
     "cpo-hinge": (cpo_runs.make, {"loss_type": "hinge", "beta": 0.3}),
     "cpo-alphapo": (cpo_runs.make, {"loss_type": "alphapo", "beta": 2.0, "alpha": 0.25}),
-    "orpo": (orpo_runs.make, {"beta": 0.5}),
+    "orpo": (cpo_runs.make_orpo, {"beta": 0.5}),
     "dpo-smoothed": (dpo_runs.make, {"label_smoothing": 0.1}),
     "kto": (kto_runs.make, {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}),
     "kto-apo": (kto_runs.make, {"loss_type": "apo_zero_unpaired"}),
-    "bco": (bco_runs.make, {"beta": 0.3}),
-    "bco-matched": (bco_runs.make, bco_runs.MATCHED),
+    "bco": (kto_runs.make_bco, {"beta": 0.3}),
+    "bco-matched": (kto_runs.make_bco, kto_runs.MATCHED),
     "reward": (reward_runs.make, {}),
     "reward-centered": (reward_runs.make, {"center_rewards_coefficient": 0.1}),
     "prm": (prm_runs.make, {}),

@@ -6,16 +6,17 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.trainer.bco_runs import MATCHED, PROMPTS, embed, make
 from tests.trainer.dpo_runs import policy_and_reference
 from tests.trainer.kto_runs import (
     LABELS,
-    assert_same_gradient,
+    MATCHED,
+    PROMPTS,
+    embed,
     log_ratios,
-    plain_gradient,
     rows,
-    step,
 )
+from tests.trainer.kto_runs import make_bco as make
+from tests.trainer.one_step import assert_same_gradient, plain_gradient, step
 from tests.trainer.resume_worker import tokenizer
 
 BETA = 0.3

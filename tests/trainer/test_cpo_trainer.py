@@ -6,8 +6,9 @@ from datasets import Dataset
 from torch.nn.functional import logsigmoid
 
 from tests.tiny import tiny_model
-from tests.trainer.cpo_runs import TEXT, gradients_of, largest_difference, make, plain, step
+from tests.trainer.cpo_runs import TEXT, assert_step, make, plain
 from tests.trainer.dpo_runs import pairs
+from tests.trainer.one_step import assert_same_gradient, step
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
@@ -29,7 +30,6 @@ LOGGED = {
     "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen",
     "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss",
 }  # fmt: skip
-OF_THE_RUN = {"grad_norm", "learning_rate", "num_tokens", "epoch", "step"}
 
 
 def formula(
@@ -63,23 +63,9 @@ def formula(
     return losses.mean() + weight * nll, {name: value.item() for name, value in metrics.items()}
 
 
-def assert_step(settings, expected=None):
-    """A trainer's step is the formula's (or the `expected` one)."""
-    gradients, log = step(make, **settings)
-    if expected is None:
-        model = tiny_model("gpt2", dtype=torch.float64)
-        loss, metrics = formula(plain(model, pairs()), **settings)
-        expected = gradients_of(model, loss), {"loss": loss.item(), **metrics}
-    assert largest_difference(gradients, expected[0]) <= 1e-10
-    assert log.keys() == LOGGED | OF_THE_RUN
-    for name in LOGGED - {"loss"}:
-        assert log[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-12), name
-    assert log["loss"] == pytest.approx(expected[1]["loss"], rel=1e-6)  # summed in float32 by transformers
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_is_the_formula(name):
-    assert_step(LOSSES[name])
+    assert_step(make, formula, LOSSES[name], LOGGED)
 
 
 def padded(width):
@@ -107,7 +93,8 @@ def padded(width):
 
 @pytest.mark.parametrize("collator", [padded(16), padded(40), DPODataCollatorWithPadding()])
 def test_own_collators_and_mean_logits_do_not_depend_on_padding(collator):
-    assert_step({"beta": 0.3, "data_collator": collator, **IN_TWOS}, step(make, beta=0.3))
+    settings = {"beta": 0.3, "data_collator": collator, **IN_TWOS}
+    assert_step(make, formula, settings, LOGGED, expected=step(make(beta=0.3)))
 
 
 def test_evaluation_is_the_formula():
@@ -129,7 +116,7 @@ def test_model_init_makes_the_model_once():
     trainer = make(model_init=model_init, beta=0.3)
     trainer.train()
     assert len(made) == 1 and trainer.scorer.core is trainer.model
-    assert largest_difference(trainer.keep.steps[0], step(make, beta=0.3)[0]) == 0
+    assert_same_gradient(trainer.keep.steps[0], step(make(beta=0.3))[0], tolerance=0.0)
 
 
 # ---- older programs

@@ -12,6 +12,7 @@ from tests.tiny import tiny_model, tiny_seq2seq
 from tests.tiny_vision import tiny_processor, tiny_vision_model
 from tests.trainer import dpo_plain
 from tests.trainer.dpo_runs import make
+from tests.trainer.one_step import assert_same_gradient
 from tests.trainer.resume_worker import tokenizer
 from tests.trainer.test_dpo_trainer import ROWS, assert_gradients
 
@@ -31,13 +32,6 @@ def step(**settings):
     trainer = make(beta=BETA, **settings)
     trainer.train()
     return trainer.keep.steps[0], trainer.state.log_history[0]
-
-
-def assert_same(found, expected, *, tolerance=1e-10):
-    size = max(gradient.abs().max() for gradient in expected.values())
-    assert size > 1e-6 and found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= tolerance * size, name
 
 
 # ---- encoder-decoders
@@ -160,7 +154,7 @@ def test_a_step_with_images_is_that_of_plain_torch(family):
 def test_a_step_with_images_does_not_depend_on_the_split(family):
     whole = image_step(family)
     cut = image_step(family, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    assert_same(cut[0], whole[0], tolerance=1e-9)
+    assert_same_gradient(cut[0], whole[0], tolerance=1e-9)
     for name in ("rewards/margins", "logps/chosen", "logits/rejected"):
         assert cut[1][name] == pytest.approx(whole[1][name], rel=1e-9), name
 

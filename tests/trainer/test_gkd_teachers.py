@@ -14,7 +14,7 @@ from tests.teacher_server import TinyTeacher, serving
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import run as run_on_prompts
-from tests.trainer.one_step import fixed_rows, trainer_of
+from tests.trainer.one_step import assert_same_gradient, fixed_rows, trainer_of
 from trl import GKDConfig, GKDTrainer
 from trl.generation import teacher_servers
 from trl.scripts import teach
@@ -32,12 +32,6 @@ def steps(trainer: Any) -> list[dict[str, torch.Tensor]]:
     return trainer.keep.steps
 
 
-def assert_same_step(found: Any, expected: Any) -> None:
-    size = max(gradient.abs().max() for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 1e-10 * size, name
-
-
 def columns(**changes: Any) -> Dataset:
     return Dataset.from_list([{**row, **changes} for row in gkd_columns().train_dataset])
 
@@ -46,7 +40,7 @@ def columns(**changes: Any) -> Dataset:
 def test_all_columns_give_the_gradient_of_the_model(settings: dict[str, Any]) -> None:
     trainer = gkd_columns(**settings)
     assert (len(trainer.train_dataset) < 8) == ("packing" in settings)
-    assert_same_step(steps(trainer)[0], steps(gkd(max_length=40))[0])
+    assert_same_gradient(steps(trainer)[0], steps(gkd(max_length=40))[0])
     few = columns()
     few = few.map(
         lambda row: {name: [x[:64] for x in row[name]] for name in ("teacher_ids", "teacher_logps")}
@@ -142,7 +136,7 @@ def test_wrong_columns_are_refused(changes: dict[str, Any], words: str) -> None:
 def test_streamed_columns_are_checked_as_they_pass() -> None:
     rows = columns()
     trainer = gkd_columns(train_dataset=rows.to_iterable_dataset(), max_steps=1, max_length=64)
-    assert_same_step(steps(trainer)[0], steps(gkd_columns(train_dataset=rows))[0])
+    assert_same_gradient(steps(trainer)[0], steps(gkd_columns(train_dataset=rows))[0])
     cut = rows.map(lambda row: {"completion_mask": [0, *row["completion_mask"][1:-1], 0]})
     with pytest.raises(ValueError, match="other settings"):
         gkd_columns(train_dataset=cut.to_iterable_dataset(), max_length=64).train()
@@ -171,7 +165,7 @@ def test_a_server_gives_the_gradient_of_the_model(server: Any, lmbda: float) -> 
     assert [len(body["prompt"]) for body in server.requests if body["prompt"] != [[0, 0]]] == [
         8
     ]  # of all micro-batches together
-    assert_same_step(found, steps(gkd(**settings))[0])
+    assert_same_gradient(found, steps(gkd(**settings))[0])
     trainer = gkd(teacher_model=None, teacher_model_server_url=server.url, **settings)
     rows = Dataset.from_list(fixed_rows())
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(
@@ -190,7 +184,7 @@ def test_rows_choose_among_servers(server: Any, lmbda: float) -> None:
         settings = {**SERVED, "lmbda": lmbda}
         all_one = Dataset.from_list(rows)
         found = steps(gkd(teacher_model=urls, train_dataset=all_one, **settings))[0]
-        assert_same_step(found, steps(gkd(train_dataset=all_one, **settings))[0])
+        assert_same_gradient(found, steps(gkd(train_dataset=all_one, **settings))[0])
         before = len(server.requests), len(second.requests)
         for row in rows[:3]:
             row["teacher"] = "two"
@@ -202,7 +196,7 @@ def test_rows_choose_among_servers(server: Any, lmbda: float) -> None:
         )
         (served,) = steps(trainer)
         models = {"one": double("llama"), "two": double("llama", seed=4)}
-        assert_same_step(
+        assert_same_gradient(
             served, steps(gkd(teacher_model=models, train_dataset=trainer.train_dataset, **settings))[0]
         )
         asked = [each.requests[start + 2 :] for each, start in zip((server, second), before, strict=True)]
@@ -234,5 +228,5 @@ def test_a_server_teaches_the_completions_of_prompts(server: Any) -> None:
     _, expected = run_on_prompts("distillation", teacher="llama", **settings)
     served = {"teacher_model_server_url": server.url, "teacher_top_k": V}
     trainer, found = run_on_prompts("distillation", **settings, **served)
-    assert_same_step(found.steps[0], expected.steps[0])
+    assert_same_gradient(found.steps[0], expected.steps[0])
     assert trainer.teacher.model is None

@@ -7,11 +7,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.experimental.group_runs import assert_same_steps
 from tests.tiny import tiny_model
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.grpo_runs import logs
 from tests.trainer.image_prompt_runs import QUESTION, make, rows, run
+from tests.trainer.one_step import assert_same_steps
 from tests.two_processes import launch
 from trl.data.prompts import IMAGE_KEY
 from trl.rollouts.experience import OLD, SAMPLING_LOGPS
@@ -99,7 +99,9 @@ def test_two_processes(tmp_path):
     found = torch.load(out)
     assert_same_steps(found["gradients"], expected.steps)
     assert found["logs"][-1]["kl"] == pytest.approx(logs(trainer)[-1]["kl"], abs=1e-9)
-    assert found["reward"] == pytest.approx(trainer.evaluate(Dataset.from_list(rows()[1:4]))["eval_reward"])
+    assert found["eval"]["eval_reward"] == pytest.approx(
+        trainer.evaluate(Dataset.from_list(rows()[1:4]))["eval_reward"]
+    )
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
-from tests.experimental.group_runs import assert_same_steps
 from tests.trainer.grpo_runs import logs, make, prompts, run
+from tests.trainer.one_step import assert_same_steps
 from trl.data import prompts as prompt_rows
 
 SETTINGS = {"max_steps": 5, "steps_per_generation": 2, "num_iterations": 1, "max_completion_length": 5}

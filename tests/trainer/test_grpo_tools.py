@@ -10,6 +10,7 @@ from tests.rollouts.tool_words import TEMPLATE, TOOLS, call_tokenizer
 from tests.tiny_tokenizers import CHATML
 from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import conversations, make, run
+from tests.trainer.one_step import assert_same_steps
 from tests.two_processes import launch
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, TRAINED
@@ -103,15 +104,6 @@ METHODS = {
 }
 
 
-def assert_same_gradients(found, expected):
-    assert len(found) == len(expected)
-    for own, other in zip(found, expected, strict=True):
-        size = max(float(value.abs().max()) for value in other.values())
-        assert size > 1e-4
-        for name, value in other.items():
-            assert (own[name] - value).abs().max() <= 1e-10 * max(size, 1), name
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_do_not_depend_on_how_a_step_is_cut(name):
     method, settings = METHODS[name]
@@ -119,7 +111,7 @@ def test_gradients_do_not_depend_on_how_a_step_is_cut(name):
     assert logs(trainer)[-1]["tokens/tool_output"] > 10
     for change in (SPLIT, {"prefix_sharing": False}):
         _, found = run(method, **{**WHOLE, **settings, **change})
-        assert_same_gradients(found.steps, expected.steps)
+        assert_same_steps(found.steps, expected.steps)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -144,7 +136,7 @@ def test_two_processes(tmp_path):
     cut = {**settings, "per_device_train_batch_size": 4}
     launch("tests.trainer.grpo_tool_runs", str(tmp_path / "two.pt"), json.dumps(cut))
     found = torch.load(tmp_path / "two.pt")
-    assert_same_gradients(found["gradients"], expected.steps)
+    assert_same_steps(found["gradients"], expected.steps)
     for own, known in zip(found["logs"], logs(trainer), strict=True):
         for name, value in known.items():
             if name.startswith(("tools/", "tokens/", "reward", "completions/", "num_tokens")):

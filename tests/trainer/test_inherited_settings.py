@@ -8,7 +8,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset
 
 from tests.tiny import tiny_model
-from tests.trainer import bco_runs, cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
+from tests.trainer import cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
 from tests.trainer.inherited_worker import EVALUATIONS, SEQUENCES, evaluated, sft_evaluated
 from tests.two_processes import launch
 
@@ -20,7 +20,7 @@ MAKERS = {
     "dpo": (dpo_runs.make, dpo_runs.pairs),
     "cpo": (cpo_runs.make, dpo_runs.pairs),
     "kto": (kto_runs.make, kto_runs.rows),
-    "bco": (bco_runs.make, kto_runs.rows),
+    "bco": (kto_runs.make_bco, kto_runs.rows),
     "reward": (reward_runs.make, reward_runs.rows),
     "prm": (prm_runs.make, prm_runs.rows),
 }

@@ -11,14 +11,12 @@ from tests.trainer.dpo_runs import policy_and_reference
 from tests.trainer.kto_runs import (
     LABELS,
     SPLITS,
-    assert_same_gradient,
     log_ratios,
     logps,
     make,
-    plain_gradient,
     rows,
-    step,
 )
+from tests.trainer.one_step import assert_same_gradient, plain_gradient, step
 from trl.trainer.kto_trainer import KTOTrainer
 
 OWN = {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}

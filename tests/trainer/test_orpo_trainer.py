@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.tiny import tiny_model, tiny_seq2seq
-from tests.trainer.cpo_runs import gradients_of, largest_difference, plain, step
+from tests.tiny import tiny_seq2seq
+from tests.trainer.cpo_runs import assert_step, plain
+from tests.trainer.cpo_runs import make_orpo as make
 from tests.trainer.dpo_runs import pairs
-from tests.trainer.orpo_runs import make
-from tests.trainer.test_cpo_trainer import IN_TWOS, LOGGED, OF_THE_RUN, padded
+from tests.trainer.one_step import assert_same_gradient, plain_gradient, step
+from tests.trainer.test_cpo_trainer import IN_TWOS, LOGGED, padded
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator, with_prompts_scored
 
 WITH_ODDS = LOGGED | {"log_odds_ratio", "log_odds_chosen"}
@@ -39,28 +40,15 @@ def formula(found, *, beta=0.1):
     return nll - beta * logsigmoid(ratio).mean(), {name: value.item() for name, value in metrics.items()}
 
 
-def assert_step(settings, expected=None):
-    """A trainer's step is the formula's (or the `expected` one)."""
-    gradients, log = step(make, **settings)
-    if expected is None:
-        model = tiny_model("gpt2", dtype=torch.float64)
-        loss, metrics = formula(plain(model, pairs()), **settings)
-        expected = gradients_of(model, loss), {"loss": loss.item(), **metrics}
-    assert largest_difference(gradients, expected[0]) <= 1e-10
-    assert log.keys() == WITH_ODDS | OF_THE_RUN
-    for name in WITH_ODDS - {"loss"}:
-        assert log[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-12), name
-    assert log["loss"] == pytest.approx(expected[1]["loss"], rel=1e-6)  # summed in float32 by transformers
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
 def test_a_step_is_the_formula(beta):
-    assert_step({"beta": beta})
+    assert_step(make, formula, {"beta": beta}, WITH_ODDS)
 
 
 @pytest.mark.parametrize("collator", [padded(40), DPODataCollatorWithPadding()])
 def test_own_collators_and_mean_logits_do_not_depend_on_padding(collator):
-    assert_step({"beta": 0.5, "data_collator": collator, **IN_TWOS}, step(make, beta=0.5))
+    settings = {"beta": 0.5, "data_collator": collator, **IN_TWOS}
+    assert_step(make, formula, settings, WITH_ODDS, expected=step(make(beta=0.5)))
 
 
 def test_each_chosen_prompt_is_scored_once_in_every_layout():
@@ -122,7 +110,7 @@ def seq2seq_tokens(model, rows):
 )  # T5's norms round to float32
 @pytest.mark.parametrize("split", [{}, IN_TWOS])
 def test_an_encoder_decoder_judges_what_its_decoder_says(split, kind, tolerance):
-    gradients, log = step(make, model=tiny_seq2seq(kind, dtype=torch.float64), beta=0.5, **split)
+    gradients, log = step(make(model=tiny_seq2seq(kind, dtype=torch.float64), beta=0.5, **split))
     model = tiny_seq2seq(kind, dtype=torch.float64)
     chosen, rejected = seq2seq_tokens(model, pairs())
     ratio = torch.stack(
@@ -132,4 +120,4 @@ def test_an_encoder_decoder_judges_what_its_decoder_says(split, kind, tolerance)
     loss = nll - 0.5 * logsigmoid(ratio).mean()
     assert log["nll_loss"] == pytest.approx(nll.item(), rel=tolerance)
     assert log["log_odds_chosen"] == pytest.approx(ratio.mean().item(), rel=tolerance)
-    assert largest_difference(gradients, gradients_of(model, loss)) <= tolerance
+    assert_same_gradient(gradients, plain_gradient(model, loss), tolerance)

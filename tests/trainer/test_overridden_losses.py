@@ -10,8 +10,8 @@ from torch.nn.functional import logsigmoid, softplus
 
 from tests.tiny import tiny_model
 from tests.trainer import dpo_runs, grpo_runs, kto_runs, reward_runs
-from tests.trainer.kto_runs import SPLITS, assert_same_gradient, step
-from tests.trainer.one_step import trainer_of
+from tests.trainer.kto_runs import SPLITS
+from tests.trainer.one_step import assert_same_gradient, plain_gradient, step, trainer_of
 from tests.trainer.resume_worker import tokenizer
 from trl import (
     BCOConfig,
@@ -355,7 +355,7 @@ def test_get_batch_loss_metrics_of_rows(make_one):
         ]
     )
     signs = torch.tensor([1 if row["label"] else -1 for row in kto_runs.rows()])
-    assert_same_gradient(gradients, kto_runs.plain_gradient(model, -logsigmoid(signs * logps / 10).mean()))
+    assert_same_gradient(gradients, plain_gradient(model, -logsigmoid(signs * logps / 10).mean()))
     assert log["mine"] == 3.0
 
 

@@ -17,10 +17,9 @@ from transformers import (
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import SETTINGS
+from tests.trainer.one_step import SETTINGS, assert_same_gradient
 from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import tokenizer
-from tests.trainer.test_invariance import assert_same_gradients
 from tests.two_processes import launch
 from trl.reporting.metrics import compute_accuracy
 from trl.trainer.prm_config import PRMConfig
@@ -48,7 +47,7 @@ def whole():
 
 
 def assert_same(found, expected):
-    assert_same_gradients(found[0], expected[0])
+    assert_same_gradient(found[0], expected[0])
     for name in METRICS:
         assert found[1][name] == pytest.approx(expected[1][name], rel=1e-6 if name == "loss" else 1e-12), name
 
@@ -74,7 +73,7 @@ def test_a_plain_loop_gives_this_gradient(whole):
     logits, labels, mask = own_logits(model, rows())
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     loss.backward()
-    assert_same_gradients(whole[0], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same_gradient(whole[0], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     right = (logits.argmax(-1) == labels)[labels != -100].double().mean()
     assert whole[1]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert whole[1]["accuracy"] == pytest.approx(right.item(), rel=1e-12)

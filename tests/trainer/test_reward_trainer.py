@@ -12,10 +12,10 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import SETTINGS
+from tests.trainer.one_step import SETTINGS, assert_same_gradient
 from tests.trainer.resume_worker import tokenizer
 from tests.trainer.reward_runs import make, reward_model, rows
-from tests.trainer.test_invariance import SPLITS, assert_same_gradients
+from tests.trainer.test_invariance import SPLITS
 from trl.reporting.metrics import compute_accuracy
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
@@ -45,7 +45,7 @@ def whole():
 
 
 def assert_same(found, expected):
-    assert_same_gradients(found[0], expected[0])
+    assert_same_gradient(found[0], expected[0])
     assert_same_metrics(found[1], expected[1])
 
 
@@ -86,7 +86,7 @@ def test_a_plain_loop_gives_this_gradient(whole):
     margin = torch.tensor([row["margin"] for row in data], dtype=torch.float64)
     losses = -torch.log(torch.sigmoid(chosen - rejected - margin)) + 0.1 * (chosen + rejected) ** 2
     losses.mean().backward()
-    assert_same_gradients(whole[0], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same_gradient(whole[0], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     losses, pairs = losses.detach(), torch.stack([chosen, rejected], dim=1).detach()
     expected = {
         "loss": losses.mean(),

@@ -10,9 +10,16 @@ from torch.nn.functional import softplus
 from transformers import Trainer, TrainingArguments
 
 from tests.tiny import tiny_model
-from tests.trainer import bco_runs, cpo_runs, dpo_runs, grpo_runs, kto_runs, orpo_runs, reward_runs
-from tests.trainer.kto_runs import assert_same_gradient, plain_gradient, step
-from tests.trainer.one_step import SETTINGS, KeepGradients, fixed_rows, trainer_of
+from tests.trainer import cpo_runs, dpo_runs, grpo_runs, kto_runs, reward_runs
+from tests.trainer.one_step import (
+    SETTINGS,
+    KeepGradients,
+    assert_same_gradient,
+    fixed_rows,
+    plain_gradient,
+    step,
+    trainer_of,
+)
 from tests.trainer.resume_worker import tokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.collators.preference import DPODataCollatorWithPadding
@@ -48,9 +55,9 @@ RECORDED = {
 MAKERS = {
     "DPOTrainer": lambda: dpo_runs.make(beta=0.3, f_alpha_divergence_coef=0.7),
     "KTOTrainer": lambda: kto_runs.make(desirable_weight=1.5),
-    "BCOTrainer": lambda: bco_runs.make(**bco_runs.MATCHED),
+    "BCOTrainer": lambda: kto_runs.make_bco(**kto_runs.MATCHED),
     "CPOTrainer": lambda: cpo_runs.make(simpo_gamma=0.7, loss_type="simpo"),
-    "ORPOTrainer": lambda: orpo_runs.make(beta=0.4),
+    "ORPOTrainer": lambda: cpo_runs.make_orpo(beta=0.4),
     "GRPOTrainer": lambda: grpo_runs.make("grpo", epsilon=0.3, reward_weights=[2.0], temperature=0.9)[0],
     "RLOOTrainer": lambda: grpo_runs.make("rloo", reward_clip_range=[-1.0, 1.0])[0],
     "SFTTrainer": lambda: trainer_of(
@@ -65,7 +72,7 @@ VALUES = {
         "is_vision_model": False, "label_pad_token_id": -100, "pad_token_id": 0, "aux_loss_coef": 0.0,
     },
     "KTOTrainer": {"calculate_KL": True, "desirable_weight": 1.5, "is_encoder_decoder": False, "ref_adapter_name": None},
-    "BCOTrainer": {"embedding_func": bco_runs.embed, "match_underlying_distribution": True, "beta": 0.3},
+    "BCOTrainer": {"embedding_func": kto_runs.embed, "match_underlying_distribution": True, "beta": 0.3},
     "CPOTrainer": {"simpo_gamma": 0.7, "loss_type": "simpo", "decoder_start_token_id": None},
     "ORPOTrainer": {"beta": 0.4, "aux_loss_enabled": False},
     "GRPOTrainer": {
