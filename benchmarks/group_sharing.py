@@ -51,7 +51,9 @@ def _window(trainer: Any, prompt: list[int], work: Work, completion: int) -> Exp
         {SAMPLING_LOGPS: torch.full((drawn.numel(),), -8.5)},
         {STOPPED: torch.ones(work.group, dtype=torch.bool)},
     )
-    experience = trainer.rollouts.reward(Completed(experience), {"input_ids": [prompt] * work.group})
+    trainer.rollouts.completer = lambda maker, rows, streams: Completed(experience)
+    rows = {"input_ids": [prompt] * work.group}
+    experience = trainer.rollouts.roll_out(rows, streams=range(work.group))
     return trainer.advantages(trainer.scored(experience, learning=True))
 
 

@@ -148,8 +148,8 @@ NAMES: dict[str, Row] = {
         "trl.models.value_head": "SUPPORTED_ARCHITECTURES"},
     "trl.rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward get_soft_overlong_punishment "
         "think_format_reward", "trl.rewards.functions": "FunctionSource resolve_reward_funcs",
-        "trl.rewards.judge_source": "JudgeSource", "trl.rewards.models": "ModelSource",
-        "trl.rewards.result": "RewardError RewardInputs RewardResult", "trl.rewards.source": "RewardSources"},
+        "trl.rewards.judge_source": "JudgeSource", "trl.rewards.managed_judge": "ManagedJudge",
+        "trl.rewards.models": "ModelSource", "trl.rewards.result": "RewardError RewardInputs RewardResult", "trl.rewards.source": "RewardSources"},
     "trl.rewards.accuracy_rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward"},
     "trl.rewards.format_rewards": {"trl.rewards.ready_made": "think_format_reward"},
     "trl.rewards.other_rewards": {"trl.rewards.ready_made": "get_soft_overlong_punishment"},

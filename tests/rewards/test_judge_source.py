@@ -91,8 +91,8 @@ def test_rankings_that_are_missing(ranking, expected):
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ([2] * 3, "gave 2, expected 0, 1 or -1"),
-        (["A"] * 3, "gave 'A', expected 0, 1 or -1"),
+        ([2] * 3, "gave 2, expected 0, 1, 0.5"),
+        (["A"] * 3, "gave 'A', expected 0, 1, 0.5"),
         ([1], "gave 1 answers, expected 3"),
     ],
 )

@@ -85,3 +85,29 @@ def test_wrong_options(models, monkeypatch, capsys, changed, message):
     words = [word for pair in options.items() for word in pair]
     assert main(["compare", "a", "b", *words]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_answers_on_disk_are_not_asked_for_again(models, monkeypatch, capsys):
+    """In both orders: the judge sees each pair twice in the first call, and none in the second."""
+    monkeypatch.chdir(models)
+    given = [
+        "compare",
+        "a",
+        "b",
+        "--judge",
+        "words.Longer",
+        "--prompts",
+        "prompts.jsonl",
+        "--max_new_tokens",
+        "6",
+    ]
+    given += ["--judge_cache", "answers.sqlite", "--judge_swap_positions", "--out", "found.json"]
+    found = []
+    for _ in range(2):
+        assert main(given) == 0
+        found.append(json.loads((models / "found.json").read_text()))
+    costs = [[each.pop(f"judge_{name}") for name in ("calls", "cached", "seconds")] for each in found]
+    assert found[0] == found[1] and 0 <= found[0]["judge_agreement"] <= 1
+    assert costs[0][0] == costs[1][1] > 0 and costs[1][0] == 0
+    assert main([*given, "--judge_max_calls", "0", "--judge_cache", "new.sqlite"]) == 2
+    assert "max_calls=0" in capsys.readouterr().err

@@ -221,7 +221,7 @@ def test_a_judge_wins_over_rewards_with_a_warning(recwarn):
     assert any("reward_funcs has no effect with a judge" in str(warning.message) for warning in recwarn)
 
 
-@pytest.mark.parametrize("answer", [2, 0.5, float("nan"), "first"])
+@pytest.mark.parametrize("answer", [2, 0.3, float("nan"), "first"])
 def test_a_wrong_answer_is_an_error(answer):
     with pytest.raises(RewardError, match="EvenJudge"):
         run("online_dpo", **ONE, reward_funcs=None, given={"judge": EvenJudge(a1=answer)})

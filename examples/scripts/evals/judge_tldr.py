@@ -3,7 +3,7 @@
     python examples/scripts/evals/judge_tldr.py --model_name_or_path vwxyzjn/ppo_tldr --judge_model gpt-4o-mini \
         --num_examples 1000
 
-`gpt-` models are asked through OpenAI's API (`pip install trl[judges]`), all others through the Hub's. Without `--judge_model` a
+`gpt-` models are reached through OpenAI's API (`pip install trl[judges]`), all others through the Hub's. Without `--judge_model` a
 summary wins that shares more words with its post. `--tiny` judges a small Llama of random weights that way.
 """
 
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl import TrlParser
 from trl.experimental.judges import BasePairwiseJudge, HfPairwiseJudge, OpenAIPairwiseJudge
+from trl.rewards import ManagedJudge
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import tiny
@@ -33,6 +34,8 @@ class Arguments:
     judge_model: str | None = field(
         default=None, metadata={"help": "Model that judges. None: shared words decide."}
     )
+    judge_cache: str | None = field(default=None, metadata={"help": "File that keeps its answers."})
+    swap_positions: bool = field(default=False, metadata={"help": "Show it each pair in both orders."})
     num_examples: int | None = field(default=None, metadata={"help": "Posts to summarise. None: all."})
     dataset_name: str = field(default="trl-lib/tldr", metadata={"help": "Rows of `prompt`, `completion`."})
     dataset_split: str = field(default="validation", metadata={"help": "Its split."})
@@ -95,6 +98,9 @@ if __name__ == "__main__":
     pairs = [
         list(pair) for pair in zip(rows["completion"], summaries(list(rows["prompt"]), args), strict=True)
     ]
-    verdicts = judge_of(args.judge_model).judge(list(rows["prompt"]), pairs)
-    answered = [verdict for verdict in verdicts if verdict in (0, 1)]  # -1: the judge gave no answer
+    judge = ManagedJudge(
+        judge_of(args.judge_model), cache=args.judge_cache, swap_positions=args.swap_positions
+    )
+    verdicts = judge.judge(list(rows["prompt"]), pairs)
+    answered = [verdict for verdict in verdicts if verdict >= 0]  # 0.5: a tie, -1: no answer
     print(f"Model win rate: {100 * sum(answered) / max(len(answered), 1):.2f}%")

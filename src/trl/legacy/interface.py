@@ -165,7 +165,7 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
         "tools": lambda trainer: getattr(trainer.rollouts.completer, "functions", None),
     },
     "PPOTrainer": {"policy_model": "model"},
-    "OnlineDPOTrainer": {"judge": lambda trainer: getattr(trainer.rewards.sources[0], "judge", None)},
+    "OnlineDPOTrainer": {"judge": lambda trainer: getattr(trainer.method.judge, "inner", None)},
     "GFPOTrainer": {"group_filter_func": "method.group_filter"},
 }  # fmt: skip
 """Attributes that are parts, by trainer: the path to them, or how they are made."""

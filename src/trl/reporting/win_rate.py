@@ -23,8 +23,8 @@ class WinRate(NamedTuple):
     unanswered: int
 
 
-class WrongAnswer(ValueError):
-    """A judge gave other answers than it was asked for: `text` says which."""
+class JudgeError(ValueError):
+    """A judge gave an invalid answer, or none because its budget is spent: `text` says which."""
 
     def __init__(self, judge: Any, text: str) -> None:
         super().__init__(f"{type(judge).__name__} {text}.")
@@ -44,10 +44,10 @@ def shares_of_first(
 ) -> list[float | None]:
     """How far the first text of each pair wins, in [0, 1]; None where the judge gives no answer (-1 or None).
 
-    Equal texts are a tie and are not shown to the judge. `options` go to its `judge`; with `return_scores=True` it gives the
-    probability that the first wins.
+    Answers are 0 or 1, the better one, and 0.5 for a tie. Equal texts are a tie and are not shown to the judge. `options` go to its
+    `judge`; with `return_scores=True` it gives the probability that the first wins.
 
-    Raises: TypeError for a judge without `return_scores`, WrongAnswer for another number of answers or for other answers.
+    Raises: TypeError for a judge without `return_scores`, JudgeError for another number of answers or for other answers.
     """
     soft = bool(options.get("return_scores"))
     if soft and "return_scores" not in inspect.signature(judge.judge).parameters:
@@ -60,12 +60,12 @@ def shares_of_first(
         return found
     answers = judge.judge([prompts[row] for row in asked], [list(pairs[row]) for row in asked], **options)
     if len(answers) != len(asked):
-        raise WrongAnswer(judge, f"gave {len(answers)} answers, expected {len(asked)}, one for each question")
+        raise JudgeError(judge, f"gave {len(answers)} answers, expected {len(asked)}, one for each question")
     for row, answer in zip(asked, answers, strict=True):
         value = -1.0 if answer is None else float(answer) if isinstance(answer, Real) else math.nan
-        if not (value in (0.0, 1.0, -1.0) or (soft and 0 <= value <= 1)):
-            allowed = "a probability, or -1" if soft else "0, 1 or -1"
-            raise WrongAnswer(judge, f"gave {answer!r}, expected {allowed}")
+        if not (value in (0.0, 0.5, 1.0, -1.0) or (soft and 0 <= value <= 1)):
+            allowed = "a probability, or -1" if soft else "0, 1, 0.5 (a tie) or -1"
+            raise JudgeError(judge, f"gave {answer!r}, expected {allowed}")
         found[row] = None if value == -1 else value if soft else 1 - value
     return found
 

@@ -7,7 +7,7 @@ from itertools import combinations
 from numbers import Real
 from typing import Any
 
-from trl.reporting.win_rate import WrongAnswer, shares_of_first
+from trl.reporting.win_rate import JudgeError, shares_of_first
 from trl.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
 from trl.rewards.ready_made import content_of
 from trl.rewards.result import RewardError, RewardInputs, rows_by_prompt
@@ -53,7 +53,7 @@ class JudgeSource:
             raise TypeError(
                 f"reward_funcs holds a {type(judge).__name__}, expected a BaseBinaryJudge, BasePairwiseJudge or BaseRankJudge."
             )
-        self.judge, self.name = judge, name or type(judge).__name__
+        self.judge, self.name = judge, name or getattr(judge, "name", None) or type(judge).__name__
         self.compares = not isinstance(judge, BaseBinaryJudge)
         self.gold_column, self.deadline, self.on_failure = gold_column, deadline, on_failure
         self.group_size, self.judge_options = group_size, judge_options
@@ -96,13 +96,11 @@ class JudgeSource:
     ) -> list[float | None]:
         wins: list[list[float]] = [[] for _ in texts]
         pairs = [pair for group in groups for pair in combinations(group, 2)]
-        prompts, shown = (
-            [as_text(inputs.prompts[a]) for a, _ in pairs],
-            [[texts[a], texts[b]] for a, b in pairs],
-        )
+        prompts = [as_text(inputs.prompts[a]) for a, _ in pairs]
+        shown = [[texts[a], texts[b]] for a, b in pairs]
         try:
             shares = shares_of_first(self.judge, prompts, shown, **self.judge_options)
-        except WrongAnswer as error:
+        except JudgeError as error:
             raise RewardError(error.text) from None
         for (a, b), first in zip(pairs, shares, strict=True):
             if first is not None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import random
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +81,7 @@ class BasePairwiseJudge(BaseJudge):
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
     ) -> list[int]:
-        """The index (0 or 1) of the better completion of each pair; -1 for no answer.
+        """The index (0 or 1) of the better completion of each pair; 0.5 for a tie, -1 for no answer.
 
         `shuffle_order` shows some pairs in reverse order, against position bias.
         """
@@ -205,8 +206,10 @@ class ChatPairwiseJudge(BasePairwiseJudge):
 
     `system_prompt` (None: `QUESTION`) has the placeholders `{prompt}`, `{response0}` and `{response1}`; other braces are
     doubled. Up to `max_workers` requests run at the same time; after `max_requests` (None: no limit) every answer is -1.
+    `num_requests` and `num_tokens` count requests, and the tokens that the endpoint reports.
     """
 
+    model: Any
     request_options: Mapping[str, Any]
 
     def __init__(self, system_prompt: str | None, *, max_requests: int | None, max_workers: int) -> None:
@@ -215,13 +218,24 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         check_at_least("max_workers", max_workers, minimum=1, optional=False)
         check_at_least("max_requests", max_requests, minimum=0)
         self.max_requests, self.max_workers = max_requests, max_workers
-        self.num_requests = 0
+        self.num_requests = self.num_tokens = 0
+        self._counting = threading.Lock()
         self._warned: set[Any] = set()
 
     def answer(self, content: str) -> str | None:
         """The model's answer to a message."""
         messages = [{"role": "user", "content": content}]
-        return self._request(messages=messages, **self.request_options).choices[0].message.content
+        found = self._request(messages=messages, **self.request_options)
+        with self._counting:
+            self.num_tokens += getattr(getattr(found, "usage", None), "total_tokens", None) or 0
+        return found.choices[0].message.content
+
+    @property
+    def cache_key(self) -> str:
+        """The identity of its answers on disk: class, model, prompt and options of a request."""
+        return repr(
+            [type(self).__name__, self.model, self.system_prompt, sorted(self.request_options.items())]
+        )
 
     @abstractmethod
     def _request(self, **options: Any) -> Any:

@@ -65,6 +65,18 @@ class RewardInputs:
         return f"{self.prompts[row]!r:.200} -> {self.completions[row]!r:.200}"
 
 
+def joined(parts: Sequence[RewardInputs]) -> RewardInputs:
+    """The rows of several inputs, one after another.
+
+    >>> joined([RewardInputs(["p"], ["a"]), RewardInputs(["q"], ["b"])]).completions
+    ['a', 'b']
+    """
+    names = ("prompts", "completions", "completion_ids", "prompt_ids")
+    rows = {name: [row for part in parts for row in getattr(part, name)] for name in names}
+    columns = {name: [row for part in parts for row in part.columns[name]] for name in parts[0].columns}
+    return RewardInputs(**rows, columns=columns, trainer_state=parts[0].trainer_state)
+
+
 def rows_by_prompt(prompts: Sequence[Any]) -> list[list[int]]:
     """The rows of each prompt (text or messages), prompts in the order of their first row.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,9 +18,10 @@ from trl.data.prompts import PROMPT_IDS, columns_for_rewards
 from trl.data.rendering import Message
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
-from trl.rewards.result import RewardInputs, source_columns
+from trl.reporting.deadlines import Pending, start
+from trl.rewards.result import RewardInputs, RewardResult, joined, source_columns
 from trl.rewards.source import RewardSources
-from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience
+from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience, concatenate
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
 from trl.tensors.ragged import Ragged
 
@@ -89,7 +92,8 @@ class ApplyRewards(Protocol):
 class RolloutMaker:
     """Makes rewarded completions. The same seed and batch number give the same rows, in any number of processes.
 
-    `refill` replaces rows of a rollout batch by its number. `follow` brings the policy's weights to the engine. `texts` holds
+    `refill` replaces rows of a rollout batch by its number. With `parts` > 1 a rollout batch is completed in that many parts, and
+    the rewards of a part are computed on a thread while the next part is completed. `follow` brings the policy's weights to the engine. `texts` holds
     prompt and completion of each row of the newest rollout.
     """
 
@@ -106,12 +110,13 @@ class RolloutMaker:
         accelerator: Any,
         completer: Completer | None = None,
         refill: Callable[[RolloutMaker, Experience, int], Experience] | None = None,
+        parts: int = 1,
     ) -> None:
         self.prompts, self.sizes = prompts, sizes
         self.engine, self.sampling = engine, sampling
         self.rewards, self.apply_rewards = rewards, apply_rewards
         self.tokenizer, self.accelerator = tokenizer, accelerator
-        self.completer, self.refill = completer or TextCompleter(), refill
+        self.completer, self.refill, self.parts = completer or TextCompleter(), refill, parts
         self.texts: list[tuple[Any, Any]] = []
         self._state: Any = None
 
@@ -134,9 +139,34 @@ class RolloutMaker:
         return found if self.refill is None else self.refill(self, found, number)
 
     def roll_out(self, rows: Rows, *, streams: Sequence[int], training: bool = True) -> Experience:
-        """Completions of some rows, with their rewards."""
-        found = self.completer(self, rows, streams=streams)
-        return self.reward(found, rows, training=training)
+        """Completions of some rows, with the score of each source, and the columns that the method makes of their sum."""
+        groups = math.ceil(len(streams) / self.sizes.group)
+        size = math.ceil(groups / (self.parts if training else 1)) * self.sizes.group
+        completed: list[Experience] = []
+        inputs: list[RewardInputs] = []
+        pending: list[Pending] = []
+        for first in range(0, len(streams), size):
+            own = {name: values[first : first + size] for name, values in rows.items()}
+            found = self.completer(self, own, streams=streams[first : first + size])
+            completed.append(found.experience)
+            inputs.append(self.inputs(found, own))
+            if size < len(streams):
+                score = partial(self._score_after, pending[-1:], inputs[-1])
+                pending.append(start(score, "rewards-of-a-part"))
+        results = [part.future.result() for part in pending] or [self.rewards.score(inputs[0])]
+        scored = [
+            experience.with_rows(**source_columns(result))
+            for experience, result in zip(completed, results, strict=True)
+        ]
+        every, rewards = joined(inputs), torch.cat([result.rewards for result in results])
+        self.texts = list(zip(every.prompts, every.completions, strict=True))
+        return self.apply_rewards(concatenate(scored), rewards, every, training=training)
+
+    def _score_after(self, earlier: Sequence[Pending], inputs: RewardInputs) -> RewardResult:
+        """The scores of a part, once the part before it has its own: sources are called in the same order each time."""
+        for part in earlier:
+            part.future.result()
+        return self.rewards.score(inputs)
 
     def complete(
         self,
@@ -149,14 +179,6 @@ class RolloutMaker:
         """One completion of each prompt by the policy; `inputs` are further arguments of the engine's `generate`."""
         with self.accelerator.autocast():
             return sample(self.engine, prompts, sampling or self.sampling, streams=streams, **inputs)
-
-    def reward(self, found: Completed, rows: Rows, *, training: bool = True) -> Experience:
-        """Completions with the score of each source, and the columns that the method makes of their sum."""
-        inputs = self.inputs(found, rows)
-        self.texts = list(zip(inputs.prompts, inputs.completions, strict=True))
-        result = self.rewards.score(inputs)
-        experience = found.experience.with_rows(**source_columns(result))
-        return self.apply_rewards(experience, result.rewards, inputs, training=training)
 
     def inputs(self, found: Completed, rows: Rows) -> RewardInputs:
         """What reward sources are given."""

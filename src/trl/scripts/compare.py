@@ -30,6 +30,17 @@ def make_parser() -> argparse.ArgumentParser:
         "--temperature", type=float, default=0.7, help="of sampling; 0 takes the most likely tokens"
     )
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument(
+        "--judge_cache", metavar="FILE", help="keep the judge's answers there, for later calls"
+    )
+    parser.add_argument(
+        "--judge_swap_positions", action="store_true", help="show each pair in both orders; the mean counts"
+    )
+    parser.add_argument(
+        "--judge_retries", type=int, default=0, help="further attempts if the judge fails or does not answer"
+    )
+    parser.add_argument("--judge_max_calls", type=int, help="most comparisons sent to it (default: no limit)")
+    parser.add_argument("--judge_max_tokens", type=int, help="tokens after which it is sent none")
     parser.add_argument("--out", metavar="FILE", help="also write figures and answers as JSON")
     return parser
 
@@ -61,8 +72,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     from trl.reporting.win_rate import length_controlled, win_rate, win_shares
     from trl.rewards.functions import resolve_judge
     from trl.rewards.judge_source import as_text
+    from trl.rewards.managed_judge import managed
 
-    judge = resolve_judge(options.judge)
+    judge = managed(resolve_judge(options.judge), options)
     rows = _prompts(options)
     answers = [_answers(model, rows, options) for model in (options.first, options.second)]
     prompts = [as_text(row["prompt"]) for row in rows]
@@ -78,6 +90,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "unanswered": found.unanswered,
         "mean_length_first": sum(first for first, _ in lengths) / len(lengths),
         "mean_length_second": sum(second for _, second in lengths) / len(lengths),
+        **{name.replace("/", "_"): value.mean.item() for name, value in judge.agreement().items()},
+        **{f"judge_{name}": value for name, value in judge.cost.items()},
         "rows": [
             {"prompt": prompt, "first": first, "second": second, "share_of_second": share}
             for prompt, (first, second), share in zip(prompts, pairs, shares, strict=True)

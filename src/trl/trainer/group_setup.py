@@ -194,6 +194,11 @@ def group_rewards(
     at_once, generations = args.per_device_train_batch_size, args.num_generations or 0
     sources = reward_sources(reward_funcs, processing_classes, args, policy, batch_size=at_once)
     sources.check_groups(generations, rows=args.rollout_sizes().own_rows)
+    if args.generation_parts > 1 and sources.models:
+        raise ValueError(
+            f"generation_parts={args.generation_parts} computes rewards beside the generation, which reward models do not. Set it "
+            "to 1, or use functions and judges alone."
+        )
     if args.eval_strategy != "no":
         sources.check_groups(args.num_generations_eval or generations, rows=args.eval_batch_size)
     return sources

@@ -103,6 +103,12 @@ class GroupTraining(ReferenceSync, RolloutTraining):
         ">= 1",
         needs="dynamic_sampling",
     )
+    generation_parts: int = option(
+        1,
+        "Parts in which a batch of completions is generated. The rewards of a part are computed while the next one is "
+        "generated, so that calls of a judge take less time.",
+        ">= 1",
+    )
     epsilon: float = option(
         0.2, "How far the ratio of new to old probability may leave 1 before the loss clips it.", "> 0"
     )

@@ -142,7 +142,6 @@ class NashMDTrainer(OnlineDPOTrainer):
     method_type: ClassVar[type[GroupMethod]] = NashMDMethod
     config_type: ClassVar[type[GroupTraining]] = NashMDConfig
     has_opponent: ClassVar[bool] = True
-    returns_scores: ClassVar[bool] = True
 
     @property
     def mixture_coef(self) -> float:

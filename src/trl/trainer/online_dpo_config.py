@@ -8,6 +8,7 @@ from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.preference import NEEDS_STEP, PAIR_LOSSES
 from trl.options.generation import Generation
 from trl.options.groups import documented, moved, option, same
+from trl.options.methods import JudgeOptions
 from trl.options.shared import shared
 from trl.rollouts.schedule import GroupSettings
 from trl.trainer.grpo_config import GroupTraining
@@ -17,7 +18,7 @@ ONLINE_LOSSES = tuple(name for name in PAIR_LOSSES if name not in NEEDS_STEP | {
 
 @documented
 @dataclass
-class OnlineDPOConfig(GroupTraining):
+class OnlineDPOConfig(JudgeOptions, GroupTraining):
     """Settings of `OnlineDPOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     A batch of `per_device_train_batch_size * processes * gradient_accumulation_steps` prompts, `num_generations` completions of

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -27,11 +27,12 @@ from trl.models.scoring.causal import Scored
 from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import PER_TOKEN, preference_terms
-from trl.options.checks import warn_caller
+from trl.options.checks import warn_caller, warn_unread
 from trl.options.training import config_or_default
 from trl.rewards.functions import resolve_judge
 from trl.rewards.judge_source import JudgeSource
 from trl.rewards.judges import BasePairwiseJudge
+from trl.rewards.managed_judge import JUDGE_SETTINGS, ManagedJudge, managed
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import REF, SCORES, STOPPED, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
@@ -45,13 +46,11 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
 class OnlineDPOMethod(GroupMethod):
-    """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024, arXiv:2402.04792).
-
-    `is_judged`: the scores are a judge's shares of won comparisons.
-    """
+    """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024, arXiv:2402.04792)."""
 
     args: OnlineDPOConfig
-    is_judged: bool = False
+    judge: ManagedJudge | None = None
+    """Scores are its shares of won comparisons; None: sums of rewards."""
     epoch: Callable[[], float]
     reference_share: float = 1.0
     """Of the opponent, where there is one."""
@@ -60,6 +59,14 @@ class OnlineDPOMethod(GroupMethod):
     def beta(self) -> float:
         """Of the present epoch."""
         return by_epoch(self.args.beta, self.epoch())
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the scores are a judge's."""
+        return self.judge is not None
+
+    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
+        return {} if self.judge is None else self.judge.agreement()
 
     def apply_rewards(
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
@@ -183,7 +190,6 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     method: OnlineDPOMethod
     method_type: ClassVar[type[GroupMethod]] = OnlineDPOMethod
     config_type: ClassVar[type[GroupTraining]] = OnlineDPOConfig
-    returns_scores: ClassVar[bool] = False
     has_opponent: ClassVar[bool] = False
 
     def __init__(
@@ -223,9 +229,10 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             )
         if judge is None and args.judge is not None:
             judge = resolve_judge(args.judge)
+        sources = self._sources(reward_funcs, judge, args)
         super().__init__(
             model,  # type: ignore[arg-type]
-            self._sources(reward_funcs, judge, args),
+            sources,
             args,
             train_dataset,
             eval_dataset,
@@ -237,10 +244,11 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             tools,
             ref_model=ref_model,
         )
-        self.method.is_judged, self.method.epoch = judge is not None, lambda: self.state.epoch or 0.0
+        self.method.epoch = lambda: self.state.epoch or 0.0
+        self.method.judge = None if judge is None else sources.judge
 
     def _sources(self, reward_funcs: Any, judge: Any, args: OnlineDPOConfig) -> Any:
-        """The reward sources: the judge's shares of won comparisons, or what was given.
+        """The reward sources: the judge's shares of won comparisons, of its probabilities if it has some, or what was given.
 
         Raises: ValueError without either, TypeError for another kind of judge.
         """
@@ -250,18 +258,24 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
                 raise ValueError(
                     f"{self._name} compares completions by a judge or by rewards, got neither. Pass judge or reward_funcs."
                 )
+            warn_unread(args, JUDGE_SETTINGS, "without a judge. Leave it out")
             return reward_funcs
-        if not isinstance(judge, BasePairwiseJudge):
-            raise TypeError(f"judge must be a BasePairwiseJudge, got a {type(judge).__name__}.")
+        judge = managed(judge, args, on_failure=args.reward_failure)
         for name, value in (
             ("reward_funcs", reward_funcs),
             ("missing_eos_penalty", args.missing_eos_penalty),
         ):
             if value is not None:
                 warn_caller(f"{name} has no effect with a judge, which decides. Leave one of them out.")
-        soft = self.returns_scores and "return_scores" in inspect.signature(judge.judge).parameters
-        options: dict[str, Any] = {"return_scores": True} if soft else {}
-        return JudgeSource(judge, group_size=args.num_generations, **options)
+        return JudgeSource(judge, group_size=args.num_generations, return_scores=True)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; the summary at the end has the judge's cost, summed over processes."""
+        if self.method.judge is not None and "train_loss" in logs:
+            every = [self.method.judge.cost]
+            every = gather_object(every) if self.args.world_size > 1 else every
+            logs.update({f"judge/{name}": sum(cost[name] for cost in every) for name in every[0]})
+        super().log(logs, start_time)
 
     def rollout_engine(self, engine: Engine) -> Engine:
         """The config's; with an opponent, it takes turns with the mixture of policy and reference."""

@@ -218,6 +218,7 @@ class OnlineTrainer(BaseTrainer):
             accelerator=self.accelerator,
             completer=completer,
             refill=refill,
+            parts=getattr(self.args, "generation_parts", 1),
         )
         if not isinstance(completer, RolloutFunction):  # which adds columns
             given: Any = self.eval_dataset

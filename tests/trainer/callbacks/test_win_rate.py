@@ -10,6 +10,7 @@ from tests.trainer.callbacks.runs import PROMPTS, prompt_dataset, trainer
 from trl.experimental.judges import BasePairwiseJudge
 from trl.experimental.winrate_callback import WinRateCallback
 from trl.models.reference import FrozenModel
+from trl.rewards import ManagedJudge
 
 GREEDY = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=2, pad_token_id=0)
 
@@ -51,6 +52,15 @@ def test_wins_intervals_and_missing_answers(tmp_path, capsys):
     assert 0 < low < 0.5 < high < 1
     assert [row["winner_index"] for row in callback.table] == [1, None, 0]
     assert "winner_index" in capsys.readouterr().out
+
+
+def test_both_orders_of_a_managed_judge(tmp_path):
+    """The second text wins in both orders, then the first is shown twice as the better one, then no answer."""
+    run, judge = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), Keeps(1, 0, -1, 0, 0, 1)
+    callback = WinRateCallback(ManagedJudge(judge, swap_positions=True), run, GREEDY, against=["x", "y", "z"])
+    callback.on_evaluate(run.args, run.state, run.control)
+    assert logged(run, "eval_win_rate") == [0.75] and logged(run, "eval_judge/agreement") == [0.5]
+    assert [row["winner_index"] for row in callback.table] == [1, None, None]
 
 
 def test_the_reference_of_a_trainer_is_compared_with(tmp_path):

@@ -14,6 +14,7 @@ from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
 from trl.reporting.win_rate import win_rate, win_shares
 from trl.rewards.judge_source import as_text
+from trl.rewards.managed_judge import ManagedJudge
 from trl.trainer.samples import evaluation_rows, sample_completions, tensorboard_writer
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class WinRateCallback(TrainerCallback):
     """Compares completions of evaluation prompts with those of a reference, by a pairwise judge, at each evaluation.
 
     Args:
-        judge: a `BasePairwiseJudge`.
+        judge: a `BasePairwiseJudge`; a `ManagedJudge` has a cache, both orders (`eval_judge/agreement`) and a budget.
         trainer: whose `eval_dataset` (its first `num_prompts` rows) is completed.
         generation_config: of both; None for the models' own, with 128 new tokens if they set no limit.
         shuffle_order: show some pairs in reverse order.
@@ -97,10 +98,12 @@ class WinRateCallback(TrainerCallback):
             ]
             shares = win_shares(self.judge, prompts, pairs, **self.options)
             self._report(args.report_to, prompts, pairs, shares, state.global_step)
-            found = [shares]
+            agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
+            found = [(shares, {f"eval_{name}": value.mean.item() for name, value in agreement.items()})]
         if self.trainer.accelerator.num_processes > 1:
             broadcast_object_list(found)
-        self.trainer.log(self._metrics(found[0]))
+        shares, agreement = found[0]
+        self.trainer.log({**self._metrics(shares), **agreement})
 
     def _metrics(self, shares: list[float | None]) -> dict[str, float]:
         wins = [None if share is None else 0.5 if share == 0.5 else float(share > 0.5) for share in shares]
