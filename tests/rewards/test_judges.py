@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,9 +11,14 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from examples.served_judge import ServedJudge
 
+from tests.generation.stand_in import TOKEN, StandIn, serving
 from tests.rewards.judges_for_tests import IsLong
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from trl.experimental.judges import AllTrueJudge, BaseBinaryJudge, HfPairwiseJudge, OpenAIPairwiseJudge
+from trl.generation.serving.connection import VARIABLE
 
 TEMPLATE = "{prompt}|{response0}|{response1}"
 
@@ -209,6 +215,32 @@ def test_hugging_face_over_http(server, monkeypatch):
     judge = HfPairwiseJudge(address, token="a-token", system_prompt=TEMPLATE)
     assert judge.judge(["q", "fail", "q"], [["long", "x"], ["a", "bb"], ["x", "long"]]) == [0, -1, 1]
     assert {seen[:2] for seen in server.seen} == {("/v1/chat/completions", "Bearer a-token")}
+
+
+def test_a_judge_behind_our_own_server(monkeypatch, tmp_path):
+    """`examples/served_judge.py` over HTTP: pairs in one request, and answers in the order given."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+
+    class Judges(StandIn):
+        def about(self):
+            return {**super().about(), "model": str(tmp_path)}
+
+        def chat(self, asked):
+            self.calls.append(asked)
+            found = [re.findall(r"\[response \d\]\n(.*?)\n", each[0]["content"]) for each in asked.messages]
+            answers = [str(int(len(second) > len(first))) for first, second in found]
+            return {
+                "completion_ids": [tokenizer(each, add_special_tokens=False)["input_ids"] for each in answers]
+            }
+
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    served = Judges(tiny_model("llama"))
+    with serving(served) as url:
+        judge = ServedJudge(url, connection_timeout=10)
+        assert judge.judge(PROMPTS, PAIRS) == [int(len(b) > len(a)) for a, b in PAIRS]
+    [asked] = served.calls
+    assert (asked.temperature, asked.max_tokens, asked.guided_decoding_regex) == (0, 1, "[01]")
 
 
 def test_a_missing_key_or_package_is_said(monkeypatch):

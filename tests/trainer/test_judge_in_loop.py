@@ -1,5 +1,6 @@
 """Judges in the training loop: answers on disk, both orders, budgets, failures, and rewards beside the generation."""
 
+import json
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ import torch
 from tests.tiny import tiny_classifier
 from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
 from tests.trainer.test_online_dpo_trainer import ONE, EvenJudge, SoftJudge
+from tests.two_processes import launch
 from trl.rewards import ManagedJudge, RewardError
 from trl.scripts.online_dpo import make_parser
 
@@ -170,6 +172,24 @@ def test_rewards_are_computed_while_the_next_part_is_generated(method):
         assert found == pytest.approx(value.tolist(), rel=1e-9, nan_ok=True), name
     for name, value in kept.steps[0].items():
         torch.testing.assert_close(keep.steps[0][name], value, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """Share a cache, and train as one does: the judge in both orders, rewards beside the generation."""
+    settings = {
+        **JUDGED, "max_steps": 2, "judge": "tests.trainer.test_online_dpo_trainer.EvenJudge", "judge_swap_positions": True,
+        "generation_parts": 2, "judge_cache": str(tmp_path / "answers"), "folder": str(tmp_path / "run"),
+    }  # fmt: skip
+    trainer, expected = run("online_dpo", **settings)
+    cut = {**settings, "method": "online_dpo", "per_device_train_batch_size": 3}
+    launch("tests.trainer.grpo_runs", str(tmp_path / "two.pt"), json.dumps(cut))
+    found = torch.load(tmp_path / "two.pt")
+    for own, known in zip(found["logs"], logs(trainer), strict=True):
+        assert own["judge/agreement"] == pytest.approx(known["judge/agreement"], abs=1e-9)
+    for name, value in expected.steps[1].items():
+        torch.testing.assert_close(found["gradients"][1][name], value, rtol=1e-6, atol=1e-9)
+    assert 0 <= found["eval"]["eval_judge/agreement"] <= 1
 
 
 def test_an_error_of_a_part_ends_the_run():
