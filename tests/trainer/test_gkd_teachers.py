@@ -202,8 +202,16 @@ def test_rows_choose_among_servers(server: Any, lmbda: float) -> None:
         asked = [each.requests[start + 2 :] for each, start in zip((server, second), before, strict=True)]
         assert [sum(len(body["prompt"]) for body in bodies) for bodies in asked] == [5, 3]
         rows[7]["teacher"] = "three"
-        with pytest.raises(ValueError, match="teacher='three', expected one of one, two"):
-            gkd(teacher_model=urls, train_dataset=Dataset.from_list(rows), **settings).train()
+        odd = Dataset.from_list(rows)
+        for given, words in (
+            (odd, "'three', expected one of one, two"),
+            (odd.remove_columns("teacher"), "None"),
+        ):
+            with pytest.raises(ValueError, match=f"train dataset: column 'teacher' has {words}"):
+                gkd(teacher_model=urls, train_dataset=given, **settings)
+        stream = gkd(teacher_model=urls, train_dataset=odd.to_iterable_dataset(), max_length=64, **settings)
+        with pytest.raises(ValueError, match="of the batch: column 'teacher' has 'three'"):
+            stream.train()
 
 
 def test_a_server_that_dies_stops_the_run(server: Any) -> None:

@@ -115,6 +115,22 @@ def check_teacher_columns(
             )
 
 
+def check_teacher_names(dataset: Any, teachers: Sequence[str], *, name: str) -> None:
+    """Raise ValueError unless the column `teacher` of stored rows names one of several teachers in each."""
+    if isinstance(dataset, Dataset):
+        for found in dataset.unique(TEACHER) if TEACHER in dataset.column_names else [None]:
+            teacher_number(found, teachers, f"{name} dataset")
+
+
+def teacher_number(name: Any, teachers: Sequence[str], place: str) -> int:
+    """The number of a teacher among several."""
+    if name not in teachers:
+        raise ValueError(
+            f"{place}: column {TEACHER!r} has {name!r}, expected one of {', '.join(teachers)} in each row."
+        )
+    return list(teachers).index(name)
+
+
 @dataclass
 class WithTeacherColumns:
     """Adds `teacher_ids` and `teacher_logps` `(K, k)` to a batch of rows that have them, in the order of its K trained tokens.
@@ -134,7 +150,12 @@ class WithTeacherColumns:
         if self.teachers:
             return {
                 **batch,
-                TEACHER: torch.tensor([self._teacher(row, number) for number, row in enumerate(rows)]),
+                TEACHER: torch.tensor(
+                    [
+                        teacher_number(row.get(TEACHER), self.teachers, f"row {number} of the batch")
+                        for number, row in enumerate(rows)
+                    ]
+                ),
             }
         if not all(row.get(name) is not None for row in rows for name in TEACHER_COLUMNS):
             return batch
@@ -152,14 +173,6 @@ class WithTeacherColumns:
                 "trained: they were truncated or prepared with other settings than those of `trl teach`."
             )
         return {**batch, **columns}
-
-    def _teacher(self, row: Mapping[str, Any], number: int) -> int:
-        name = str(row.get(TEACHER))
-        if name not in self.teachers:
-            raise ValueError(
-                f"row {number} of the batch: {TEACHER}={name!r}, expected one of {', '.join(self.teachers)}."
-            )
-        return list(self.teachers).index(name)
 
     def _read(self, row: Mapping[str, Any], number: int) -> tuple[np.ndarray, np.ndarray]:
         try:

@@ -23,6 +23,7 @@ from trl.data.teacher_columns import (
     TEACHER_COLUMNS,
     WithTeacherColumns,
     check_teacher_columns,
+    check_teacher_names,
     has_teacher_columns,
 )
 from trl.generation.engine import Engine, Generated, Sampling
@@ -279,6 +280,9 @@ class GKDTrainer(SFTTrainer):
             names = tuple(teacher.teachers) if isinstance(teacher, TeacherByRow) else ()
             if not names:
                 return teacher
+        for name, dataset in _sets(self.train_dataset, self.eval_dataset).items():
+            if names:
+                check_teacher_names(dataset, names, name=name)
         self.data_collator = WithTeacherColumns(self.data_collator, size, names)
         return teacher
 
