@@ -198,6 +198,8 @@ def test_bad_input(tmp_path):
         ManagedJudge(Longer(), retries=-1)
     with pytest.raises(ValueError, match="max_calls"):
         ManagedJudge(Longer(), max_calls=-1)
+    with pytest.raises(ValueError, match="deadline"):
+        ManagedJudge(Longer(), deadline=0.0)
     (tmp_path / "text").write_text("This file is not a database, and it is longer than a header. " * 9)
     with pytest.raises(ValueError, match=r"judge cache .*text.* cannot be used"):
         ManagedJudge(Longer(), cache=tmp_path / "text")

@@ -52,7 +52,7 @@ class ManagedJudge(BasePairwiseJudge):
     `cost` has comparisons sent (`calls`) and read from the cache (`cached`), those without an answer (`unanswered`), failed
     attempts (`failures`), `tokens`, and `seconds` in the judge. Cost and budget count from the start of the process.
 
-    Raises: TypeError for another kind of judge, ValueError for a file that is no cache.
+    Raises: TypeError for another kind of judge, ValueError for limits out of range and for a file that is no cache.
 
     Example:
         >>> from trl.rewards.judges import RandomPairwiseJudge
@@ -78,6 +78,8 @@ class ManagedJudge(BasePairwiseJudge):
         check_at_least("retries", retries, minimum=0, optional=False)
         check_at_least("max_calls", max_calls, minimum=0)
         check_at_least("max_tokens", max_tokens, minimum=0)
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline must be > 0 seconds, got {deadline}. Use None for no limit.")
         check_one_of("on_failure", on_failure, get_args(RewardFailure))
         self.inner, self.name = judge, type(judge).__name__
         self.cache, self.swap_positions, self.retries = cache, swap_positions, retries
